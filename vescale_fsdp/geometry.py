@@ -1,0 +1,185 @@
+"""Flat ranges of a row-major tensor, the boxes they are made of, and intersections. Integers only.
+
+A rank's *piece* of a tensor is one half-open range of its flattened elements. Everything outside this
+library (DCP, safetensors slices, zarr chunks) speaks of n-d *boxes*. This module translates: a flat
+range of an n-d tensor is at most ``2 * n - 1`` boxes, in flat order, each one contiguous in the range.
+
+Example, shape (4, 5), range [3, 17)::
+
+        0  1  2  3  4
+    0   .  .  .  A  A      A: offsets (0, 3) sizes (1, 2)   head
+    1   B  B  B  B  B      B: offsets (1, 0) sizes (2, 5)   whole rows
+    2   B  B  B  B  B
+    3   C  C  .  .  .      C: offsets (3, 0) sizes (1, 2)   tail
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["Box", "FlatRange", "boxes_of_range", "contiguous_strides", "numel_of", "range_of_box"]
+
+
+class FlatRange(NamedTuple):
+    """Half-open range [start, stop) of flat element indices; empty if ``start >= stop``."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements lie in the range."""
+        return max(0, self.stop - self.start)
+
+    def intersect(self, other: FlatRange) -> FlatRange:
+        """The part both ranges share; empty ranges come back with ``start == stop``."""
+        start = max(self.start, other.start)
+        return FlatRange(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by_numel: int) -> FlatRange:
+        """The same range, moved by ``by_numel`` elements."""
+        return FlatRange(self.start + by_numel, self.stop + by_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An n-d rectangle inside a tensor: one offset and one size per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements lie in the box."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The part both boxes share, or None if they share no element."""
+        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        stops = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        if any(start >= stop for start, stop in zip(offsets, stops, strict=True)):
+            return None
+        return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
+
+    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """Index of this box into the full tensor, or into a tensor whose corner is at ``origin``."""
+        corner = origin if origin is not None else (0,) * len(self.offsets)
+        return tuple(
+            slice(o - c, o - c + n) for o, n, c in zip(self.offsets, self.sizes, corner, strict=True)
+        )
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    """Number of elements of a tensor of this shape (1 for a 0-d tensor)."""
+    return math.prod(shape)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides in elements; ``strides[d]`` is the numel of everything right of dim ``d``."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+@lru_cache(maxsize=4096)
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """Cut the flat range [start, stop) of a tensor into boxes, in flat order.
+
+    Args:
+        shape: full shape of the tensor, row-major.
+        start, stop: half-open range of flat element indices, ``0 <= start <= stop <= numel``.
+
+    Returns:
+        At most ``2 * len(shape) - 1`` boxes whose flat ranges, in order, tile [start, stop) exactly;
+        none for an empty range.
+
+    Raises:
+        ValueError: if the range does not lie inside the tensor.
+    """
+    numel = numel_of(shape)
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"range [{start}, {stop}) does not lie inside shape {shape} of {numel} elements")
+    if start == stop:
+        return ()
+    strides = contiguous_strides(shape)
+    head: list[Box] = []
+    tail: list[Box] = []
+    prefix: tuple[int, ...] = ()  # leading indices shared by everything still to cut
+    base = 0
+    for dim, stride in enumerate(strides):
+        first, first_rest = divmod(start - base, stride)
+        last, last_rest = divmod(stop - base, stride)
+        if first == last:  # the whole rest lies under one index of this dim
+            prefix += (first,)
+            base += first * stride
+            continue
+        if first_rest:
+            head = _suffix_boxes(shape, strides, (*prefix, first), start, base + (first + 1) * stride)
+            first += 1
+        if last_rest:
+            tail = _prefix_boxes(shape, strides, (*prefix, last), base + last * stride, stop)
+        middle = [_slab(shape, prefix, dim, first, last)] if last > first else []
+        return tuple(head + middle + tail)
+    return (Box(prefix, (1,) * len(shape)),)
+
+
+def _slab(shape: tuple[int, ...], prefix: tuple[int, ...], dim: int, first: int, last: int) -> Box:
+    """Box of indices [first, last) of ``dim`` under fixed leading indices, whole to the right."""
+    rest = shape[dim + 1 :]
+    return Box((*prefix, first, *(0,) * len(rest)), (*(1,) * len(prefix), last - first, *rest))
+
+
+def _suffix_boxes(
+    shape: tuple[int, ...], strides: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int
+) -> list[Box]:
+    """Boxes of [start, stop) where ``stop`` is the end of everything under ``prefix``."""
+    boxes: list[Box] = []
+    base = sum(i * s for i, s in zip(prefix, strides, strict=False))
+    for dim in range(len(prefix), len(shape)):
+        index, rest = divmod(start - base, strides[dim])
+        first = index + 1 if rest else index
+        if first < shape[dim]:
+            boxes.append(_slab(shape, prefix, dim, first, shape[dim]))
+        if not rest:
+            break
+        prefix, base = (*prefix, index), base + index * strides[dim]
+    return boxes[::-1]  # collected from the outside in; flat order runs from the inside out
+
+
+def _prefix_boxes(
+    shape: tuple[int, ...], strides: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int
+) -> list[Box]:
+    """Boxes of [start, stop) where ``start`` is the beginning of everything under ``prefix``."""
+    boxes: list[Box] = []
+    base = start
+    for dim in range(len(prefix), len(shape)):
+        index, rest = divmod(stop - base, strides[dim])
+        if index:
+            boxes.append(_slab(shape, prefix, dim, 0, index))
+        if not rest:
+            break
+        prefix, base = (*prefix, index), base + index * strides[dim]
+    return boxes
+
+
+def range_of_box(shape: tuple[int, ...], box: Box) -> FlatRange:
+    """Flat range of a box that is contiguous in the tensor (as every box of `boxes_of_range` is).
+
+    Raises:
+        ValueError: if the box is not one contiguous run.
+    """
+    start = sum(o * s for o, s in zip(box.offsets, contiguous_strides(shape), strict=True))
+    whole = True  # dims right of the current one are complete
+    for size, full in zip(reversed(box.sizes), reversed(shape), strict=True):
+        if not whole and size != 1:
+            raise ValueError(f"{box} is not contiguous in a tensor of shape {shape}")
+        whole = whole and size == full
+    return FlatRange(start, start + box.numel)
