@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import LayoutError, explain
@@ -135,7 +136,7 @@ class GroupLayout:
             raise LayoutError(
                 explain(
                     "A rank boundary cuts a block.",
-                    expected=f"boundaries k * {self.shard_numel} at multiples of {slot.block_numel} from the start",
+                    expected=f"every k * {self.shard_numel} at a multiple of {slot.block_numel} from its start",
                     got=f"slot [{slot.span.start}, {slot.span.stop})",
                     where=slot.fqn,
                     todo="take the layout from plan_group",
@@ -161,7 +162,7 @@ class GroupLayout:
                 explain("A name stands twice in one group.", expected="distinct names", got=twice)
             )
         filled = sorted((slot for slot in self.slots if slot.numel), key=lambda slot: slot.offset)
-        for left, right in zip(filled, filled[1:], strict=False):
+        for left, right in pairwise(filled):
             if left.span.stop > right.offset:
                 raise LayoutError(
                     explain(

@@ -125,7 +125,11 @@ class RaggedShard(Placement):
         numel, units = numel_of(shape), self._unit_starts[-1]
         cut = numel_of(shape[: len(self.dims)]) if len(shape) >= len(self.dims) else -1
         # Quantities of units are whole multiples of the elements right of the cut dims.
-        if cut < 0 or numel % units or (self.dims and cut and (numel // units) % numel_of(shape[len(self.dims) :])):
+        if (
+            cut < 0
+            or numel % units
+            or (self.dims and cut and (numel // units) % numel_of(shape[len(self.dims) :]))
+        ):
             raise PlacementError(
                 explain(
                     "A tensor of this shape cannot be cut like this.",

@@ -1,0 +1,32 @@
+"""Set-up shared by all tests: the end of the worker pool, GPU skips, and how hypothesis searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.distributed import close_pool
+
+# Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
+# is not limited, because the machine may be busy.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=200)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _worker_pool() -> Iterator[None]:
+    """End the worker processes when the session ends."""
+    yield
+    close_pool()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
