@@ -1,0 +1,57 @@
+"""Every private name of torch that this package uses, with the versions it was seen in and the reason.
+
+No other module imports a name with a leading underscore from torch (tests/test_layering.py holds this).
+When a new torch release moves one, this is the only file to touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# torch 2.11-2.13: the Partial of a vector norm, so that norms of ragged and stock DTensors can be combined.
+from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+
+# torch 2.11-2.13: optimizers and foreach utilities choose their fast path by exact type.
+from torch.optim.optimizer import _foreach_supported_types as _optim_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_types
+
+# torch 2.11-2.13: lets the runtime refill a buffer that autograd has saved without tripping its version check.
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+
+__all__ = [
+    "DTensorSpec",
+    "NormPartial",
+    "TensorMeta",
+    "autograd_engine_callback",
+    "local_of",
+    "preserve_version_counter",
+    "register_foreach_type",
+]
+
+
+def register_foreach_type(cls: type[torch.Tensor]) -> None:
+    """Let ``cls`` keep optimizers' foreach and fused implementations as their default."""
+    for types in (_optim_types, _util_types):
+        if cls not in types:
+            types.append(cls)  # type: ignore[arg-type]
+
+
+def autograd_engine_callback(callback: object) -> None:
+    """Call ``callback()`` once when the running backward pass ends (only inside a backward pass)."""
+    # torch 2.11-2.13: the public autograd API has no end-of-backward hook.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor without an autograd node (``to_local`` adds one)."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def foreach_types() -> Sequence[type]:
+    """Types that optimizers treat as plain tensors (for tests)."""
+    return tuple(_optim_types)
