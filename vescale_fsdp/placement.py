@@ -104,7 +104,9 @@ class RaggedShard(Placement):
         if numel == 0:
             return cls((0,), (1,) + (0,) * (len(piece_numels) - 1))
         unit_numel = math.gcd(*piece_numels)
-        depth = next(d for d in range(1, len(shape) + 1) if unit_numel % numel_of(shape[d:]) == 0)
+        depth = next(
+            d for d in range(min(1, len(shape)), len(shape) + 1) if unit_numel % numel_of(shape[d:]) == 0
+        )
         return cls(tuple(range(depth)), tuple(n // unit_numel for n in piece_numels))
 
     @property
@@ -123,23 +125,19 @@ class RaggedShard(Placement):
             PlacementError: if the shape has fewer dims, or its cut dims do not divide into the units.
         """
         numel, units = numel_of(shape), self._unit_starts[-1]
-        cut = numel_of(shape[: len(self.dims)]) if len(shape) >= len(self.dims) else -1
-        # Quantities of units are whole multiples of the elements right of the cut dims.
-        if (
-            cut < 0
-            or numel % units
-            or (self.dims and cut and (numel // units) % numel_of(shape[len(self.dims) :]))
-        ):
-            raise PlacementError(
-                explain(
-                    "A tensor of this shape cannot be cut like this.",
-                    expected=f"dims {self.dims} of the shape to divide into {units} units",
-                    got=f"shape {tuple(shape)}",
-                    where=str(self),
-                    todo="use RaggedShard.from_piece_numels, or take the placement from a plan",
-                )
+        run_numel = numel_of(shape[len(self.dims) :])  # right of the cut dims: never cut (0 if empty)
+        whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
+        if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
+            return numel // units
+        raise PlacementError(
+            explain(
+                "A tensor of this shape cannot be cut like this.",
+                expected=f"dims {self.dims} of the shape to divide into {units} units",
+                got=f"shape {tuple(shape)}",
+                where=str(self),
+                todo="use RaggedShard.from_piece_numels, or take the placement from a plan",
             )
-        return numel // units
+        )
 
     def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
         """Half-open range of the flattened tensor that ``rank`` of the mesh axis holds."""
