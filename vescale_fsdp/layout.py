@@ -136,7 +136,7 @@ class GroupLayout:
             raise LayoutError(
                 explain(
                     "A rank boundary cuts a block.",
-                    expected=f"every k * {self.shard_numel} at a multiple of {slot.block_numel} from its start",
+                    expected=f"k * {self.shard_numel} a multiple of {slot.block_numel} away from the start",
                     got=f"slot [{slot.span.start}, {slot.span.stop})",
                     where=slot.fqn,
                     todo="take the layout from plan_group",

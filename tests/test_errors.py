@@ -1,0 +1,53 @@
+"""The error tree and the four parts of a message."""
+
+from __future__ import annotations
+
+import pytest
+
+from vescale_fsdp import errors
+from vescale_fsdp.errors import VescaleError, explain
+
+BUILTINS = {
+    "CheckpointError": RuntimeError,
+    "ConversionError": RuntimeError,
+    "CorruptCheckpointError": RuntimeError,
+    "LayoutError": ValueError,
+    "LifecycleError": RuntimeError,
+    "PlacementError": ValueError,
+    "UnsupportedOpError": NotImplementedError,
+}
+
+
+def test_tree_is_complete() -> None:
+    """Every public error but the base is in the table below, and at most eight exist."""
+    classes = {name for name in errors.__all__ if name.endswith("Error")} - {"VescaleError"}
+
+    assert set(BUILTINS) == classes
+    assert len(classes) <= 8
+
+
+@pytest.mark.parametrize(("name", "builtin"), BUILTINS.items())
+def test_each_error_is_also_a_builtin(name: str, builtin: type[Exception]) -> None:
+    """Callers may catch ours by the base or by the builtin kind they would expect."""
+    kind = getattr(errors, name)
+
+    assert issubclass(kind, VescaleError)
+    assert issubclass(kind, builtin)
+    assert kind.__doc__
+
+
+def test_corrupt_is_a_checkpoint_error() -> None:
+    """Who handles unreadable checkpoints handles broken ones too."""
+    assert issubclass(errors.CorruptCheckpointError, errors.CheckpointError)
+
+
+def test_explain_has_four_parts_in_order() -> None:
+    """Problem, expected, got, where, what to do: one line each."""
+    text = explain("It broke.", expected="3", got=4, where="here", todo="mend it")
+
+    assert text == "It broke.\n  expected: 3\n  got: 4\n  where: here\n  what to do: mend it"
+
+
+def test_explain_leaves_out_what_is_unknown() -> None:
+    """Place and cure are optional; falsy values that were got are still shown."""
+    assert explain("It broke.", expected="3", got=0) == "It broke.\n  expected: 3\n  got: 0"
