@@ -1,0 +1,39 @@
+"""The public names of the packages: exactly `__all__`, sorted, and nothing but re-exports."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PACKAGES = ["vescale_fsdp", "vescale_fsdp.checkpoint", "vescale_fsdp.conversion"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_what_is_public(name: str) -> None:
+    """`__all__` is sorted and lists every public name but submodules, as far as there are any."""
+    package = importlib.import_module(name)
+    public = [key for key, value in vars(package).items() if not key.startswith("_")]
+    names = sorted(
+        key for key in public if not isinstance(vars(package)[key], ModuleType) and key != "annotations"
+    )
+
+    assert sorted(vars(package).get("__all__", [])) == names
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_package_only_re_exports(name: str) -> None:
+    """The package file holds a docstring, imports and `__all__`: work at import surprises people."""
+    file = Path(str(importlib.import_module(name).__file__))
+    body = ast.parse(file.read_text()).body
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
+
+    assert all(isinstance(node, allowed) for node in body)
+    assert [ast.unparse(t) for node in body if isinstance(node, ast.Assign) for t in node.targets] in (
+        [],
+        ["__all__"],
+        ["__all__", "__version__"],
+    )
