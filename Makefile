@@ -1,0 +1,40 @@
+# make test   the gate and all tests
+# make demo   the whole idea on real text: train, kill, restart on more ranks, export
+# make check  the gate alone: format, lint, types, import order, fast tests
+# make venv   the set-up alone: .venv with everything; a second run reuses it
+#
+# PYTHON=python3.12 make venv   another interpreter (3.11 or later)
+
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.installed
+IN_VENV := $(VENV)/bin/python
+
+# Torch's plain wheel for Linux brings gigabytes of CUDA packages. Where there is no NVIDIA driver, PyTorch's
+# index of CPU builds is asked as well: a build named 2.13.0+cpu wins over 2.13.0.
+ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
+TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
+endif
+
+.PHONY: venv test demo check clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(IN_VENV) || $(PYTHON) -m venv $(VENV)
+	$(IN_VENV) -m pip install --quiet --constraint constraints.txt $(TORCH_INDEX) torch
+	$(IN_VENV) -m pip install --quiet --constraint constraints.txt --editable ".[hf,s3,test,dev]"
+	touch $(STAMP)
+
+test: venv
+	$(IN_VENV) tools/check.py --skip fast-tests
+	$(IN_VENV) -m pytest
+
+demo: venv
+	$(IN_VENV) tools/demo.py
+
+check: venv
+	$(IN_VENV) tools/check.py
+
+clean:
+	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

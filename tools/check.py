@@ -1,0 +1,74 @@
+"""The gate: format, lint, types, import order and fast tests, in that order, all of them run.
+
+    python tools/check.py                      everything (about half a minute)
+    python tools/check.py --fix                format and mend what ruff can mend, then check
+    python tools/check.py --only types         one step
+    python tools/check.py --skip fast-tests    all but one
+
+People (`make check`), `make test`, the pre-commit hook and the workflow run this one file.
+Exit code 0 if every step passed, 1 otherwise; what failed is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PYTHON = sys.executable
+# Tests of the pure modules and of the house rules: no worker processes, seconds in all.
+FAST_TESTS = ("errors", "geometry", "granularity", "layout", "placement", "planner", "public")
+
+STEPS: dict[str, list[str]] = {
+    "format": [PYTHON, "-m", "ruff", "format", "--check", "--quiet", "."],
+    "lint": [PYTHON, "-m", "ruff", "check", "--quiet", "."],
+    "types": [PYTHON, "-m", "mypy"],
+    "layering": [PYTHON, "-m", "pytest", "-q", "tests/test_layering.py"],
+    "fast-tests": [
+        PYTHON,
+        "-m",
+        "pytest",
+        "-q",
+        *(f"tests/test_{name}.py" for name in FAST_TESTS if (ROOT / f"tests/test_{name}.py").exists()),
+    ],
+}
+
+
+def fix() -> None:
+    """Let ruff mend what it can."""
+    for command in (["check", "--fix", "--quiet", "."], ["format", "--quiet", "."]):
+        subprocess.run([PYTHON, "-m", "ruff", *command], cwd=ROOT, check=False)
+
+
+def run_step(name: str) -> bool:
+    """Run one step, print its output if it fails and a line in any case; whether it passed."""
+    start_s = time.monotonic()
+    done = subprocess.run(STEPS[name], cwd=ROOT, capture_output=True, text=True)
+    passed = done.returncode == 0
+    if not passed:
+        print(done.stdout + done.stderr)
+    print(f"{name:<12}{'ok' if passed else 'FAILED':<8}{time.monotonic() - start_s:5.1f} s", flush=True)
+    return passed
+
+
+def main() -> int:
+    """Parse, run the chosen steps, report."""
+    parser = argparse.ArgumentParser(description="format, lint, types, import order, fast tests")
+    parser.add_argument("--fix", action="store_true", help="let ruff mend what it can first")
+    parser.add_argument("--only", choices=STEPS, action="append", help="run this step alone (repeatable)")
+    parser.add_argument("--skip", choices=STEPS, action="append", default=[], help="leave a step out")
+    options = parser.parse_args()
+    if options.fix:
+        fix()
+    chosen = [name for name in options.only or STEPS if name not in options.skip]
+    failed = [name for name in chosen if not run_step(name)]
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
