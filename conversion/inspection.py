@@ -1,0 +1,85 @@
+"""What a checkpoint holds, as a table for people and as JSON for programs. Reads metadata only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from vescale_fsdp.conversion.hf_layout import natural_key
+from vescale_fsdp.conversion.model_names import find_model
+from vescale_fsdp.conversion.source import Source
+from vescale_fsdp.errors import ConversionError
+
+__all__ = ["describe", "format_bytes", "format_description"]
+
+
+def format_bytes(nbytes: int) -> str:
+    """Decimal units, three digits: ``1.23 GB``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def describe(source: Source) -> dict[str, Any]:
+    """Everything known about a source without reading its tensors, as plain values."""
+    try:
+        prefix = find_model(source).prefix
+    except ConversionError:
+        prefix = None
+    kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())
+    return {
+        "kind": source.kind,
+        "url": source.url,
+        "model_prefix": prefix,
+        "tensor_bytes": source.nbytes,
+        "dtypes": dict(sorted(kinds.items())),
+        **dict(source.facts),
+        "tensors": [
+            {
+                "name": name,
+                "dtype": source.tensors[name].info.dtype.name,
+                "shape": list(source.tensors[name].info.shape),
+                "bytes": source.tensors[name].info.nbytes,
+                "chunks": len(source.tensors[name].chunks),
+                "files": len({chunk.file for chunk in source.tensors[name].chunks}),
+            }
+            for name in sorted(source.tensors, key=natural_key)
+        ],
+        "values": sorted(source.values, key=natural_key),
+    }
+
+
+def format_description(found: dict[str, Any]) -> str:
+    """The description as a table."""
+    rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
+    rows += [
+        (
+            t["name"],
+            t["dtype"],
+            "x".join(map(str, t["shape"])) or "scalar",
+            format_bytes(t["bytes"]),
+            str(t["chunks"]),
+            str(t["files"]),
+        )
+        for t in found["tensors"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    head = {
+        "kind": found["kind"],
+        "where": found["url"],
+        "tensors": f"{len(found['tensors'])}, {format_bytes(found['tensor_bytes'])}",
+        "dtypes": ", ".join(f"{name} x {count}" for name, count in found["dtypes"].items()) or "none",
+        "model prefix": "no model found"
+        if found["model_prefix"] is None
+        else found["model_prefix"] or "(root)",
+        "other values": str(len(found["values"])),
+    }
+    top = [f"{key + ':':<14}{value}" for key, value in head.items()]
+    return "\n".join([*top, "", *lines])

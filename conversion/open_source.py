@@ -1,0 +1,72 @@
+"""Finding out what a path or URL holds, and opening it."""
+
+from __future__ import annotations
+
+from vescale_fsdp.conversion.dcp_source import METADATA_FILE, open_dcp
+from vescale_fsdp.conversion.hf_source import open_hf_folder, open_safetensors
+from vescale_fsdp.conversion.source import Source
+from vescale_fsdp.conversion.store import Store, open_store, split_file
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["KINDS", "open_source"]
+
+KINDS = ("dcp", "hf", "safetensors")
+
+
+def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
+    """Open a checkpoint; only metadata is read.
+
+    Args:
+        url: local path or fsspec URL of a folder, or of a file for single-file formats.
+        kind: one of `KINDS`; None to look.
+        trust_pickle: whether pickles may import and run what they name.
+
+    Raises:
+        ConversionError: if nothing known is there.
+        CorruptCheckpointError: if something known is there but damaged.
+    """
+    url = url.rstrip("/") if len(url) > 1 else url
+    folder = open_store(url)
+    found = kind or _detect(folder, url)
+    if found == "dcp":
+        return open_dcp(folder, trust_pickle=trust_pickle)
+    if found == "hf":
+        return open_hf_folder(folder)
+    if found == "safetensors":
+        parent, name = split_file(url)
+        return open_safetensors(open_store(parent), name)
+    raise ConversionError(_unknown(url, f"kind {found}"))
+
+
+def _detect(folder: Store, url: str) -> str:
+    files = folder.list_files()
+    if METADATA_FILE in files:
+        return "dcp"
+    if any(file.endswith((".safetensors", ".safetensors.index.json")) and "/" not in file for file in files):
+        return "hf"
+    if files:
+        raise ConversionError(_unknown(url, f"a folder with {', '.join(files[:4])}"))
+    parent, name = split_file(url)
+    if open_store(parent).size(name) is None:
+        raise ConversionError(
+            explain(
+                "there is nothing to read",
+                expected="a checkpoint folder or file",
+                got="no such file or folder, or an empty one",
+                where=url,
+                todo="check the path",
+            )
+        )
+    if name.endswith(".safetensors"):
+        return "safetensors"
+    raise ConversionError(_unknown(url, f"a file {name}"))
+
+
+def _unknown(url: str, got: str) -> str:
+    return explain(
+        "this is no checkpoint of a known kind",
+        expected="a DCP folder (with .metadata), a Hugging Face folder or a .safetensors file",
+        got=got,
+        where=url,
+        todo="pass the folder that was given to dcp.save, or name the format with --from",
+    )

@@ -1,0 +1,174 @@
+"""A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
+
+A `Source` is mostly data (see `tensors.py`): the readers of each format only find out what lies where. One
+routine then reads boxes: the part each chunk holds is read straight into the caller's array where it is one
+run in the file, and through a small covering read where it is not, so that memory stays bounded by what is
+asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.torch_archive import TorchArchive
+from vescale_fsdp.conversion.unpickle import TensorRef
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.geometry import Box, contiguous_strides
+
+__all__ = ["Source", "StoredValue"]
+
+_COVER_BYTES = 4 * 2**20  # 4 MiB: largest scratch read for items that are not one run in the file
+
+
+class StoredValue(Protocol):
+    """A value that is not a tensor, read only when somebody wants it."""
+
+    def __call__(self) -> Any:
+        """The value: numbers, strings, lists and dicts."""
+
+
+@dataclass
+class Source:
+    """One opened checkpoint.
+
+    Args:
+        kind: its format, such as ``"dcp"``.
+        store: the folder its files are in.
+        tensors: by flattened name, in the order of the format.
+        values: everything else, by flattened name.
+        paths: where a flattened name sits in the nested state it came from; absent names are at the root.
+        facts: lines worth telling people (``inspect`` prints them).
+    """
+
+    kind: str
+    store: Store
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, StoredValue] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    trust_pickle: bool = False
+    _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint is."""
+        return self.store.url
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.info.nbytes for tensor in self.tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """Name, shape and type of a tensor.
+
+        Raises:
+            ConversionError: if there is none of that name.
+        """
+        if name not in self.tensors:
+            raise ConversionError(
+                explain(
+                    "the source has no such tensor",
+                    expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
+                    got=name,
+                    where=self.url,
+                    todo="list the names with: vescale-convert inspect SRC",
+                )
+            )
+        return self.tensors[name].info
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Where the entry sits in the nested state."""
+        return self.paths.get(name, (name,))
+
+    def read_into(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill ``out`` (shape ``box.sizes``, raw type of the tensor, any strides) with a box of a tensor.
+
+        Raises:
+            CorruptCheckpointError: if files are missing, truncated or not what the metadata says.
+        """
+        tensor = self.tensors[name]
+        for chunk in tensor.chunks:
+            part = box.intersect(chunk.box)
+            if part is not None:
+                # The ellipsis keeps the part of a 0-d tensor an array.
+                index: tuple[Any, ...] = (*part.slices(box.offsets), ...)
+                self._read_part(tensor.info, chunk, part, out[index])
+
+    def _read_part(self, info: TensorInfo, chunk: StoredChunk, part: Box, view: np.ndarray) -> None:
+        offset, strides = self._locate(info, chunk)
+        first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, strides, strict=True))
+        itemsize = info.dtype.itemsize
+        self._read_strided(chunk.file, offset + first * itemsize, part.sizes, strides, view)
+
+    def _read_strided(
+        self, file: str, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], view: np.ndarray
+    ) -> None:
+        """Read items ``offset + sum(i * stride)`` into ``view`` of shape ``sizes``."""
+        itemsize = view.dtype.itemsize
+        is_run = all(
+            n == 1 or s == c for n, s, c in zip(sizes, strides, contiguous_strides(sizes), strict=True)
+        )
+        if is_run and view.flags.c_contiguous:
+            self.store.read_into(file, offset, _bytes_of(view))
+            return
+        cover = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * itemsize
+        if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
+            scratch = np.empty(cover // itemsize, dtype=view.dtype)
+            self.store.read_into(file, offset, _bytes_of(scratch))
+            byte_strides = tuple(s * itemsize for s in strides)
+            view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
+            return
+        # Cut the dim that spans most of the file, so that few wide reads remain instead of many narrow ones.
+        dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
+        half = sizes[dim] // 2
+        low, high = (
+            (*sizes[:dim], half, *sizes[dim + 1 :]),
+            (*sizes[:dim], sizes[dim] - half, *sizes[dim + 1 :]),
+        )
+        whole = (slice(None),) * dim
+        self._read_strided(file, offset, low, strides, view[(*whole, slice(0, half))])
+        self._read_strided(
+            file, offset + half * strides[dim] * itemsize, high, strides, view[(*whole, slice(half, None))]
+        )
+
+    def _locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
+        """Byte offset of a chunk's first item in its file, and its strides there."""
+        if not chunk.is_archive:
+            return chunk.offset, chunk.strides or contiguous_strides(chunk.box.sizes)
+        key = (chunk.file, chunk.offset)
+        if key not in self._located:
+            self._located[key] = self._locate_in_archive(info, chunk)
+        return self._located[key]
+
+    def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
+        where = f"tensor {info.name} in {self.url}/{chunk.file} at byte {chunk.offset}"
+        archive = TorchArchive(
+            lambda offset, nbytes: self.store.read(chunk.file, chunk.offset + offset, nbytes),
+            chunk.nbytes,
+            where=where,
+            trust=self.trust_pickle,
+        )
+        ref = archive.content
+        if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
+            raise CorruptCheckpointError(
+                explain(
+                    "a data file does not hold what the metadata says",
+                    expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
+                    got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
+                    where=where,
+                    todo="the files are from different saves: copy the checkpoint again as one",
+                )
+            )
+        return chunk.offset + archive.tensor_offset(ref), ref.strides
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """The array's memory, one byte per item."""
+    return array.reshape(-1).view(np.uint8).data

@@ -1,0 +1,308 @@
+"""Files of a checkpoint by relative name: read byte ranges, write new files, on disk or at any fsspec URL.
+
+A `Store` is a folder. Reads are positional and exact: they fill the buffer or raise, so a truncated file can
+never pass for a shorter tensor. A file being written has no final name until `OutputFile.commit`.
+
+    store        data goes to             commit
+    local        .NAME.partial, pwrite    rename to NAME (atomic)
+    remote       one stream, in order     closing the stream (objects appear whole or not at all)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+
+__all__ = ["LocalStore", "OutputFile", "RemoteStore", "Store", "open_store", "partial_name", "split_file"]
+
+_MAX_OPEN_FILES = 256  # reading a checkpoint of more files than this reopens the rest at every read
+
+
+def partial_name(name: str) -> str:
+    """The name a local file has until it is committed (hidden, same folder, so that rename is atomic)."""
+    folder, _, base = name.rpartition("/")
+    return f"{folder}/.{base}.partial" if folder else f".{base}.partial"
+
+
+class OutputFile(ABC):
+    """A file that does not exist under its name yet."""
+
+    needs_order: bool  # whether offsets must be written front to back without gaps
+
+    @abstractmethod
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of ``data`` at byte ``offset``. Safe from several threads unless `needs_order`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All bytes are written: release the handle. The file keeps its partial name where it has one."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up: leave nothing behind."""
+
+
+class Store(ABC):
+    """A folder of files, by relative names with forward slashes."""
+
+    url: str
+
+    @abstractmethod
+    def list_files(self) -> list[str]:
+        """Names of all regular files, in subfolders too, sorted; empty if the folder does not exist."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, or None if there is no such file."""
+
+    @abstractmethod
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` (flat, 1 byte per item) from byte ``offset`` of a file.
+
+        Raises:
+            CorruptCheckpointError: if the file is missing or ends too early.
+        """
+
+    @abstractmethod
+    def create(self, name: str) -> OutputFile:
+        """Start writing a file; folders are made as needed."""
+
+    @abstractmethod
+    def commit(self, name: str) -> None:
+        """Give a finished file its final name."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes at ``offset``; raises as `read_into`."""
+        buffer = bytearray(nbytes)
+        if nbytes:
+            self.read_into(name, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_file(self, name: str) -> bytes:
+        """The whole of a (small) file; raises as `read_into`."""
+        return self.read(name, 0, self.required_size(name))
+
+    def required_size(self, name: str) -> int:
+        """`size`, but a missing file raises CorruptCheckpointError."""
+        size = self.size(name)
+        if size is None:
+            raise CorruptCheckpointError(
+                explain(
+                    "a file of the checkpoint is missing",
+                    expected=f"a file {name}",
+                    got="no such file",
+                    where=self.url,
+                    todo="copy the checkpoint again, with all its files",
+                )
+            )
+        return size
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write and commit a small file."""
+        out = self.create(name)
+        try:
+            out.write_at(0, data)
+            out.finish()
+        except BaseException:
+            out.abort()
+            raise
+        self.commit(name)
+
+    def _too_short(self, name: str, offset: int, wanted: int, got: int) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            explain(
+                "a file of the checkpoint is truncated",
+                expected=f"{wanted} bytes at offset {offset}",
+                got=f"{got} bytes before the end of the file",
+                where=f"{self.url}/{name}",
+                todo="copy the file again from where it was saved, or use an older checkpoint",
+            )
+        )
+
+
+class _LocalOutput(OutputFile):
+    needs_order = False
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)  # the umask takes its part
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        view = memoryview(data).cast("B")
+        while len(view):
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def finish(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def abort(self) -> None:
+        self.finish()
+        self._path.unlink(missing_ok=True)
+
+
+class LocalStore(Store):
+    """A folder on disk. Read handles stay open, since reopening costs a round trip on network disks."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self.url = str(self.root)
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def list_files(self) -> list[str]:
+        found = [path for path in self.root.rglob("*") if path.is_file()]
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+    def size(self, name: str) -> int | None:
+        path = self.root / name
+        return path.stat().st_size if path.is_file() else None
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        fd = self._handle(name)
+        try:
+            done = 0
+            while done < len(buffer):
+                got = os.preadv(fd, [buffer[done:]], offset + done)
+                if not got:
+                    raise self._too_short(name, offset, len(buffer), done)
+                done += got
+        finally:
+            if self._fds.get(name) != fd:
+                os.close(fd)
+
+    def _handle(self, name: str) -> int:
+        with self._lock:
+            if name in self._fds:
+                return self._fds[name]
+            self.required_size(name)
+            fd = os.open(self.root / name, os.O_RDONLY)
+            if len(self._fds) < _MAX_OPEN_FILES:
+                self._fds[name] = fd
+            return fd
+
+    def create(self, name: str) -> OutputFile:
+        return _LocalOutput(self.root / partial_name(name))
+
+    def commit(self, name: str) -> None:
+        os.replace(self.root / partial_name(name), self.root / name)
+
+    def remove(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+
+class _RemoteOutput(OutputFile):
+    needs_order = True
+
+    def __init__(self, stream: IO[bytes], name: str) -> None:
+        self._stream, self._name = stream, name
+        self._position = 0
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        assert offset == self._position, f"{self._name}: written at {offset}, stream is at {self._position}"
+        self._stream.write(data)
+        self._position += memoryview(data).nbytes
+
+    def finish(self) -> None:
+        self._stream.close()
+
+    def abort(self) -> None:
+        # fsspec's buffered files know how to drop an upload; closing one would publish a torn object.
+        discard = getattr(self._stream, "discard", None)
+        if discard is not None and not self._stream.closed:
+            discard()
+
+
+class RemoteStore(Store):
+    """A prefix of an object store or any other fsspec file system."""
+
+    def __init__(self, fs: Any, root: str, url: str) -> None:
+        self._fs, self._root, self.url = fs, root.rstrip("/"), url.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def list_files(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.find(self._root)
+        except FileNotFoundError:
+            return []
+        prefix = self._root.lstrip("/") + "/"
+        names = (str(path).lstrip("/") for path in found)
+        return sorted(name[len(prefix) :] for name in names if name.startswith(prefix))
+
+    def size(self, name: str) -> int | None:
+        try:
+            info = self._fs.info(self._path(name))
+        except FileNotFoundError:
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        try:
+            data = self._fs.cat_file(self._path(name), start=offset, end=offset + len(buffer))
+        except FileNotFoundError:
+            self.required_size(name)
+            raise
+        if len(data) != len(buffer):
+            raise self._too_short(name, offset, len(buffer), len(data))
+        buffer[:] = data
+
+    def create(self, name: str) -> OutputFile:
+        return _RemoteOutput(self._fs.open(self._path(name), "wb"), name)
+
+    def commit(self, name: str) -> None:
+        """Nothing to do: closing the stream published the object."""
+
+    def remove(self, name: str) -> None:
+        if self._fs.exists(self._path(name)):
+            self._fs.rm_file(self._path(name))
+
+
+def open_store(url: str) -> Store:
+    """The store for a local path or an fsspec URL.
+
+    Raises:
+        ConversionError: if no file system is known for the URL.
+    """
+    if "://" not in url:
+        return LocalStore(url)
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ConversionError(
+            explain(
+                "cannot open this URL",
+                expected="a local path or a URL whose file system fsspec knows",
+                got=f"{url} ({error})",
+                todo="install the package the message names (for example s3fs for s3://)",
+            )
+        ) from error
+    if url.startswith("file://"):
+        return LocalStore(root)
+    return RemoteStore(fs, root, url)
+
+
+def split_file(url: str) -> tuple[str, str]:
+    """``folder/name`` of a file's path or URL, as (folder, name)."""
+    folder, _, name = url.rpartition("/")
+    return (folder or ("/" if url.startswith("/") else ".")), name

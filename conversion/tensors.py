@@ -1,0 +1,166 @@
+"""What a source knows of its tensors: name, shape, type, and which bytes of which files hold which box.
+
+Every format this package reads comes down to this: a tensor is tiled by *chunks*, boxes whose elements lie
+in one file at one offset, row-major (or with explicit strides). Finding bytes is then the same code for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vescale_fsdp.conversion.dtypes import DType
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.geometry import Box, contiguous_strides
+
+__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "whole_box"]
+
+_MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Name, shape (packed types count bytes in the last dim) and type of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Items (not packed elements)."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.nbytes(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """One box of a tensor and where its bytes lie.
+
+    Args:
+        box: which part of the tensor.
+        file: relative name of the file.
+        offset: of the first element's byte, or of the enclosing archive if ``is_archive``.
+        nbytes: length of what lies there.
+        strides: in items, of the box in the file; None for row-major.
+        is_archive: the bytes at ``offset`` are a torch.save archive that holds the box.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    strides: tuple[int, ...] | None = None
+    is_archive: bool = False
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor and the chunks that tile it; proves on construction that every element is there once."""
+
+    info: TensorInfo
+    chunks: tuple[StoredChunk, ...]
+
+    def __post_init__(self) -> None:
+        shape = self.info.shape
+        for chunk in self.chunks:
+            box = chunk.box
+            fits = len(box.offsets) == len(shape) == len(box.sizes) and all(
+                o >= 0 and n >= 0 and o + n <= full
+                for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
+            )
+            if not fits:
+                raise CorruptCheckpointError(self._bad_tiling(f"chunk {_text(box)} outside of it"))
+        filled = [chunk.box for chunk in self.chunks if chunk.box.numel]
+        total = sum(box.numel for box in filled)
+        if total != self.info.numel:
+            raise CorruptCheckpointError(
+                self._bad_tiling(f"{len(filled)} chunks with {total} of {self.info.numel} elements")
+            )
+        if overlap := _first_overlap(shape, filled):
+            raise CorruptCheckpointError(
+                self._bad_tiling(f"chunks that overlap: {_text(overlap[0])} and {_text(overlap[1])}")
+            )
+
+    def _bad_tiling(self, got: str) -> str:
+        return explain(
+            "the chunks of a tensor do not tile it",
+            expected=f"boxes that hold every element of shape {self.info.shape} exactly once",
+            got=got,
+            where=f"tensor {self.info.name}",
+            todo="save the checkpoint again; its sharding was described wrongly when saving",
+        )
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is the whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _text(box: Box) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True)) + "]"
+
+
+def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, if any. Boxes cover exactly numel elements when this is called."""
+    if len(boxes) < 2:
+        return None
+    intervals = _flat_intervals(shape, boxes)
+    if intervals is not None:
+        order = np.argsort(intervals[:, 0], kind="stable")
+        ordered = intervals[order]
+        clash = np.flatnonzero(ordered[1:, 0] < ordered[:-1, 1])
+        return (boxes[order[clash[0]]], boxes[order[clash[0] + 1]]) if len(clash) else None
+    return _overlap_on_grid(boxes)
+
+
+def _flat_intervals(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray | None:
+    """[start, stop) of each box in the flattened tensor, or None if some box is not one run."""
+    offsets = np.array([box.offsets for box in boxes], dtype=np.int64)
+    sizes = np.array([box.sizes for box in boxes], dtype=np.int64)
+    is_run = np.ones(len(boxes), dtype=bool)
+    is_whole = np.ones(len(boxes), dtype=bool)  # the dims right of the current one are complete
+    for dim in reversed(range(len(shape))):
+        is_run &= is_whole | (sizes[:, dim] == 1)
+        is_whole &= sizes[:, dim] == shape[dim]
+    if not is_run.all():
+        return None
+    starts = offsets @ np.array(contiguous_strides(shape), dtype=np.int64)
+    return np.stack([starts, starts + sizes.prod(axis=1)], axis=1)
+
+
+def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Count boxes per cell of the grid that all box edges span; fall back to pairs for absurd grids."""
+    edges = []
+    for dim in range(len(boxes[0].offsets)):
+        ends = {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])}
+        edges.append({end: i for i, end in enumerate(sorted(ends))})
+    cells = tuple(len(e) - 1 for e in edges)
+    if math.prod(cells) > _MAX_GRID_CELLS:
+        return _overlap_by_pairs(boxes)
+    owner = np.full(cells, -1, dtype=np.int64)
+    for number, box in enumerate(boxes):
+        where = tuple(slice(e[o], e[o + n]) for e, o, n in zip(edges, box.offsets, box.sizes, strict=True))
+        taken = owner[where]
+        if (taken >= 0).any():
+            return boxes[int(taken.max())], box
+        owner[where] = number
+    return None
+
+
+def _overlap_by_pairs(boxes: list[Box]) -> tuple[Box, Box] | None:
+    ordered = sorted(boxes, key=lambda box: box.offsets)
+    for i, box in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break
+            if box.intersect(other) is not None:
+                return box, other
+    return None

@@ -1,0 +1,34 @@
+"""Values other than tensors, which torch stores as pickles: read with torch's own safe loader."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["load_torch_bytes"]
+
+
+def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
+    """The object in ``data``, a torch.save archive; ``weights_only`` unless trusted.
+
+    Raises:
+        ConversionError: if the archive is damaged or holds more than plain values.
+    """
+    import torch  # only checkpoints with such values pay for the import
+
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConversionError(
+            explain(
+                "a stored value cannot be read safely",
+                expected="numbers, strings, lists and dicts",
+                got=f"{type(error).__name__}: {first_line}",
+                where=where,
+                todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
+            )
+        ) from error

@@ -1,0 +1,233 @@
+"""Reading pickles without running what they name.
+
+A pickle is a program that may call anything importable. Checkpoints need very little of that: a few record
+types, sizes, dtypes, and the two functions that rebuild a tensor. Both unpicklers here know those names only,
+and put plain stand-ins in their place, so opening an unknown checkpoint runs none of its code (and does not
+import torch). Everything else is refused by name; ``trust=True`` imports it instead, as torch itself would.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from vescale_fsdp.conversion.dtypes import DTYPES, DType, dtype_from_torch
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+
+__all__ = ["Record", "TensorRef", "load_dcp_metadata", "load_tensor_pickle"]
+
+# What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    TypeError,
+    UnicodeDecodeError,
+    ValueError,
+)
+
+
+class Record:
+    """Stand-in for a record type of torch: attributes as they were pickled, no behaviour."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __getattr__(self, name: str) -> Any:  # only reached for attributes the pickle did not set
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+
+class _PropertiesRecord(Record):
+    """Stand-in for TensorProperties, whose pickled state is a tuple that begins with the dtype."""
+
+    dtype: DType
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor as a torch.save pickle describes it: a strided window on one storage record."""
+
+    storage_key: str
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in items
+    storage_offset: int  # in items
+
+
+@dataclass(frozen=True)
+class _StorageRef:
+    key: str
+    dtype: DType | None  # None for an untyped storage
+
+
+def _size(items: Any = ()) -> tuple[int, ...]:
+    return tuple(items)
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+def _layout(code: Any) -> Any:
+    return code
+
+
+def _rebuild_v2(storage: _StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
+    if storage.dtype is None:
+        raise pickle.UnpicklingError("an untyped storage where a typed one belongs")
+    return TensorRef(storage.key, storage.dtype, tuple(shape), tuple(strides), offset)
+
+
+def _rebuild_v3(
+    storage: _StorageRef, offset: int, shape: Any, strides: Any, grad: bool, hooks: Any, dtype: DType, *_: Any
+) -> TensorRef:
+    return TensorRef(storage.key, dtype, tuple(shape), tuple(strides), offset)
+
+
+def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
+    return data
+
+
+_STORAGE_TYPES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+_TORCH_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+_METADATA_NAMES: dict[tuple[str, str], Any] = {
+    **_TORCH_NAMES,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): type(name, (Record,), {})
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    },
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _PropertiesRecord,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): type("_StorageInfo", (Record,), {}),
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
+_TENSOR_NAMES: dict[tuple[str, str], Any] = {
+    **_TORCH_NAMES,
+    **{("torch", name): dtype_from_torch(dtype) for name, dtype in _STORAGE_TYPES.items()},
+    ("torch.storage", "UntypedStorage"): None,
+    ("torch", "UntypedStorage"): None,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+}
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    """Knows the given names and no others."""
+
+    def __init__(self, data: bytes, names: dict[tuple[str, str], Any], where: str, *, trust: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names, self._where, self._trust = names, where, trust
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._names:
+            return self._names[module, name]
+        if self._trust:
+            return super().find_class(module, name)
+        raise ConversionError(
+            explain(
+                "the checkpoint's pickle names something that is not needed to read tensors",
+                expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
+                got=f"{module}.{name}",
+                where=self._where,
+                todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
+            )
+        )
+
+    def persistent_load(self, pid: Any) -> _StorageRef:
+        if not (isinstance(pid, tuple) and len(pid) >= 3 and pid[0] == "storage"):
+            raise pickle.UnpicklingError(f"unknown persistent id {pid!r}")
+        dtype = pid[1]
+        if dtype is not None and not isinstance(dtype, DType):
+            raise pickle.UnpicklingError(f"unknown storage type {dtype!r}")
+        return _StorageRef(str(pid[2]), dtype)
+
+
+def _load(unpickler: _AllowListUnpickler, what: str, where: str) -> Any:
+    try:
+        return unpickler.load()
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(
+            explain(
+                f"{what} cannot be read",
+                expected="a complete pickle",
+                got=f"{type(error).__name__}: {error}",
+                where=where,
+                todo="copy the file again from where it was saved, or use an older checkpoint",
+            )
+        ) from error
+
+
+def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False) -> Record:
+    """The Metadata record of a DCP ``.metadata`` file, as attributes without behaviour.
+
+    Raises:
+        ConversionError: if the pickle names anything outside the allow-list and is not trusted.
+        CorruptCheckpointError: if it is damaged or something else than such a record.
+    """
+    unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust)
+    loaded = _load(unpickler, "the checkpoint's metadata", where)
+    if type(loaded).__name__ != "Metadata":
+        raise CorruptCheckpointError(
+            explain(
+                "the checkpoint's metadata is not what DCP writes",
+                expected="a Metadata record",
+                got=type(loaded).__name__,
+                where=where,
+                todo="check that the folder was written by torch.distributed.checkpoint",
+            )
+        )
+    assert isinstance(loaded, Record)
+    return loaded
+
+
+def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False) -> Any:
+    """What a torch.save archive's ``data.pkl`` holds, with a `TensorRef` in place of every tensor.
+
+    Raises:
+        ConversionError: if the pickle names anything outside the allow-list and is not trusted.
+        CorruptCheckpointError: if it is damaged.
+    """
+    return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "a torch.save pickle", where)

@@ -1,0 +1,60 @@
+"""Tensors as a target wants them: read by box from a source, perhaps changed on the way.
+
+A `TensorView` has a name, a shape and a type of its own, and fills boxes of itself on demand. Views wrap
+views, so that a renamed, cast, stacked tensor streams in small parts like any other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+from vescale_fsdp.conversion.source import Source
+from vescale_fsdp.conversion.tensors import TensorInfo
+from vescale_fsdp.geometry import Box, boxes_of_range
+
+__all__ = ["SourceView", "TensorView", "read_range"]
+
+
+class TensorView(ABC):
+    """A tensor that can be read box by box."""
+
+    @property
+    @abstractmethod
+    def info(self) -> TensorInfo:
+        """Its name, shape and type."""
+
+    @abstractmethod
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        """Fill ``out`` (shape ``box.sizes``, raw type, any strides) with a box. Safe from several threads."""
+
+
+@dataclass(frozen=True)
+class SourceView(TensorView):
+    """A tensor of a source under another name."""
+
+    source: Source
+    source_name: str
+    name: str
+
+    @property
+    def info(self) -> TensorInfo:
+        found = self.source.info(self.source_name)
+        return TensorInfo(self.name, found.shape, found.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        self.source.read_into(self.source_name, box, out)
+
+
+def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:
+    """Put items [start, stop) of the flattened tensor in ``buffer`` (bytes); returns the part filled."""
+    info = view.info
+    filled = buffer[: (stop - start) * info.dtype.itemsize]
+    items = filled.view(info.dtype.raw)
+    position = 0
+    for box in boxes_of_range(info.shape, start, stop):
+        view.read_into(box, items[position : position + box.numel].reshape(box.sizes))
+        position += box.numel
+    return filled

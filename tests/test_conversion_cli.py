@@ -1,0 +1,101 @@
+"""The vescale-convert command: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from vescale_fsdp.conversion import cli as cli_module
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    """A small DCP checkpoint with an optimizer entry."""
+    state = {
+        "model": {
+            "layers.0.w": torch.randn(8, 4),
+            "layers.10.w": torch.randn(3),
+            "layers.2.w": torch.ones(1),
+        },
+        "optimizer": {"state": {"layers.0.w": {"exp_avg": torch.zeros(8, 4)}}},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return str(tmp_path / "dcp")
+
+
+def _run(*args: str) -> Result:
+    return CliRunner().invoke(cli_module.cli, list(args))
+
+
+def test_inspect_prints_a_table_in_natural_order(source: str) -> None:
+    """One line per tensor, layers.2 before layers.10, sizes and chunks; JSON holds the same."""
+    result = _run("inspect", source)
+    assert result.exit_code == 0
+    lines = [line.split()[0] for line in result.stdout.splitlines() if line.startswith("model.layers")]
+    assert lines == ["model.layers.0.w", "model.layers.2.w", "model.layers.10.w"]
+    found = json.loads(_run("inspect", source, "--json").stdout)
+    assert found["kind"] == "dcp" and found["model_prefix"] == "model."
+    sizes = {tensor["name"]: tensor["bytes"] for tensor in found["tensors"]}
+    assert sizes["model.layers.0.w"] == 128 and sizes["optimizer.state.layers.0.w.exp_avg"] == 128
+
+
+def test_to_hf_says_what_it_dropped(source: str, tmp_path: Path) -> None:
+    """Summary on stdout names the prefix, the dropped optimizer and the target; the file is there."""
+    result = _run("to-hf", source, str(tmp_path / "out"))
+    assert result.exit_code == 0
+    assert "prefix model." in result.stdout and "1 optimizer entries" in result.stdout
+    assert "no config.json" in result.stderr
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors"))[0] == "layers.0.w"
+
+
+def test_to_hf_json(source: str, tmp_path: Path) -> None:
+    """--json prints one object that counts files, bytes and drops."""
+    result = _run("to-hf", source, str(tmp_path / "out"), "--json", "--max-shard-size", "100")
+    report = json.loads(result.stdout)
+    assert report["total_bytes"] == 128 + 12 + 4 and len(report["files"]) == 2
+    assert report["dropped"]["optimizer_entries"] == 1 and report["written"] is True
+
+
+def test_usage_errors_exit_with_2(source: str) -> None:
+    """A missing argument, an unknown option and a size that is none are wrong usage."""
+    for args in (("to-hf", source), ("to-hf", "--nope"), ("to-hf", source, "x", "--max-shard-size", "five")):
+        assert _run(*args).exit_code == 2
+
+
+def test_failures_exit_with_1_and_one_message(source: str, tmp_path: Path) -> None:
+    """As a process: exit code 1, nothing on stdout, no traceback, and what to do on stderr."""
+    command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf"]
+    missing = subprocess.run(
+        [*command, str(tmp_path / "none"), str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == 1 and missing.stdout == ""
+    assert "what to do: check the path" in missing.stderr and "Traceback" not in missing.stderr
+    done = subprocess.run(
+        [*command, source, str(tmp_path / "out"), "-q"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and done.stdout == ""
+
+
+def test_a_read_only_target_is_one_message(source: str, tmp_path: Path) -> None:
+    """A target that cannot be made (a file is in the way) fails cleanly."""
+    (tmp_path / "file").write_text("x")
+    command = [
+        sys.executable,
+        "-m",
+        "vescale_fsdp.conversion",
+        "to-hf",
+        source,
+        str(tmp_path / "file" / "out"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert os.listdir(tmp_path) and (tmp_path / "file").read_text() == "x"
