@@ -153,7 +153,7 @@ class RaggedDTensor(DTensor):
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         start, stop = self.piece
         placements = ", ".join(str(placement) for placement in self.placements)
         return (
@@ -171,7 +171,7 @@ class RaggedDTensor(DTensor):
         return RaggedDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: torch._ops.OpOverload,
         types: tuple[type, ...],
@@ -240,7 +240,8 @@ def distribute_tensor(
     start, stop = placement.piece(tensor.shape, rank)
     piece = tensor.detach().reshape(-1)[start:stop].clone()
     wrapped = RaggedDTensor.wrap(piece.view(local_shape(placement, tensor.shape, rank)), spec)
-    return wrapped.requires_grad_(tensor.requires_grad)
+    wrapped.requires_grad_(tensor.requires_grad)
+    return wrapped
 
 
 # -- autograd -----------------------------------------------------------------------------------------

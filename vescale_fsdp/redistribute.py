@@ -25,6 +25,11 @@ from vescale_fsdp.torch_private import DTensorSpec, TensorMeta, local_of
 __all__ = ["all_gather_into", "gather_pieces", "local_shape", "redistribute_local", "reduce_scatter_into"]
 
 
+# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
+_all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Gather equal shards into ``full``, rank-major; ``shard`` may be this rank's slice of ``full``.
 
@@ -38,7 +43,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
     Returns:
         The work to wait on.
     """
-    return dist.all_gather_into_tensor(full, shard, group=group, async_op=True)
+    return _all_gather(full, shard, group=group, async_op=True)
 
 
 def reduce_scatter_into(
@@ -55,7 +60,7 @@ def reduce_scatter_into(
     Returns:
         The work to wait on.
     """
-    return dist.reduce_scatter_tensor(shard, full, op=op, group=group, async_op=True)
+    return _reduce_scatter(shard, full, op=op, group=group, async_op=True)
 
 
 def local_shape(placement: RaggedShard, shape: torch.Size, rank: int) -> tuple[int, ...]:
@@ -88,7 +93,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
         )
     if source.placements == target.placements:
         return local
-    shape, mesh = source.tensor_meta.shape, source.mesh
+    shape, mesh = source.shape, source.mesh
     axis = _only_ragged_to_ragged(source.placements, target.placements)
     if axis is not None:
         return _ragged_to_ragged(local, shape, mesh, axis, source.placements[axis], target.placements[axis])

@@ -6,7 +6,8 @@ When a new torch release moves one, this is the only file to touch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,19 +19,22 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 
 # torch 2.11-2.13: optimizers and foreach utilities choose their fast path by exact type.
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
-from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
-# torch 2.11-2.13: lets the runtime refill a buffer that autograd has saved without tripping its version check.
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+# torch 2.11-2.13: trees of arguments; the public torch.utils.pytree is newer.
+from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
 __all__ = [
     "DTensorSpec",
     "NormPartial",
     "TensorMeta",
     "autograd_engine_callback",
+    "foreach_zero_",
     "local_of",
-    "preserve_version_counter",
+    "post_accumulate_grad_hooks",
+    "pytree",
     "register_foreach_type",
+    "restore_version",
 ]
 
 
@@ -41,7 +45,7 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
             types.append(cls)  # type: ignore[arg-type]
 
 
-def autograd_engine_callback(callback: object) -> None:
+def autograd_engine_callback(callback: Callable[[], None]) -> None:
     """Call ``callback()`` once when the running backward pass ends (only inside a backward pass)."""
     # torch 2.11-2.13: the public autograd API has no end-of-backward hook.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -55,3 +59,24 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def foreach_types() -> Sequence[type]:
     """Types that optimizers treat as plain tensors (for tests)."""
     return tuple(_optim_types)
+
+
+def foreach_zero_(tensors: list[torch.Tensor]) -> None:
+    """Zero many tensors in one call (torch 2.11-2.13 spell every foreach operator with an underscore)."""
+    torch._foreach_zero_(tensors)
+
+
+def restore_version(tensor: torch.Tensor, version: int) -> None:
+    """Set a tensor's version counter (torch 2.11-2.13), which autograd compares for what it saved.
+
+    The runtime refills buffers with the very values autograd saw; that is no modification.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], None]]:
+    """Hooks a user registered with ``register_post_accumulate_grad_hook`` (torch 2.11-2.13).
+
+    Autograd calls them for leaves it accumulates into; sharded gradients are set by us, so we call them.
+    """
+    return tuple((param._post_accumulate_grad_hooks or {}).values())  # type: ignore[attr-defined]

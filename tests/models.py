@@ -1,0 +1,78 @@
+"""Small models and the plain one-process reference that sharded training is compared with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class MLP(nn.Module):
+    """Uneven sizes: nothing divides by 2, 3 or 4; the bias of ``tiny`` is smaller than the world."""
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 15)
+        self.tiny = nn.Linear(15, 1)
+        self.down = nn.Linear(15, dim, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        return self.down(hidden * torch.sigmoid(self.tiny(hidden))) * self.scale.sum() + x
+
+
+class Stack(nn.Module):
+    """An input layer, blocks, and a head; the root owns the outer two."""
+
+    def __init__(self, num_blocks: int = 3, dim: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, dim)
+        self.blocks = nn.ModuleList(MLP(dim) for _ in range(num_blocks))
+        self.head = nn.Linear(dim, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(seed: int = 1, **sizes: int) -> Stack:
+    """The same model on every rank."""
+    torch.manual_seed(seed)
+    return Stack(**sizes)
+
+
+def batch(step: int, rank: int, rows: int = 4) -> torch.Tensor:
+    """A rank's inputs of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, 5, generator=generator)
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """A loss that every output takes part in."""
+    return model(x).float().pow(2).mean()
+
+
+def reference_grads(model: nn.Module, step: int, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss and mean gradients over all ranks' batches, in one process."""
+    model.zero_grad()
+    total = torch.stack([loss_of(model, batch(step, rank)) for rank in range(world)]).mean()
+    total.backward()
+    return total.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """A scalar's mean over the world."""
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """An independent copy."""
+    return copy.deepcopy(model)

@@ -1,0 +1,303 @@
+"""fully_shard: the entry point. Same arguments as torch's, plus ``granularity``.
+
+It collects the parameters no earlier call has taken, groups them (one group per dtype and trainability, so
+that mixed dtypes in one unit need no care), asks the planner for a layout per group, and hands the result to
+a `ParamGroup` and the module's state. All decisions are made here, once; training repeats them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.granularity import GranularityRule, resolve_granularity
+from vescale_fsdp.module import FSDPModule, FSDPState, attach_state, state_of
+from vescale_fsdp.param_group import GroupMesh, ParamGroup
+from vescale_fsdp.planner import TensorSpec, plan_group
+
+__all__ = ["fully_shard"]
+
+ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    granularity: GranularityRule = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    granularity: GranularityRule = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    granularity: GranularityRule = None,
+) -> Any:
+    """Shard a module's parameters over a mesh; call it bottom-up, on each block and then on the root.
+
+    Args:
+        module: one module, or a list of modules that gather and reduce as one unit.
+        mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
+        reshard_after_forward: whether to free full parameters after the forward; None means yes, except
+            for the root.
+        shard_placement_fn, dp_mesh_dims: torch's; not supported yet.
+        mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
+        offload_policy: torch's class; CPU offload is not supported yet.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
+            granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``.
+            None: cuts may fall between any two elements.
+
+    Returns:
+        ``module``, whose class now also is an `FSDPModule` and whose parameters are `RaggedDTensor`.
+
+    Raises:
+        ValueError: for containers without a forward, 0-dim parameters, or a mesh of more than two axes.
+        NotImplementedError: for what the runtime does not support.
+        LifecycleError: if a module is sharded twice.
+        LayoutError: if no layout can be made.
+    """
+    _refuse_unsupported(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
+    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    for each in modules:
+        _check_module(each)
+    mesh = mesh if mesh is not None else _default_mesh()
+    group_mesh = _group_mesh(mesh)
+    device = _device_of(mesh)
+    ignored = ignored_params or set()
+    _move_buffers(modules, ignored, device)
+    groups = [
+        _build_group(bucket, group_mesh, mp_policy, granularity, device)
+        for bucket in _bucket_params(modules, ignored)
+    ]
+    state = FSDPState(modules, groups, mp_policy, reshard, device)
+    for each in modules:
+        attach_state(each, state)
+        cls = type(each)
+        each.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return module
+
+
+def _refuse_unsupported(
+    reshard_after_forward: object,
+    shard_placement_fn: object,
+    offload_policy: OffloadPolicy,
+    dp_mesh_dims: object,
+) -> None:
+    asked = {
+        "reshard_after_forward as an int": isinstance(reshard_after_forward, int)
+        and not isinstance(reshard_after_forward, bool),
+        "shard_placement_fn": shard_placement_fn is not None,
+        "offload_policy": type(offload_policy) is not OffloadPolicy,
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    for name, given in asked.items():
+        if given:
+            raise UnsupportedOpError(
+                explain(
+                    f"fully_shard does not support {name} yet.",
+                    expected="the default",
+                    got=name,
+                    todo="leave it out; README lists what is supported",
+                )
+            )
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            explain("fully_shard shards modules.", expected="nn.Module or a list of them", got=type(module))
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            explain(
+                "fully_shard needs a module whose forward runs: its hooks gather the parameters.",
+                expected="a module with a forward",
+                got=type(module).__name__,
+                todo="shard its elements one by one, or pass them as a list to make one unit of them",
+            )
+        )
+    if state_of(module) is not None:
+        raise LifecycleError(
+            explain(
+                "A module is sharded once.",
+                expected="a module fully_shard was not called on",
+                got=type(module).__name__,
+                todo="call fully_shard bottom-up, once per module",
+            )
+        )
+
+
+def _default_mesh() -> DeviceMesh:
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _group_mesh(mesh: DeviceMesh) -> GroupMesh:
+    if mesh.ndim not in (1, 2):
+        raise PlacementError(
+            explain(
+                "The mesh must be 1-D or 2-D.",
+                expected="(shard,) or (replicate, shard)",
+                got=f"{mesh.ndim} axes: {mesh}",
+                todo="slice the data-parallel axes out of the mesh by name",
+            )
+        )
+    return GroupMesh(mesh)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
+    """The modules of this unit with their names: everything below that no earlier call has taken."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        if module in seen or (state_of(module) is not None):
+            return
+        seen.add(module)
+        found.append((prefix, module))
+        for name, child in module.named_children():
+            visit(f"{prefix}{name}.", child)
+
+    for index, module in enumerate(modules):
+        visit(f"{index}." if len(modules) > 1 else "", module)
+    return found
+
+
+def _move_buffers(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], device: torch.device) -> None:
+    for _, module in _managed_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+@dataclass
+class _Bucket:
+    """Parameters that will form one group."""
+
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+
+
+def _bucket_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[_Bucket]:
+    """Parameters by (dtype, trainable), each once, with every attribute that holds it."""
+    buckets: dict[tuple[torch.dtype, bool], _Bucket] = {}
+    placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
+    for prefix, module in _managed_modules(modules):
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            if param in placed:
+                bucket, fqn = placed[param]
+                bucket.owners[fqn].append((module, name))
+                continue
+            fqn = prefix + name
+            _check_param(fqn, param)
+            bucket = buckets.setdefault((param.dtype, param.requires_grad), _Bucket())
+            bucket.params[fqn] = param
+            bucket.owners[fqn] = [(module, name)]
+            placed[param] = (bucket, fqn)
+    return list(buckets.values())
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise UnsupportedOpError(
+            explain(
+                "A parameter that is a DTensor already cannot be sharded yet.",
+                expected="plain parameters",
+                got=f"placements {param.placements}",
+                where=fqn,
+                todo="pass it in ignored_params, or shard it before other parallelisms",
+            )
+        )
+    if param.ndim == 0:
+        raise LayoutError(
+            explain(
+                "A parameter without dims cannot be sharded.",
+                expected="at least one dim",
+                got="shape ()",
+                where=fqn,
+                todo="make it a 1-D tensor of one element",
+            )
+        )
+    if not param.is_contiguous():
+        raise UnsupportedOpError(
+            explain(
+                "A parameter must be contiguous: its rows are cut as they lie in memory.",
+                expected="row-major strides",
+                got=f"shape {tuple(param.shape)}, strides {param.stride()}",
+                where=fqn,
+                todo="replace it by param.contiguous() before fully_shard",
+            )
+        )
+
+
+def _build_group(
+    bucket: _Bucket,
+    mesh: GroupMesh,
+    mp_policy: MixedPrecisionPolicy,
+    granularity: GranularityRule,
+    device: torch.device,
+) -> ParamGroup:
+    specs = [
+        TensorSpec(
+            fqn,
+            tuple(param.shape),
+            str(param.dtype).removeprefix("torch."),
+            resolve_granularity(granularity, fqn, param).block_numel(tuple(param.shape)),
+        )
+        for fqn, param in bucket.params.items()
+    ]
+    layout = plan_group(specs, mesh.num_shards)
+    meta = any(param.is_meta for param in bucket.params.values())
+    where = torch.device("meta") if meta else device
+    return ParamGroup(layout, mesh, bucket.params, bucket.owners, mp_policy, where)
