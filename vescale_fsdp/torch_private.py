@@ -17,6 +17,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 # torch 2.11-2.13: the Partial of a vector norm, so that norms of ragged and stock DTensors can be combined.
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 
+# torch 2.11-2.13: Muon's own iteration, learning-rate rule and constants; retyping them would let them drift.
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C
+from torch.optim._muon import DEFAULT_NS_STEPS as MUON_STEPS
+from torch.optim._muon import EPS as MUON_EPS
+from torch.optim._muon import _adjust_lr as muon_adjust_lr
+from torch.optim._muon import _zeropower_via_newtonschulz as zeropower_via_newtonschulz
+
 # torch 2.11-2.13: optimizers and foreach utilities choose their fast path by exact type.
 from torch.optim.optimizer import _foreach_supported_types as _optim_types
 
@@ -25,17 +32,25 @@ from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
 __all__ = [
+    "MUON_COEFFICIENTS",
+    "MUON_EPS",
+    "MUON_STEPS",
     "DTensorSpec",
     "NormPartial",
     "TensorMeta",
     "autograd_engine_callback",
+    "foreach_copy_",
     "foreach_zero_",
     "local_of",
+    "muon_adjust_lr",
     "post_accumulate_grad_hooks",
     "pytree",
     "register_foreach_type",
     "restore_version",
+    "zeropower_via_newtonschulz",
 ]
+
+MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
@@ -59,6 +74,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def foreach_types() -> Sequence[type]:
     """Types that optimizers treat as plain tensors (for tests)."""
     return tuple(_optim_types)
+
+
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors, with casts, in as few kernels as there can be."""
+    # torch 2.11-2.13: foreach functions are documented but still spelled as private.
+    torch._foreach_copy_(targets, sources)
 
 
 def foreach_zero_(tensors: list[torch.Tensor]) -> None:

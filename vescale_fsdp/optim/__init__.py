@@ -1,0 +1,6 @@
+"""Optimizers that know how parameters lie over ranks: Muon, Shampoo and AdamW with 8-bit state."""
+
+from vescale_fsdp.optim.base import AdamWOptions
+from vescale_fsdp.optim.muon import Muon, split_params
+
+__all__ = ["AdamWOptions", "Muon", "split_params"]
