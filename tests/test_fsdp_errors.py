@@ -1,0 +1,162 @@
+"""Users' mistakes end in one error that says what was expected, what was got, where, and what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests import models
+from tests.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import fully_shard
+from vescale_fsdp.errors import LifecycleError
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def mistakes() -> None:
+    mesh = cpu_mesh()
+    with pytest.raises(ValueError, match="forward"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
+    with pytest.raises(ValueError, match="1-D tensor of one element"):
+        fully_shard(Scalar(), mesh=mesh)
+    with pytest.raises(ValueError, match="temperature"):
+        fully_shard(Scalar(), mesh=mesh)
+    strided = nn.Linear(4, 4)
+    strided.weight = nn.Parameter(torch.randn(4, 4).t())
+    with pytest.raises(NotImplementedError, match="contiguous"):
+        fully_shard(strided, mesh=mesh)
+    with pytest.raises(ValueError, match="Rows"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, granularity=lambda fqn, param: 3)
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(RuntimeError, match="once"):
+        fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="copy the module first"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="True or False"):
+        model.set_reshard_after_forward(2)
+
+
+def test_misuse_of_fully_shard() -> None:
+    """Containers, scalars, strided parameters, wrong rules, double wraps, deep copies."""
+    run_ranks(1, mistakes)
+
+
+def order_mistakes() -> None:
+    mesh = cpu_mesh()
+    model = models.build()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    model.blocks[0](torch.randn(2, 7))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(LifecycleError, match=r"blocks\.0"):
+        model(models.batch(0, 0))
+    whole = models.build()
+    for block in whole.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    whole(models.batch(0, 0))
+    with pytest.raises(LifecycleError, match="outermost"):
+        whole.blocks[1].reset_iter_state()
+    listed = models.build()
+    fully_shard(list(listed.blocks), mesh=mesh)
+    with pytest.raises(LifecycleError, match="list"):
+        listed(models.batch(0, 0))
+
+
+def test_modules_run_in_a_wrong_order() -> None:
+    """A block that ran before its root, and a list without a root, are named."""
+    run_ranks(1, order_mistakes)
+
+
+class Failing(models.Stack):
+    fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if self.fail and index == 1:
+                raise ValueError("user's own error")
+        return self.head(x)
+
+
+def recover() -> None:
+    mesh = cpu_mesh()
+    model = models.build()
+    model.__class__ = Failing
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    models.loss_of(model, models.batch(0, 0)).backward()
+    model.zero_grad()
+    model.fail = True
+    with pytest.raises(ValueError, match="own error"):
+        model(models.batch(0, 0))
+    model.fail = False
+    model.reset_iter_state()
+    reference = models.build()
+    _, grads = models.reference_grads(reference, 1, 2)
+    models.loss_of(model, models.batch(1, mesh.get_rank())).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)
+
+
+def test_reset_after_an_exception() -> None:
+    """After reset_iter_state the next step is right."""
+    run_ranks(2, recover)
+
+
+def released() -> None:
+    model = models.build()
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    models.loss_of(model, models.batch(0, 0)).backward()
+    watched = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+    del model, block
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_nothing_survives_the_model() -> None:
+    """After del model no parameter or module is kept alive."""
+    run_ranks(2, released)
+
+
+def dtypes() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    mesh = cpu_mesh()
+    model = models.build()
+    seen = []
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        block.register_forward_pre_hook(lambda m, args: seen.append((args[0].dtype, m.up.weight.dtype)))
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    out = model(models.batch(0, mesh.get_rank()))
+    assert out.dtype is torch.float32
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 3
+    out.pow(2).mean().backward()
+    reference = models.build()
+    half = models.twin(reference).to(torch.bfloat16)
+    for rank in range(2):
+        (half(models.batch(0, rank).bfloat16()).float().pow(2).mean() / 2).backward()
+    for (name, param), plain in zip(model.named_parameters(), half.parameters(), strict=True):
+        assert param.dtype is torch.float32 and param.grad.dtype is torch.float32
+        torch.testing.assert_close(
+            param.grad.full_tensor(), plain.grad.float(), rtol=5e-2, atol=5e-2, msg=name
+        )
+
+
+def test_mixed_precision_dtypes() -> None:
+    """bf16 compute over fp32 shards: inputs and parameters are cast, gradients come back in fp32."""
+    run_ranks(2, dtypes)
