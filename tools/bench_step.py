@@ -1,0 +1,369 @@
+"""Step time, memory, copies and hook time of training: ours, FSDP2 and DDP in one run, alternating.
+
+    python tools/bench_step.py                                 2 gloo ranks, dense and MoE
+    python tools/bench_step.py --ranks 4 --models moe --json step.json
+    python tools/bench_step.py --device cuda                   NCCL over the GPUs there are
+    python tools/bench_step.py --device cuda --fake-world 64   one GPU as one rank of 64: real copy kernels and
+                                                               memory of such a rank, no communication
+
+Time: all rivals live in the same processes and take turns, step by step; medians over the steps. Memory:
+each rival in processes of its own; on the CPU the growth of the resident set's high-water mark over what
+the process held before the model was built, on a GPU the allocator's peaks. Hooks: a chain of tiny layers,
+time per unit beyond the plain chain's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import resource
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tools.bench_report import Row, print_table, write_json
+from tools.llama import Llama, LlamaShape
+from tools.moe import GroupedMoE, MoEShape
+from vescale_fsdp import fully_shard
+
+RIVALS = ("ours", "fsdp2", "ddp")
+COPIES = ("copy_in", "split_with_sizes_copy", "chunk_cat", "aten.cat", "_foreach_copy_", "aten.copy_")
+TARGETS = {
+    ("cpu", "dense", "step time"): "< 0.9",
+    ("cpu", "moe", "step time"): "< 0.8",
+    ("cpu", "dense", "peak memory"): "< 0.8",
+    ("cpu", "moe", "peak memory"): "< 0.8",
+    ("cuda", "dense", "step time"): "< 0.95",
+    ("cuda", "moe", "step time"): "< 0.95",
+    ("cuda", "dense", "peak reserved"): "< 0.85",
+    ("cuda", "moe", "peak reserved"): "< 0.85",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker must know; picklable."""
+
+    device: str
+    ranks: int
+    fake_world: int
+    steps: int
+    rows: int
+    seq: int
+    scale: str
+    port: int = 0
+    out: str = ""
+    half: bool = True
+
+
+@dataclass
+class Figures:
+    """What rank 0 measured, by rival."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    copies: dict[str, dict[str, int]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+def build(model: str, scale: str, device: torch.device) -> nn.Module:
+    """The benchmark's model, materialised on the device."""
+    torch.manual_seed(0)
+    big = device.type == "cuda" or scale == "large"
+    with torch.device(device):
+        if model == "dense":
+            shape = (
+                LlamaShape(32000, 2048, 8, 16, 4, 128, 5632)
+                if big
+                else LlamaShape(1024, 512, 6, 8, 4, 64, 1408)
+            )
+            return Llama(shape)
+        return GroupedMoE(MoEShape(2048, 8, 64, 1024, 4) if big else MoEShape(384, 6, 7, 512, 2))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The units of a model besides its root."""
+    layers = model.model.layers if isinstance(model, Llama) else model.layers
+    return list(layers)
+
+
+def shard(rival: str, model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Module:
+    """Give the model to a rival."""
+    if rival == "ddp":
+        return DistributedDataParallel(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    function: Callable[..., Any] = fully_shard if rival == "ours" else torch_fully_shard
+    for module in (*blocks_of(model), model):
+        function(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+class Trainer:
+    """One rival's model, optimizer and data."""
+
+    def __init__(self, rival: str, name: str, settings: Settings, mesh: DeviceMesh) -> None:
+        device = torch.device(mesh.device_type)
+        self.model = shard(rival, build(name, settings.scale, device), mesh, settings.half)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        vocab = 1024 if device.type == "cpu" and settings.scale != "large" else 32000
+        if name == "dense":
+            tokens = torch.randint(0, vocab, (settings.rows, settings.seq), generator=generator)
+        else:
+            inner = self.model.module if rival == "ddp" else self.model
+            width = inner.shape.hidden_size
+            tokens = torch.randn(settings.rows, settings.seq, width, generator=generator)
+        self.batch = tokens.to(device)
+
+    def step(self) -> float:
+        """One training step; seconds."""
+        _synchronize(self.batch.device)
+        start = time.perf_counter()
+        loss = self.model(self.batch).float().pow(2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        _synchronize(self.batch.device)
+        return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts operators that copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        if any(copy in name for copy in COPIES):
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def start(rank: int, settings: Settings) -> DeviceMesh:
+    """Join the process group; one thread on the CPU."""
+    if settings.device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(rank)
+    if settings.fake_world:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.fake_world)
+        return init_device_mesh(settings.device, (settings.fake_world,))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(settings.port))
+    backend = "gloo" if settings.device == "cpu" else "nccl"
+    dist.init_process_group(backend, rank=rank, world_size=settings.ranks)
+    return init_device_mesh(settings.device, (settings.ranks,))
+
+
+def forward_copies(trainer: Trainer) -> dict[str, int]:
+    """Copy operators of a gather: those of a forward, beyond the model's own."""
+    counter = CountCopies()
+    with counter, torch.no_grad():
+        trainer.model(trainer.batch)
+    return dict(counter.calls)
+
+
+def time_rank(rank: int, settings: Settings, name: str, rivals: tuple[str, ...]) -> None:
+    """Worker: all rivals take turns."""
+    mesh = start(rank, settings)
+    trainers = {rival: Trainer(rival, name, settings, mesh) for rival in rivals}
+    figures = Figures({rival: [] for rival in rivals})
+    for trainer in trainers.values():
+        for _ in range(3):
+            trainer.step()
+    for step in range(settings.steps):
+        # The order turns, so that nobody always runs after the same neighbour.
+        turn = [rivals[(step + i) % len(rivals)] for i in range(len(rivals))]
+        for rival in turn:
+            dist.barrier()
+            figures.seconds[rival].append(trainers[rival].step())
+    for rival, trainer in trainers.items():
+        figures.copies[rival] = forward_copies(trainer)
+    _finish(rank, settings, figures)
+
+
+def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> None:
+    """Worker: one rival's peak memory over a few steps."""
+    mesh = start(rank, settings)
+    torch.ones(8).sum().item()
+    gc.collect()
+    cuda = settings.device == "cuda"
+    before = 0 if cuda else _resident_bytes()
+    trainer = Trainer(rival, name, settings, mesh)
+    gc.collect()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        _reset_high_water()
+    for _ in range(4):
+        trainer.step()
+    figures = Figures()
+    if cuda:
+        figures.memory = {
+            "peak allocated": torch.cuda.max_memory_allocated(),
+            "peak reserved": torch.cuda.max_memory_reserved(),
+        }
+    else:
+        figures.memory = {"peak memory": _high_water_bytes() - before}
+    _finish(rank, settings, figures)
+
+
+def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
+    """Worker: forward and backward of a chain of tiny units; seconds per unit beyond the plain chain."""
+    mesh = start(rank, settings)
+    device = torch.device(settings.device)
+
+    def chain() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(32))).to(device)
+
+    models: dict[str, nn.Module] = {"plain": chain()}
+    for rival in rivals:
+        model = chain()
+        function: Callable[..., Any] = fully_shard if rival == "ours" else torch_fully_shard
+        for module in (*model, model):
+            function(module, mesh=mesh)
+        models[rival] = model
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for step in range(settings.steps + 3):
+        for name, model in models.items():
+            start_s = time.perf_counter()
+            model(x).sum().backward()
+            _synchronize(device)
+            if step >= 3:
+                seconds[name].append((time.perf_counter() - start_s) / 32)
+            for param in model.parameters():
+                param.grad = None
+    _finish(rank, settings, Figures(seconds))
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _reset_high_water() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _high_water_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _finish(rank: int, settings: Settings, figures: Figures) -> None:
+    if rank == 0:
+        torch.save(asdict(figures), settings.out)
+    dist.destroy_process_group()
+
+
+def launch(settings: Settings, worker: Callable[..., None], *args: Any) -> Figures:
+    """Run a worker on all ranks and return what rank 0 measured."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        given = Settings(**{**asdict(settings), "port": port, "out": f"{folder}/figures"})
+        mp.spawn(worker, (given, *args), nprocs=settings.ranks)
+        return Figures(**torch.load(given.out))
+
+
+def bench_model(settings: Settings, name: str, rounds: int) -> list[Row]:
+    """Rows of one model."""
+    rivals = ("ours", "fsdp2") if settings.fake_world else RIVALS
+    world = settings.fake_world or settings.ranks
+    case = f"{name}, {settings.device}, {world} ranks"
+    figures = launch(settings, time_rank, name, rivals)
+    rows = []
+    median_ms = {rival: 1000 * statistics.median(times) for rival, times in figures.seconds.items()}
+    for rival in rivals[1:]:
+        target = TARGETS.get((settings.device, name, "step time")) if rival == "fsdp2" else None
+        rows.append(Row(case, "step time", "ms", median_ms["ours"], median_ms[rival], rival, target))
+    peaks: dict[str, dict[str, list[int]]] = {}
+    for _ in range(rounds):
+        for rival in rivals:
+            for metric, value in launch(settings, memory_rank, name, rival).memory.items():
+                peaks.setdefault(metric, {}).setdefault(rival, []).append(value)
+    for metric, by_rival in peaks.items():
+        mib = {rival: statistics.median(values) / 2**20 for rival, values in by_rival.items()}
+        for rival in rivals[1:]:
+            target = TARGETS.get((settings.device, name, metric)) if rival == "fsdp2" else None
+            rows.append(Row(case, metric, "MiB", mib["ours"], mib[rival], rival, target))
+    gathers = {r: sum(n for op, n in c.items() if "fsdp" in op) for r, c in figures.copies.items()}
+    rows.append(Row(case, "gather copy kernels", "per forward", gathers["ours"], gathers["fsdp2"], "fsdp2"))
+    return rows
+
+
+def bench_hooks(settings: Settings) -> list[Row]:
+    """CPU time per unit of hooks and collectives' launches, one rank (nothing travels)."""
+    alone = Settings(**{**asdict(settings), "ranks": 1, "steps": 40})
+    seconds = launch(alone, hook_rank, ("ours", "fsdp2")).seconds
+    plain, ours, theirs = (statistics.median(seconds[name]) for name in ("plain", "ours", "fsdp2"))
+    return [
+        Row("32 tiny units", "hooks per unit", "us", 1e6 * (ours - plain), 1e6 * (theirs - plain), "fsdp2")
+    ]
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description="training step: ours, FSDP2, DDP")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=None, help="default: 2 on the CPU, all GPUs on cuda")
+    parser.add_argument("--fake-world", type=int, default=0, help="pretend to be one rank of this many")
+    parser.add_argument("--models", default="dense,moe")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=3, help="memory runs per rival")
+    parser.add_argument("--rows", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--scale", choices=("small", "large"), default="small")
+    parser.add_argument("--fp32", action="store_true", help="no mixed precision")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    ranks = 1 if given.fake_world else given.ranks or (gpus if given.device == "cuda" else 2)
+    settings = Settings(
+        given.device,
+        ranks,
+        given.fake_world,
+        given.steps,
+        given.rows,
+        given.seq,
+        given.scale,
+        half=not given.fp32,
+    )
+    rows = [row for name in given.models.split(",") for row in bench_model(settings, name, given.rounds)]
+    rows += bench_hooks(settings)
+    print_table(rows)
+    if given.json:
+        write_json(given.json, rows)
+
+
+if __name__ == "__main__":
+    main()
