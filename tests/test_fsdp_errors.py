@@ -36,7 +36,7 @@ def mistakes() -> None:
     with pytest.raises(NotImplementedError, match="contiguous"):
         fully_shard(strided, mesh=mesh)
     with pytest.raises(ValueError, match="Rows"):
-        fully_shard(nn.Linear(2, 2), mesh=mesh, granularity=lambda fqn, param: 3)
+        fully_shard(nn.Linear(2, 2), mesh=mesh, granularity=lambda fqn, param: 3)  # type: ignore[return-value,arg-type]
     model = fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(RuntimeError, match="once"):
         fully_shard(model, mesh=mesh)

@@ -85,6 +85,13 @@ class Figures:
     memory: dict[str, int] = field(default_factory=dict)
 
 
+def moe_shape(device: torch.device, scale: str) -> MoEShape:
+    """Sizes of the MoE model; on the CPU seven experts, which divide by nothing."""
+    if device.type == "cuda" or scale == "large":
+        return MoEShape(2048, 8, 64, 1024, 4)
+    return MoEShape(384, 6, 7, 512, 2)
+
+
 def build(model: str, scale: str, device: torch.device) -> nn.Module:
     """The benchmark's model, materialised on the device."""
     torch.manual_seed(0)
@@ -97,7 +104,7 @@ def build(model: str, scale: str, device: torch.device) -> nn.Module:
                 else LlamaShape(1024, 512, 6, 8, 4, 64, 1408)
             )
             return Llama(shape)
-        return GroupedMoE(MoEShape(2048, 8, 64, 1024, 4) if big else MoEShape(384, 6, 7, 512, 2))
+        return GroupedMoE(moe_shape(device, scale))
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -129,8 +136,7 @@ class Trainer:
         if name == "dense":
             tokens = torch.randint(0, vocab, (settings.rows, settings.seq), generator=generator)
         else:
-            inner = self.model.module if rival == "ddp" else self.model
-            width = inner.shape.hidden_size
+            width = moe_shape(device, settings.scale).hidden_size
             tokens = torch.randn(settings.rows, settings.seq, width, generator=generator)
         self.batch = tokens.to(device)
 
@@ -245,7 +251,7 @@ def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
 
     models: dict[str, nn.Module] = {"plain": chain()}
     for rival in rivals:
-        model = chain()
+        model: nn.Sequential = chain()
         function: Callable[..., Any] = fully_shard if rival == "ours" else torch_fully_shard
         for module in (*model, model):
             function(module, mesh=mesh)
