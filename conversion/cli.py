@@ -18,14 +18,15 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits, Progress
+from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.inspection import describe, format_bytes, format_description
 from vescale_fsdp.conversion.open_source import KINDS, open_source
 from vescale_fsdp.conversion.sizes import parse_bytes
-from vescale_fsdp.conversion.to_hf import HfOptions, HfReport, to_hf
 from vescale_fsdp.errors import ConversionError, VescaleError
 
-__all__ = ["main"]
+__all__ = ["cli", "main"]
 
 
 class _Size(click.ParamType[int]):
@@ -48,21 +49,57 @@ def cli() -> None:
     """Convert checkpoints between formats, in bounded memory."""
 
 
-def _source_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option(
-            "--trust-pickle", is_flag=True, help="Let pickles in SRC import and run what they name."
-        ),
-        click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC, instead of looking."),
-    ):
-        command = option(command)
-    return command
+def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_source_options = _options(
+    click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC, instead of looking."),
+    click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run what they name."),
+)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_convert_options = _options(
+    click.argument("src"),
+    click.argument("out"),
+    _source_options,
+    click.option("--model-prefix", help="What the model's names begin with in SRC, such as 'model.'."),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Only matching names (repeatable)."),
+    click.option("--exclude", multiple=True, metavar="PATTERN", help="No matching names (repeatable)."),
+    click.option(
+        "--dtype",
+        multiple=True,
+        metavar="[PATTERN=]TYPE",
+        help="Cast floats of the model; a pattern wins over the global type (repeatable).",
+    ),
+    click.option(
+        "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Limit per data file."
+    ),
+    click.option(
+        "--memory-budget", type=_Size(), default="512MiB", show_default=True, help="For all buffers."
+    ),
+    click.option(
+        "--threads", type=click.IntRange(1), default=4, show_default=True, help="Readers and writers."
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
+    click.option("--resume", is_flag=True, help="Go on where an interrupted run with these options stopped."),
+    click.option(
+        "--part", metavar="I/N", help="Write only share I of N (from 0); torchrun sets it by itself."
+    ),
+    click.option("--dry-run", is_flag=True, help="Print the plan, write nothing."),
+    _json_option,
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no summary."),
+)
 
 
 @cli.command("inspect")
 @click.argument("src")
 @_source_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@_json_option
 def inspect_command(src: str, kind: str | None, trust_pickle: bool, as_json: bool) -> None:
     """Print what the checkpoint SRC holds."""
     found = describe(open_source(src, kind=kind, trust_pickle=trust_pickle))
@@ -70,49 +107,45 @@ def inspect_command(src: str, kind: str | None, trust_pickle: bool, as_json: boo
 
 
 @cli.command("to-hf")
-@click.argument("src")
-@click.argument("out")
-@_source_options
+@_convert_options
 @click.option(
     "--assets", "--config", help="Folder whose config, tokenizer and other settings files go along."
 )
-@click.option("--model-prefix", help="What the model's names begin with in SRC, such as 'model.'.")
-@click.option(
-    "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Limit per weight file."
-)
-@click.option("--memory-budget", type=_Size(), default="512MiB", show_default=True, help="For all buffers.")
-@click.option("--threads", type=click.IntRange(1), default=4, show_default=True, help="Readers and writers.")
-@click.option("--overwrite", is_flag=True, help="Replace the weights in OUT if it has files.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and no summary.")
-def to_hf_command(
+def to_hf_command(**arguments: Any) -> None:
+    """Write the model in SRC to OUT as a Hugging Face repository."""
+    _convert("hf", **arguments)
+
+
+def _convert(
+    target_kind: str,
+    *,
     src: str,
     out: str,
     kind: str | None,
     trust_pickle: bool,
-    assets: str | None,
-    model_prefix: str | None,
     max_shard_size: int,
     memory_budget: int,
     threads: int,
     overwrite: bool,
+    resume: bool,
+    part: str | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    **others: Any,
 ) -> None:
-    """Write the model in SRC to OUT as a Hugging Face repository."""
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
-    options = HfOptions(
-        assets=assets,
-        model_prefix=model_prefix,
-        max_shard_bytes=max_shard_size,
+    """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
+    run = RunOptions(
         overwrite=overwrite,
+        resume=resume,
         dry_run=dry_run,
+        part=Part.parse(part) if part else Part.from_environment(),
         limits=CopyLimits(memory_budget, threads),
     )
-    with _progress_bar(quiet=quiet) as progress:
-        report = to_hf(source, out, options, source_url=src, progress=progress)
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
+    with _progress_bar(source.nbytes, quiet=quiet) as progress:
+        report = convert(source, out, target_kind, options, source_url=src, progress=progress)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
@@ -122,13 +155,13 @@ def to_hf_command(
 
 
 @contextmanager
-def _progress_bar(*, quiet: bool) -> Iterator[Progress]:
+def _progress_bar(total_bytes: int, *, quiet: bool) -> Iterator[Progress]:
     """Bytes on stderr; nothing if that is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
     lock = threading.Lock()
-    with tqdm(unit="B", unit_scale=True, file=sys.stderr) as bar:
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr) as bar:
 
         def advance(nbytes: int) -> None:
             with lock:
@@ -137,19 +170,24 @@ def _progress_bar(*, quiet: bool) -> Iterator[Progress]:
         yield advance
 
 
-def _summary(report: HfReport) -> str:
-    verb = "wrote" if report.written else "would write"
-    tensors = sum(len(shard.infos) for shard in report.shards)
+def _summary(report: ConvertReport) -> str:
+    verb = "would write" if report.dry_run else "wrote"
+    model = report.state.model
     lines = [
-        f"source: {report.source_kind} at {report.source}, model prefix {report.model_prefix or '(root)'}",
-        f"{verb} {tensors} tensors, {format_bytes(report.nbytes)}, to {report.target}",
-        f"files: {len(report.shards)} with weights, {len(report.assets)} with settings",
+        f"source: {report.source.kind} at {report.source.url}, model prefix {model.prefix or '(root)'}",
+        f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
+        f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
     ]
+    if report.outcome.kept:
+        lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
+    if not report.outcome.published and not report.dry_run:
+        lines.append("not published yet: other parts are still to be written")
     if report.dropped_optimizer:
-        lines.append(f"left out: {report.dropped_optimizer} optimizer entries (a model repository has none)")
+        lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:
         lines.append(f"left out: {', '.join(report.dropped_others)}")
-    lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied]
+    lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
+    lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
     return "\n".join(lines)
 
 

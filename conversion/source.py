@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
@@ -64,6 +66,13 @@ class Source:
     def nbytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.info.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when files of the source are replaced: their names, sizes and times of change."""
+        files = sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
+        stamps = [f"{file} {self.store.stamp(file)}" for file in files]
+        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
     def info(self, name: str) -> TensorInfo:
         """Name, shape and type of a tensor.

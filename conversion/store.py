@@ -63,6 +63,14 @@ class Store(ABC):
         """Bytes of a file, or None if there is no such file."""
 
     @abstractmethod
+    def stamp(self, name: str) -> str:
+        """A text that changes when the file is replaced."""
+
+    @abstractmethod
+    def append(self, name: str, data: bytes) -> None:
+        """Add to the end of a small file under its final name, making it if needed."""
+
+    @abstractmethod
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` (flat, 1 byte per item) from byte ``offset`` of a file.
 
@@ -81,6 +89,15 @@ class Store(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file if it is there."""
+
+    @property
+    @abstractmethod
+    def renames(self) -> bool:
+        """Whether a file can be written under a partial name and committed by an atomic rename."""
+
+    def working_name(self, name: str) -> str:
+        """The name a finished but uncommitted file has."""
+        return partial_name(name) if self.renames else name
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes at ``offset``; raises as `read_into`."""
@@ -172,6 +189,16 @@ class LocalStore(Store):
         path = self.root / name
         return path.stat().st_size if path.is_file() else None
 
+    def stamp(self, name: str) -> str:
+        found = (self.root / name).stat()
+        return f"{found.st_size} {found.st_mtime_ns}"
+
+    def append(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(data)
+
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         fd = self._handle(name)
         try:
@@ -199,10 +226,32 @@ class LocalStore(Store):
         return _LocalOutput(self.root / partial_name(name))
 
     def commit(self, name: str) -> None:
-        os.replace(self.root / partial_name(name), self.root / name)
+        try:
+            os.replace(self.root / partial_name(name), self.root / name)
+        except FileNotFoundError:
+            if not (self.root / name).is_file():  # else another process of this conversion did it
+                raise
+
+    def write_file(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Several processes may write the same file at once, so each has a temporary name of its own.
+        working = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            working.write_bytes(data)
+            os.replace(working, path)
+        finally:
+            working.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
+        if name in self._fds:  # a kept handle would go on reading the removed file
+            with self._lock:
+                os.close(self._fds.pop(name))
         (self.root / name).unlink(missing_ok=True)
+
+    @property
+    def renames(self) -> bool:
+        return True
 
     def __del__(self) -> None:
         for fd in self._fds.values():
@@ -257,6 +306,14 @@ class RemoteStore(Store):
             return None
         return int(info["size"]) if info["type"] == "file" else None
 
+    def stamp(self, name: str) -> str:
+        info = self._fs.info(self._path(name))
+        return " ".join(str(info.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
+
+    def append(self, name: str, data: bytes) -> None:
+        old = self.read_file(name) if self.size(name) is not None else b""
+        self.write_file(name, old + data)
+
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         try:
             data = self._fs.cat_file(self._path(name), start=offset, end=offset + len(buffer))
@@ -272,6 +329,10 @@ class RemoteStore(Store):
 
     def commit(self, name: str) -> None:
         """Nothing to do: closing the stream published the object."""
+
+    @property
+    def renames(self) -> bool:
+        return False
 
     def remove(self, name: str) -> None:
         if self._fs.exists(self._path(name)):

@@ -1,97 +1,82 @@
-"""A folder that a conversion fills: nothing in it has a final name until everything is written.
+"""Where a conversion may write, and what has its final name when.
 
     state                     data files          other files
     before                    absent, or the old ones if overwriting
-    while converting          .NAME.partial       -
-    failed                    (removed)           -
-    done                      NAME                old weights removed, index last
+    while converting          .NAME.partial       a journal
+    killed                    .NAME.partial       the journal: --resume goes on
+    failed                    (removed)           (removed)
+    done                      NAME                old weights and journal removed, index last
 
-Object stores cannot rename: there each object appears whole when its upload ends, the index last; after a
-failure the objects that did appear are removed again.
+Object stores cannot rename: there each object appears whole when its upload ends, the deciding one last.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from vescale_fsdp.conversion.store import LocalStore, OutputFile, Store, open_store
+from vescale_fsdp.conversion.journal import is_journal
+from vescale_fsdp.conversion.store import LocalStore, Store, open_store, split_file
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["TargetFolder"]
+__all__ = ["check_target", "is_leftover", "open_target"]
 
 
-class TargetFolder:
-    """An output folder, refused at once if writing there could harm anything.
+def open_target(url: str, *, single_file: bool) -> tuple[Store, str | None]:
+    """The store a target is written to, and the file's name if the target is one file."""
+    if not single_file:
+        return open_store(url), None
+    folder, name = split_file(url)
+    return open_store(folder), name
 
-    Args:
-        url: local path or fsspec URL.
-        source_url: where the source is, which the target must not touch.
-        overwrite: whether a folder that has files already may be written to.
+
+def check_target(url: str, *, source_url: str, single_file: bool, overwrite: bool, resume: bool) -> list[str]:
+    """Refuse a target where writing could harm anything; returns the old files in it.
 
     Raises:
-        ConversionError: if the target is over, inside or around the source, or not empty.
+        ConversionError: if the target is over, inside or around the source, of the wrong kind, or not empty
+            (leftovers of an interrupted run do not count when resuming).
     """
+    _refuse_overlap(url, source_url, single_file=single_file)
+    store, name = open_target(url, single_file=single_file)
+    if isinstance(store, LocalStore) and not single_file and store.root.is_file():
+        raise ConversionError(_refusal(url, "a folder", "a file", "choose another target"))
+    if name is not None and isinstance(store, LocalStore) and (store.root / name).is_dir():
+        raise ConversionError(_refusal(url, "a file", "a folder", "add a file name to the target"))
+    files = store.list_files() if name is None else _leftovers_of(store, name)
+    interrupted = any(is_journal(file) for file in files)
+    blocking = files if not resume else [file for file in files if not is_leftover(file)]
+    if blocking and not overwrite and not (resume and interrupted):
+        todo = (
+            "continue the interrupted conversion with --resume, or start anew with --overwrite"
+            if interrupted
+            else "choose another target, or pass --overwrite to replace what is there"
+        )
+        some = ", ".join(blocking[:3])
+        raise ConversionError(_refusal(url, "an empty or new target", f"{len(blocking)} files: {some}", todo))
+    return files
 
-    def __init__(self, url: str, *, source_url: str, overwrite: bool) -> None:
-        self.url = url
-        _refuse_overlap(url, source_url)
-        self.store: Store = open_store(url)
-        if isinstance(self.store, LocalStore) and self.store.root.is_file():
-            raise ConversionError(_refusal(url, "a folder", "a file", "choose another target"))
-        self.old_files = self.store.list_files()
-        if self.old_files and not overwrite:
-            some = ", ".join(self.old_files[:3])
-            raise ConversionError(
-                _refusal(
-                    url,
-                    "an empty or new folder",
-                    f"{len(self.old_files)} files, such as {some}",
-                    "choose another folder, or pass --overwrite to replace the weights in it",
-                )
-            )
-        self._outputs: dict[str, OutputFile] = {}
-        self._committed: list[str] = []
 
-    def create(self, name: str) -> OutputFile:
-        """Start a file of the result."""
-        self._outputs[name] = self.store.create(name)
-        return self._outputs[name]
+def _leftovers_of(store: Store, name: str) -> list[str]:
+    candidates = [name, store.working_name(name), f".{name}.vescale-convert.jsonl"]
+    return [file for file in dict.fromkeys(candidates) if store.size(file) is not None]
 
-    def add_file(self, name: str, data: bytes) -> None:
-        """A small file of the result, whole."""
-        out = self.create(name)
-        out.write_at(0, data)
-        out.finish()
 
-    def commit(self, is_stale: Callable[[str], bool]) -> None:
-        """Publish all files in the order of creation, after removing old ones that ``is_stale`` names."""
-        for name in self.old_files:
-            if is_stale(name) and (name not in self._outputs or isinstance(self.store, LocalStore)):
-                self.store.remove(name)
-        for name in self._outputs:
-            self.store.commit(name)
-            self._committed.append(name)
-
-    def abort(self) -> None:
-        """Leave nothing of the result behind."""
-        for name, out in self._outputs.items():
-            out.abort()
-            if not isinstance(self.store, LocalStore) and name not in self.old_files:
-                self.store.remove(name)
-        for name in self._committed:
-            self.store.remove(name)
+def is_leftover(name: str) -> bool:
+    """Whether a file was left by an interrupted conversion."""
+    base = name.rpartition("/")[2]
+    return is_journal(name) or (base.startswith(".") and base.endswith(".partial"))
 
 
 def _refusal(url: str, expected: str, got: str, todo: str) -> str:
     return explain("cannot write the result there", expected=expected, got=got, where=url, todo=todo)
 
 
-def _refuse_overlap(url: str, source_url: str) -> None:
+def _refuse_overlap(url: str, source_url: str, *, single_file: bool) -> None:
     target, source = _parts(url), _parts(source_url)
     shared = min(len(target), len(source))
-    if target[:shared] == source[:shared]:
+    # A single file has nothing inside it, so only being inside the source, or the source, is harmful.
+    if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
         raise ConversionError(
             _refusal(
                 url,

@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.conversion.model_names import ModelNames
-from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.conversion.view import SourceView, read_range
+from vescale_fsdp.conversion.view import TensorView, read_range
 
 __all__ = ["equal_bytes", "find_tied_twins"]
 
@@ -33,25 +31,24 @@ _PAIRS = (
 
 
 def find_tied_twins(
-    source: Source, model: ModelNames, config: Mapping[str, Any] | None
+    views: Mapping[str, TensorView], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], list[str]]:
     """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny."""
     if not config or config.get("tie_word_embeddings") is not True:
         return {}, []
-    origin = {new: old for old, new in model.names.items()}
     twins: dict[str, str] = {}
     warnings: list[str] = []
     for twin, kept in _PAIRS:
-        if twin in twins or twin not in origin or kept not in origin:
+        if twin in twins or twin not in views or kept not in views:
             continue
-        if equal_bytes(SourceView(source, origin[twin], twin), SourceView(source, origin[kept], kept)):
+        if equal_bytes(views[twin], views[kept]):
             twins[twin] = kept
         else:
             warnings.append(f"config.json ties {twin} to {kept}, but their bytes differ: both are kept")
     return twins, warnings
 
 
-def equal_bytes(left: SourceView, right: SourceView) -> bool:
+def equal_bytes(left: TensorView, right: TensorView) -> bool:
     """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time."""
     a, b = left.info, right.info
     if (a.shape, a.dtype) != (b.shape, b.dtype):

@@ -30,6 +30,10 @@ class TensorView(ABC):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         """Fill ``out`` (shape ``box.sizes``, raw type, any strides) with a box. Safe from several threads."""
 
+    @abstractmethod
+    def identity(self) -> str:
+        """Where its values come from; two runs with equal identities read the same things."""
+
 
 @dataclass(frozen=True)
 class SourceView(TensorView):
@@ -46,6 +50,9 @@ class SourceView(TensorView):
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)
+
+    def identity(self) -> str:
+        return f"{self.source.fingerprint} {self.source_name}"
 
 
 def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from vescale_fsdp.conversion.convert import convert
 from vescale_fsdp.conversion.open_source import open_source
-from vescale_fsdp.conversion.to_hf import to_hf
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
 
 DATA = "__0_0.distcp"
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _convert(folder: Path) -> None:
-    to_hf(open_source(str(folder)), str(folder.parent / "out"))
+    convert(open_source(str(folder)), str(folder.parent / "out"), "hf")
 
 
 def _edit_metadata(folder: Path, edit: object) -> None:

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed import cpu_mesh, run_ranks
 from tests.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
+from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
-from vescale_fsdp.conversion.to_hf import HfOptions, HfReport, to_hf
 from vescale_fsdp.errors import ConversionError
 
 
@@ -30,8 +31,10 @@ def _save(state: dict[str, object], path: Path) -> str:
     return str(path)
 
 
-def _convert(source: Path | str, target: Path, **options: object) -> HfReport:
-    return to_hf(open_source(str(source)), str(target), HfOptions(**options))  # type: ignore[arg-type]
+def _convert(source: Path | str, target: Path, **options: object) -> ConvertReport:
+    run = {name: options.pop(name) for name in ("overwrite", "dry_run", "limits") if name in options}
+    chosen = ConvertOptions(**options, run=RunOptions(**run))  # type: ignore[arg-type]
+    return convert(open_source(str(source)), str(target), "hf", chosen)
 
 
 def test_every_dtype_and_shape_arrives_unchanged(tmp_path: Path) -> None:
@@ -39,7 +42,7 @@ def test_every_dtype_and_shape_arrives_unchanged(tmp_path: Path) -> None:
     tensors = zoo()
     _save({"model": tensors, "step": 3}, tmp_path / "dcp")
     report = _convert(tmp_path / "dcp", tmp_path / "out")
-    assert report.model_prefix == "model." and report.dropped_others == ("step",)
+    assert report.state.model.prefix == "model." and report.dropped_others == ("step",)
     save_file(tensors, tmp_path / "reference.safetensors", metadata={"format": "pt"})
     written = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert written == (tmp_path / "reference.safetensors").read_bytes()
@@ -174,7 +177,7 @@ def test_transformers_loads_equal_tensors_and_logits(tmp_path: Path, tied: bool)
     (tmp_path / "assets" / "model-00001-of-00002.safetensors").write_text("stale")
     _save({"model": model.state_dict(), "optimizer": {"state": {}}}, tmp_path / "dcp")
     report = _convert(tmp_path / "dcp", tmp_path / "out", assets=str(tmp_path / "assets"))
-    assert report.tied == ((("lm_head.weight", "model.embed_tokens.weight"),) if tied else ())
+    assert report.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert (tmp_path / "out" / "tokenizer" / "vocab.txt").read_text() == "a b c"
     assert not (tmp_path / "out" / "model-00001-of-00002.safetensors").exists()
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -192,7 +195,7 @@ def test_a_tie_the_bytes_deny_keeps_both_and_warns(tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "config.json").write_text('{"tie_word_embeddings": true}')
     report = _convert(tmp_path / "dcp", tmp_path / "out", assets=str(tmp_path / "assets"))
-    assert report.tied == () and any("bytes differ" in warning for warning in report.warnings)
+    assert report.tied == {} and any("bytes differ" in warning for warning in report.warnings)
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == 2
 
 
@@ -209,7 +212,7 @@ def test_prefixes(tmp_path: Path) -> None:
     for case, (state, prefix, expected) in cases.items():
         _save(state, tmp_path / case)
         report = _convert(tmp_path / case, tmp_path / f"{case}_out", model_prefix=prefix)
-        assert report.model_prefix == expected, case
+        assert report.state.model.prefix == expected, case
         with safe_open(tmp_path / f"{case}_out" / "model.safetensors", "pt") as file:
             assert list(file.keys()) == ["model.layers.0.w"], case
 
@@ -271,8 +274,8 @@ def test_dry_run_writes_nothing_and_plans_the_same(tmp_path: Path) -> None:
     plan = _convert(tmp_path / "dcp", tmp_path / "out", max_shard_bytes=1200, dry_run=True)
     assert not (tmp_path / "out").exists()
     done = _convert(tmp_path / "dcp", tmp_path / "out", max_shard_bytes=1200)
-    assert done.shards == plan.shards and len(plan.shards) == 2
-    assert (plan.written, done.written) == (False, True)
+    assert done.plan.fingerprint() == plan.plan.fingerprint() and len(plan.plan.files) == 2
+    assert (plan.outcome.published, done.outcome.published) == (False, True)
 
 
 def test_hf_source_converts_too(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""The one call behind every ``to-...`` command: source in, files of another format out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
+from vescale_fsdp.conversion.casting import CastRules, CastView
+from vescale_fsdp.conversion.copying import Progress
+from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
+from vescale_fsdp.conversion.output_plan import OutputPlan
+from vescale_fsdp.conversion.source import Source
+from vescale_fsdp.conversion.state import State, model_state, whole_state
+from vescale_fsdp.conversion.ties import find_tied_twins
+from vescale_fsdp.conversion.to_hf import plan_hf
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
+
+TARGETS = ("hf",)
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the result shall be.
+
+    Args:
+        assets: folder or URL whose settings files go along (Hugging Face target).
+        model_prefix: what the model's names begin with in the source; None to detect it.
+        prefix: what the model's names shall begin with in the result; None to keep the source's.
+        dtype: casts, as texts for `CastRules.parse`.
+        include, exclude: name patterns of the result.
+        max_shard_bytes: limit of tensor bytes per data file.
+        run: overwrite, resume, part, memory and threads.
+    """
+
+    assets: str | None = None
+    model_prefix: str | None = None
+    prefix: str | None = None
+    dtype: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    max_shard_bytes: int = 5 * 10**9
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did, or would do."""
+
+    source: Source
+    target: str
+    plan: OutputPlan
+    state: State
+    outcome: Outcome
+    tied: dict[str, str]  # name left out -> name that holds its bytes
+    casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
+    warnings: tuple[str, ...]
+    dry_run: bool
+
+    @property
+    def dropped_optimizer(self) -> int:
+        """Optimizer entries of the source that are not in the result."""
+        return len(set(self.state.left_out).intersection(self.state.model.optimizer))
+
+    @property
+    def dropped_others(self) -> tuple[str, ...]:
+        """Other entries of the source that are not in the result."""
+        return tuple(name for name in self.state.left_out if name not in set(self.state.model.optimizer))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for ``--json``."""
+        return {
+            "source": {
+                "kind": self.source.kind,
+                "url": self.source.url,
+                "model_prefix": self.state.model.prefix,
+            },
+            "target": {"kind": self.plan.kind, "url": self.target},
+            "written": not self.dry_run,
+            "published": self.outcome.published,
+            "total_bytes": self.plan.tensor_nbytes,
+            "files": [{"file": file.name, "bytes": file.nbytes} for file in self.plan.files],
+            "kept_files": list(self.outcome.kept),
+            "closing_files": [file.name for file in self.plan.closing],
+            "dropped": {"optimizer_entries": self.dropped_optimizer, "others": list(self.dropped_others)},
+            "tied": [{"left_out": twin, "same_as": kept} for twin, kept in self.tied.items()],
+            "casts": [{"name": n, "from": a, "to": b} for n, (a, b) in self.casts.items()],
+            "warnings": list(self.warnings),
+        }
+
+
+def convert(
+    source: Source,
+    target: str,
+    kind: str,
+    options: ConvertOptions | None = None,
+    *,
+    source_url: str | None = None,
+    progress: Progress = lambda _: None,
+) -> ConvertReport:
+    """Write ``source`` to ``target`` in another format.
+
+    Args:
+        source: an opened checkpoint.
+        target: local path or fsspec URL.
+        kind: one of `TARGETS`.
+        options: defaults throughout if None.
+        source_url: what the target must not touch; default the source's folder.
+        progress: called with bytes written since the last call, from several threads.
+
+    Raises:
+        ConversionError: if the target is refused or the state cannot be expressed in the format.
+        CorruptCheckpointError: if the source turns out damaged.
+    """
+    chosen = options or ConvertOptions()
+    report = _plan(source, target, kind, chosen)
+    url = source_url or source.url
+    outcome = run_plan(report.plan, target, source_url=url, options=chosen.run, progress=progress)
+    return ConvertReport(**{**vars(report), "outcome": outcome})
+
+
+def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
+    assets = Assets(options.assets)
+    casts = CastRules.parse(options.dtype)
+    warnings: list[str] = []
+    tied: dict[str, str] = {}
+    if kind == "hf":
+        state = model_state(source, options.model_prefix)
+        tied, warnings = find_tied_twins(state.views, assets.config)
+        state = state.without(tied)
+    else:
+        state = whole_state(source, options.model_prefix, options.prefix)
+    state = state.filtered(options.include, options.exclude).with_model_views(casts.apply)
+    if kind == "hf":
+        if casts.default is not None:
+            assets.set_weights_dtype(casts.default.name)
+        if assets.config is None:
+            warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+        plan = plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
+    else:
+        raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))
+    changed = {
+        name: (view.inner.info.dtype.name, view.dtype.name)
+        for name, view in state.views.items()
+        if isinstance(view, CastView)
+    }
+    dry_run = options.run.dry_run
+    return ConvertReport(source, target, plan, state, Outcome(), tied, changed, tuple(warnings), dry_run)

@@ -1,0 +1,207 @@
+"""Carrying out an output plan: safely, resumably, and shared among processes if asked.
+
+Parts: process i of n writes every n-th file, and its own journal. Whoever finds all n journals complete
+writes the closing files and publishes; no process waits for another, so array jobs may run in any order, at
+any time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vescale_fsdp.conversion.copying import CopyLimits, FilePlan, Progress, copy_files, segment_digest
+from vescale_fsdp.conversion.journal import Journal
+from vescale_fsdp.conversion.output_plan import OutputPlan
+from vescale_fsdp.conversion.store import OutputFile, Store
+from vescale_fsdp.conversion.target_folder import check_target, is_leftover, open_target
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which share of the files this process writes: ``index`` of ``count``, from 0."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ConversionError(
+                explain(
+                    "there is no such part",
+                    expected="--part I/N with 0 <= I < N",
+                    got=f"{self.index}/{self.count}",
+                    todo="number the parts from 0",
+                )
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """From ``i/n``."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        if match is None:
+            raise ConversionError(
+                explain("this is not a part", expected="I/N", got=repr(text), todo="write for example 0/4")
+            )
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def from_environment(cls) -> Part:
+        """As torchrun numbers its processes; the whole work outside of torchrun."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return cls()
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a plan is carried out.
+
+    Args:
+        overwrite: replace what is in the target.
+        resume: go on where an interrupted run of the same plan stopped; start if there was none.
+        dry_run: check the target, write nothing.
+        part: this process's share.
+        limits: memory and threads.
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    dry_run: bool = False
+    part: Part = field(default_factory=Part)
+    limits: CopyLimits = field(default_factory=CopyLimits)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did: files written now, files kept from before, and whether the result is published."""
+
+    written: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    published: bool = False
+
+
+def run_plan(
+    plan: OutputPlan, url: str, *, source_url: str, options: RunOptions, progress: Progress = lambda _: None
+) -> Outcome:
+    """Write everything the plan names to ``url``.
+
+    Raises:
+        ConversionError: if the target is refused, or an interrupted run was of another plan.
+        CorruptCheckpointError: if the source turns out damaged. After an error nothing of this run is left
+            behind, except that finished files of a run that was short of space or stopped by hand are kept
+            for ``--resume`` (under their partial names).
+    """
+    is_part = options.part.count > 1
+    old_files = check_target(
+        url,
+        source_url=source_url,
+        single_file=plan.single_file,
+        overwrite=options.overwrite,
+        resume=options.resume or is_part,
+    )
+    if options.dry_run:
+        return Outcome()
+    store, name = open_target(url, single_file=plan.single_file)
+    return _Run(plan, store, name or "", options, old_files, progress).run()
+
+
+class _Run:
+    """One process's share of one plan."""
+
+    def __init__(
+        self,
+        plan: OutputPlan,
+        store: Store,
+        stem: str,
+        options: RunOptions,
+        old_files: Sequence[str],
+        progress: Progress,
+    ) -> None:
+        self._plan, self._store, self._options = plan, store, options
+        self._old_files, self._progress = old_files, progress
+        self._journals = [self._journal(i, stem) for i in range(options.part.count)]
+        self._mine = self._journals[options.part.index]
+        self._files = plan.files[options.part.index :: options.part.count]
+        self._outputs: dict[str, OutputFile] = {}
+
+    def _journal(self, index: int, stem: str) -> Journal:
+        count = self._options.part.count
+        name = stem if count == 1 else f"{stem}part-{index}-of-{count}"
+        return Journal(self._store, name, self._plan.fingerprint())
+
+    def run(self) -> Outcome:
+        kept = self._keep_finished()
+        todo = [file for file in self._files if file.name not in kept]
+        self._progress(sum(file.nbytes for file in self._files if file.name in kept))
+        try:
+            self._copy(todo)
+            self._mine.complete()
+            published = self._publish_if_last()
+        except BaseException as error:
+            self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
+            raise
+        return Outcome(tuple(file.name for file in todo), tuple(kept), published)
+
+    def _keep_finished(self) -> list[str]:
+        """Files an earlier run finished, each read again and compared with its digest."""
+        if not self._options.resume or not self._mine.load():
+            self._mine.start()
+            return []
+        return [file.name for file in self._files if self._is_intact(file)]
+
+    def _is_intact(self, file: FilePlan) -> bool:
+        name = self._store.working_name(file.name)
+        if file.name not in self._mine.finished or self._store.size(name) != file.nbytes:
+            return False
+        digest, segment_bytes = self._mine.finished[file.name]
+        return digest == segment_digest(file, lambda at, n: self._store.read(name, at, n), segment_bytes)
+
+    def _copy(self, todo: Sequence[FilePlan]) -> None:
+        def create(name: str) -> OutputFile:
+            self._outputs[name] = self._store.create(name)
+            return self._outputs[name]
+
+        limits = self._options.limits
+        copy_files(
+            todo,
+            limits,
+            create=create,
+            in_order=not self._store.renames,
+            progress=self._progress,
+            on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
+        )
+
+    def _publish_if_last(self) -> bool:
+        """Give everything its final name once all parts are there. Harmless if two processes do it at
+        once."""
+        for journal in self._journals:
+            if journal is not self._mine and not (journal.load() and journal.is_complete):
+                return False
+        ours = {file.name for file in self._plan.files} | {file.name for file in self._plan.closing}
+        ours |= {self._store.working_name(file.name) for file in self._plan.files}
+        for name in self._old_files:
+            if name not in ours and (self._plan.is_stale(name) or is_leftover(name)):
+                self._store.remove(name)
+        for file in self._plan.files:
+            self._store.commit(file.name)
+        for closing in self._plan.closing:
+            self._store.write_file(closing.name, closing.read())
+        for journal in self._journals:
+            self._store.remove(journal.name)
+        return True
+
+    def _clean_up(self, *, keep_finished: bool) -> None:
+        finished = self._mine.finished if keep_finished else {}
+        for name, out in self._outputs.items():
+            if name not in finished:
+                out.abort()
+                if name in self._mine.finished:  # a stream that was closed has published its object
+                    self._store.remove(self._store.working_name(name))
+        if not finished:
+            self._store.remove(self._mine.name)

@@ -1,0 +1,180 @@
+"""Killed conversions go on where they stopped; shared conversions write what one process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion.copying import CopyLimits
+from vescale_fsdp.conversion.execution import Part, RunOptions
+from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.errors import ConversionError
+
+LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
+SHARD_BYTES = 3_000_000
+
+# Converts, and kills itself in the middle of the segment of that number.
+KILLED = """
+import itertools, os, signal, sys
+from tests.test_conversion_resume import run
+count = itertools.count()
+def progress(nbytes):
+    if next(count) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+run(sys.argv[1], sys.argv[2], progress=progress, resume=True)
+"""
+
+
+def run(source: str, target: str, *, progress: object = None, **options: object) -> ConvertReport:
+    """Convert with small buffers and files."""
+    chosen = ConvertOptions(max_shard_bytes=SHARD_BYTES, run=RunOptions(**options, limits=LIMITS))  # type: ignore[arg-type]
+    callback = progress or (lambda _: None)
+    return convert(open_source(source), target, "hf", chosen, progress=callback)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """20 MB in tensors of many sizes, one larger than the shard limit."""
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.w": torch.randn(100 + 37 * i, 500) for i in range(16)}
+    tensors["layers.3.big"] = torch.randn(1100, 1000)
+    path = tmp_path_factory.mktemp("source") / "dcp"
+    dcp.save({"model": tensors}, checkpoint_id=path, no_dist=True)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an undisturbed conversion writes."""
+    path = tmp_path_factory.mktemp("expected")
+    run(source, str(path))
+    found = contents(path)
+    assert len(found) > 5
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder, hidden ones too."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_killed_at_ten_moments(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """SIGKILL, then --resume: byte for byte the undisturbed result, and finished files were not redone."""
+    total = 0
+
+    def count(_: int) -> None:
+        nonlocal total
+        total += 1
+
+    run(source, str(tmp_path / "count"), progress=count)
+    kept = 0
+    for moment in random.Random(1).sample(range(1, total), 10):
+        out = tmp_path / str(moment)
+        command = [sys.executable, "-c", KILLED, source, str(out), str(moment)]
+        dead = subprocess.run(command, check=False, cwd=Path(__file__).parent.parent)
+        assert dead.returncode == -signal.SIGKILL
+        assert not any(name in expected for name in os.listdir(out))  # nothing has a final name
+        report = run(source, str(out), resume=True)
+        kept += len(report.outcome.kept)
+        assert contents(out) == expected
+    assert kept > 10
+
+
+def _interrupt(source: str, out: Path, after: int) -> None:
+    """Stop by Ctrl-C after some segments: finished files stay, under partial names."""
+    left = after
+
+    def progress(_: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(source, str(out), progress=progress)
+
+
+def test_resume_redoes_a_finished_file_that_was_damaged(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Finished files are read again before they are believed."""
+    _interrupt(source, tmp_path / "out", 18)
+    finished = sorted(file for file in (tmp_path / "out").iterdir() if file.name.endswith(".partial"))
+    assert len(finished) >= 2
+    with finished[0].open("r+b") as file:
+        file.seek(finished[0].stat().st_size // 2)
+        file.write(b"\xff\xff\xff\xff\x00")
+    report = run(source, str(tmp_path / "out"), resume=True)
+    assert len(report.outcome.kept) == len(finished) - 1
+    assert contents(tmp_path / "out") == expected
+
+
+def test_resume_refuses_other_parameters(source: str, tmp_path: Path) -> None:
+    """Another plan than the interrupted one is an error; so is starting over without saying so."""
+    _interrupt(source, tmp_path / "out", 18)
+    chosen = ConvertOptions(max_shard_bytes=4_000_000, run=RunOptions(resume=True))
+    with pytest.raises(ConversionError, match="was another one"):
+        convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
+    with pytest.raises(ConversionError, match="--resume"):
+        run(source, str(tmp_path / "out"))
+
+
+def test_overwrite_starts_anew_and_clears_leftovers(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """--overwrite on an interrupted target: same result, no partial file or journal left."""
+    _interrupt(source, tmp_path / "out", 18)
+    (tmp_path / "out" / ".old.safetensors.partial").write_bytes(b"x")
+    report = run(source, str(tmp_path / "out"), overwrite=True)
+    assert report.outcome.kept == ()
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_torn_journal_line_is_ignored(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """A kill while a line is written costs one file, not the resume."""
+    _interrupt(source, tmp_path / "out", 18)
+    journal = next(file for file in (tmp_path / "out").iterdir() if file.name.endswith(".jsonl"))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) >= 3 and json.loads(lines[1])["file"]
+    journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:9])
+    report = run(source, str(tmp_path / "out"), resume=True)
+    assert len(report.outcome.kept) == len(lines) - 2
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_parts_write_what_one_process_writes(
+    source: str, expected: dict[str, bytes], tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Three shares in any order: published by the last one, byte for byte the same."""
+    reports = [run(source, str(tmp_path / "out"), part=Part(i, 3)) for i in order]
+    assert [report.outcome.published for report in reports] == [False, False, True]
+    assert contents(tmp_path / "out") == expected
+
+
+def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) -> None:
+    """A share run with other options is found before anything is published."""
+    run(source, str(tmp_path / "out"), part=Part(0, 2))
+    chosen = ConvertOptions(max_shard_bytes=4_000_000, run=RunOptions(part=Part(1, 2)))
+    with pytest.raises(ConversionError, match="was another one"):
+        convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
+    assert not any(name.startswith("model") for name in os.listdir(tmp_path / "out"))
+
+
+def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """Two processes at once under torchrun: the same files."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["-m", "vescale_fsdp.conversion", "to-hf", source, str(tmp_path / "out")]
+    sizes = ["--max-shard-size", str(SHARD_BYTES), "--memory-budget", "8MiB"]
+    subprocess.run([*command, *arguments, *sizes], check=True, capture_output=True)
+    assert contents(tmp_path / "out") == expected
