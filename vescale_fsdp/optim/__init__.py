@@ -1,6 +1,7 @@
 """Optimizers that know how parameters lie over ranks: Muon, Shampoo and AdamW with 8-bit state."""
 
+from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.base import AdamWOptions
 from vescale_fsdp.optim.muon import Muon, split_params
 
-__all__ = ["AdamWOptions", "Muon", "split_params"]
+__all__ = ["AdamW8bit", "AdamWOptions", "Muon", "split_params"]

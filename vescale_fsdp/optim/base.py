@@ -130,6 +130,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                     "the optimizer",
                 )
             )
+        local_tensor(param)  # refuses what is not contiguous before state is made for it
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -1,0 +1,211 @@
+"""AdamW whose two moments are 8-bit codes with one scale per block: 2.03 bytes of state per parameter.
+
+The codes of a moment are a uint8 tensor that lies exactly as its parameter; the scales are an fp32 tensor of one
+value per block, cut at the same blocks. Where no rank boundary falls inside a block, a step has no
+communication and its result has the same bits on 1 and on N ranks; elsewhere the optimizer refuses to start.
+
+A parameter's state is 8-bit by its role and its *global* size, never by what a rank happens to hold: 2-D and
+above, at least ``min_8bit_numel`` elements, in a group that does not say ``state_bits=32``. All other state
+is fp32. The arithmetic is torchao's: decode, update both moments in fp32, step the parameter with the unrounded
+moments, encode.
+
+A gradient that is NaN or infinite makes its own element of the parameter NaN, as in AdamW. It does not spread:
+its moments are stored as 0, so that the block's scale stays a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.geometry import numel_of
+from vescale_fsdp.granularity import Element, Flat, Granularity, Tiles
+from vescale_fsdp.optim.base import AdamWOptions, StructuredOptimizer, check_rates
+from vescale_fsdp.optim.holding import Holding, holding_of, local_grad, local_tensor
+from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.quantize.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
+from vescale_fsdp.quantize.grid import BlockGrid, grid_of
+
+__all__ = ["AdamW8bit"]
+
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
+
+
+class AdamW8bit(StructuredOptimizer):
+    """AdamW with block-wise 8-bit state.
+
+    Args:
+        params: parameters or param groups. A group may carry ``state_bits=32`` to keep fp32 state, which
+            embeddings are known to need in some models.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`, with its defaults.
+        block: what shares a scale: ``Flat(256)``, ``Flat(2048)``, ``Tiles(32, 32)``, ... The last may be short.
+        min_8bit_numel: parameters with fewer elements, all ranks together, keep fp32 state.
+
+    Raises:
+        LayoutError: if a rank boundary cuts a block, or the arguments cannot be.
+    """
+
+    algorithm: ClassVar[str] = "adamw8bit"
+    recorded: ClassVar[tuple[str, ...]] = ("state_bits", "state_block", "state_map", "min_8bit_numel")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
+        min_8bit_numel: int = 4096,
+    ) -> None:
+        check_rates(float(lr), betas, eps, weight_decay)
+        grid_of((1,), block)
+        self._block = block
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "state_bits": 8,
+            "state_block": _spell(block),
+            "state_map": MAP_NAME,
+            "min_8bit_numel": min_8bit_numel,
+        }
+        super().__init__(params, defaults, adamw_params=None, adamw=AdamWOptions())
+
+    @staticmethod
+    def granularity(
+        *,
+        block: Flat | Tiles = Flat(256),  # noqa: B008  (frozen)
+        min_8bit_numel: int = 4096,
+    ) -> Callable[[str, Any], Granularity]:
+        """The granularity rule for ``fully_shard(model, granularity=AdamW8bit.granularity())``.
+
+        Args:
+            block, min_8bit_numel: as the optimizer will be given them.
+        """
+        return lambda fqn, param: block if _is_8bit(tuple(param.shape), 8, min_8bit_numel) else Element()
+
+    def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        if group["state_bits"] not in (8, 32):
+            raise LayoutError(
+                explain(
+                    "State has 8 or 32 bits.",
+                    expected="state_bits=8 or state_bits=32",
+                    got=group["state_bits"],
+                    todo="correct the param group",
+                )
+            )
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
+            return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
+        grid, holding = self._grid(param), _holding(param)
+        numels = [grid.scales_of(holding.piece(rank), "parameter") for rank in range(holding.num_shards)]
+        for name, signed in _MOMENTS.items():
+            state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
+            state[f"{name}_scales"] = _scales_beside(param, holding, grid, numels)
+        return state
+
+    def _grid(self, param: torch.Tensor) -> BlockGrid:
+        return grid_of(tuple(param.shape), self._block)
+
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._step_adamw()
+        for group in groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_param(param, group)
+
+    def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        state["step"] += 1
+        local, grad = local_tensor(param), local_grad(param).float()
+        beta1, beta2 = group["betas"]
+        exp_avg = self._load(param, "exp_avg").lerp(grad, 1 - beta1)
+        exp_avg_sq = self._load(param, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
+        local.copy_(_stepped(local.float(), exp_avg, exp_avg_sq, state["step"], group))
+        self._store(param, "exp_avg", exp_avg, grad)
+        self._store(param, "exp_avg_sq", exp_avg_sq, grad)
+
+    def _load(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """A moment of this rank's elements, fp32, 1-D."""
+        state = self.state[param]
+        if name in state:
+            return local_tensor(state[name], "state")
+        grid, codes = self._grid(param), local_tensor(state[f"{name}_codes"], "state")
+        scales = local_tensor(state[f"{name}_scales"], "state").view(-1, grid.scales_per_band)
+        return grid.untiled(decode_dynamic(grid.tiled(codes), scales, _MOMENTS[name]), codes.numel())
+
+    def _store(self, param: torch.Tensor, name: str, moment: torch.Tensor, grad: torch.Tensor) -> None:
+        state = self.state[param]
+        if name in state:
+            local_tensor(state[name], "state").copy_(moment)
+            return
+        grid = self._grid(param)
+        # The element is NaN in the parameter already; in the state it would take its whole block along.
+        finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
+        codes, scales = encode_dynamic(grid.tiled(finite), _MOMENTS[name])
+        local_tensor(state[f"{name}_codes"], "state").copy_(grid.untiled(codes, moment.numel()))
+        local_tensor(state[f"{name}_scales"], "state").copy_(scales.view(-1))
+
+
+def _spell(block: Flat | Tiles) -> str:
+    """The block as `parse_granularity` reads it: plain text survives every checkpoint format."""
+    return f"flat:{block.numel}" if isinstance(block, Flat) else f"tiles:{block.rows}x{block.cols}"
+
+
+def _is_8bit(shape: tuple[int, ...], state_bits: int, min_8bit_numel: int) -> bool:
+    return state_bits == 8 and len(shape) >= 2 and numel_of(shape) >= min_8bit_numel
+
+
+def _holding(param: torch.Tensor) -> Holding:
+    holding = holding_of(param)
+    if holding is None:
+        assert isinstance(param, DTensor)
+        raise LayoutError(
+            explain(
+                "8-bit state needs parameters that ranks hold in contiguous runs.",
+                expected="plain tensors, RaggedShard, Shard(0) or Replicate",
+                got=param.placements,
+                where=f"parameter of shape {tuple(param.shape)}",
+                todo="give this parameter's group state_bits=32, or shard it by rows",
+            )
+        )
+    return holding
+
+
+def _scales_beside(param: torch.Tensor, holding: Holding, grid: BlockGrid, numels: list[int]) -> torch.Tensor:
+    """Zero scales, one per block, cut at the blocks where the parameter is cut."""
+    if not isinstance(param, DTensor) or holding.mesh is None:
+        scales = torch.zeros(grid.scales_shape, dtype=torch.float32, device=param.device)
+        if not isinstance(param, DTensor):
+            return scales
+        return DTensor.from_local(scales, param.device_mesh, param.placements, run_check=False)
+    local = torch.zeros(numels[holding.shard_rank], dtype=torch.float32, device=param.device)
+    placements: list[Placement] = [Replicate()] * holding.mesh.ndim
+    assert holding.axis is not None
+    placements[holding.axis] = RaggedShard.from_piece_numels(grid.scales_shape, numels)
+    return RaggedDTensor.from_local(local, holding.mesh, placements, shape=grid.scales_shape)
+
+
+def _stepped(
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: torch.Tensor,
+    group: dict[str, Any],
+) -> torch.Tensor:
+    """The parameter after its step, all in fp32."""
+    beta1, beta2 = group["betas"]
+    # fp32 like everything else here, so that the rounding is the same for a float and for a tensor.
+    lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+    decayed = param - lr * group["weight_decay"] * param
+    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
+    return decayed - lr * (exp_avg / (1 - beta1**step)) / denominator
