@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import models
 from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.module import state_of
+from vescale_fsdp.unit import state_of
 
 COPIES = (
     "aten.copy_",

@@ -35,9 +35,11 @@ ORDER = (
     "redistribute",
     "dcp_hooks",
     "dtensor",
+    "group_comm",
     "dbuffer",
     "param_group",
     "schedule",
+    "unit",
     "module",
     "fully_shard",
 )

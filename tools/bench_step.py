@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ def build(model: str, scale: str, device: torch.device) -> nn.Module:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The units of a model besides its root."""
     layers = model.model.layers if isinstance(model, Llama) else model.layers
-    return list(layers)
+    return list(cast(nn.ModuleList, layers))
 
 
 def shard(rival: str, model: nn.Module, mesh: DeviceMesh, half: bool) -> nn.Module:
@@ -253,7 +253,8 @@ def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
     for rival in rivals:
         model: nn.Sequential = chain()
         function: Callable[..., Any] = fully_shard if rival == "ours" else torch_fully_shard
-        for module in (*model, model):
+        units: list[nn.Module] = [*model, model]
+        for module in units:
             function(module, mesh=mesh)
         models[rival] = model
     x = torch.randn(4, 8, device=device, requires_grad=True)

@@ -11,7 +11,7 @@ from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor, is_ragged
 from vescale_fsdp.fully_shard import fully_shard
 from vescale_fsdp.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
 from vescale_fsdp.layout import GroupLayout, ModelLayout, TensorSlot
-from vescale_fsdp.module import FSDPModule, UnshardHandle
+from vescale_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.planner import TensorSpec, plan_group
 
@@ -37,4 +37,6 @@ __all__ = [
     "fully_shard",
     "is_ragged",
     "plan_group",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

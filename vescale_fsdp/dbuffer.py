@@ -13,14 +13,18 @@ autograd saved in the forward is valid again once the buffer is gathered for the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.layout import GroupLayout, TensorSlot
-from vescale_fsdp.redistribute import all_gather_into, reduce_scatter_into
 from vescale_fsdp.torch_private import restore_version
 
 __all__ = ["DBuffer"]
+
+Gather = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
 
 
 class DBuffer:
@@ -28,67 +32,55 @@ class DBuffer:
 
     Args:
         layout: where each tensor lies; the buffer is given it and never makes one up.
-        rank: this rank's index among the layout's shards.
-        dtype, device: of the whole buffer.
-
-    Attributes:
-        flat: 1-D [layout.numel], the whole buffer.
-        shard: 1-D [layout.shard_numel], this rank's slice of ``flat``.
+        flat: 1-D [layout.numel], the memory. Where its storage cannot be resized (a communication
+            library's own memory), it stays for good.
     """
 
-    def __init__(self, layout: GroupLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: GroupLayout, flat: torch.Tensor) -> None:
         self.layout = layout
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
-        start, stop = layout.shard_range(rank)
-        self.shard = self.flat[start:stop]
-        self._gather: dist.Work | None = None
-        self._version = self.flat._version
-        self._nbytes = self.flat.untyped_storage().nbytes()
-
-    @property
-    def allocated(self) -> bool:
-        """Whether the storage is there."""
-        return self._nbytes == 0 or self.flat.untyped_storage().nbytes() > 0
+        self.flat = flat
+        self._work: dist.Work | None = None
+        self._version = flat._version
+        self._nbytes = flat.untyped_storage().nbytes()
 
     def allocate(self) -> None:
         """Bring the storage back, on the current stream; contents are undefined."""
-        if not self.allocated:
-            self.flat.untyped_storage().resize_(self._nbytes)
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() != self._nbytes:
+            storage.resize_(self._nbytes)
 
     def free(self) -> None:
         """Give the storage back. The caller sees to it that no stream still uses it."""
-        self.flat.untyped_storage().resize_(0)
+        storage = self.flat.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
 
     def view(self, slot: TensorSlot) -> torch.Tensor:
         """The full tensor of a slot: an n-d view of the buffer."""
         return self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
-    def start_all_gather(self, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Start filling the buffer with every rank's shard. One cast if the dtypes differ, else no copy.
+    def start_gather(self, own: torch.Tensor, gather: Gather, *, at: FlatRange) -> None:
+        """Start filling the buffer with what each rank holds. One cast if the dtypes differ, else no copy.
 
         Args:
-            shard: 1-D [shard_numel], this rank's shard, in any dtype.
-            group: the ranks that share the buffer.
+            own: 1-D, this rank's contribution, in any dtype and on any device.
+            gather: the collective, as ``gather(full, own)``.
+            at: where the contribution lies in the buffer.
         """
         with torch.no_grad():
-            if shard.dtype != self.flat.dtype or shard.device != self.flat.device:
-                self.shard.copy_(shard, non_blocking=True)
-                shard = self.shard
-            self._gather = all_gather_into(self.flat, shard, group)
+            if own.dtype != self.flat.dtype or own.device != self.flat.device:
+                mine = self.flat[at.start : at.stop]
+                mine.copy_(own, non_blocking=True)
+                own = mine
+            self._work = gather(self.flat, own)
 
-    def wait_all_gather(self) -> None:
-        """Wait for the all-gather.
+    def wait_gather(self) -> None:
+        """Wait until the buffer is full.
 
         Autograd may have saved views of the buffer. Refilling it with the same values is no modification,
         so its version counter is what it was at the start; some backends count up only here.
         """
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         restore_version(self.flat, self._version)
-
-    def reduce_scatter(
-        self, shard: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-    ) -> dist.Work | None:
-        """Reduce the buffer over the ranks into ``shard`` (1-D [shard_numel]); read where it was written."""
-        return reduce_scatter_into(shard, self.flat, op, group)

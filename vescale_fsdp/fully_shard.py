@@ -7,6 +7,7 @@ a `ParamGroup` and the module's state. All decisions are made here, once; traini
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
@@ -20,9 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, resolve_granularity
-from vescale_fsdp.module import FSDPModule, FSDPState, attach_state, state_of
-from vescale_fsdp.param_group import GroupMesh, ParamGroup
+from vescale_fsdp.group_comm import GroupComm
+from vescale_fsdp.module import FSDPModule
+from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.planner import TensorSpec, plan_group
+from vescale_fsdp.unit import FSDPState, attach_state, state_of
 
 __all__ = ["fully_shard"]
 
@@ -77,10 +80,11 @@ def fully_shard(
         module: one module, or a list of modules that gather and reduce as one unit.
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
         reshard_after_forward: whether to free full parameters after the forward; None means yes, except
-            for the root.
+            for the root. A number keeps them between forward and backward over groups of so many ranks.
         shard_placement_fn, dp_mesh_dims: torch's; not supported yet.
         mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
-        offload_policy: torch's class; CPU offload is not supported yet.
+        offload_policy: torch's class; with `CPUOffloadPolicy` shards, gradients and the optimizer live on
+            the host.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
             granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``.
@@ -95,18 +99,18 @@ def fully_shard(
         LifecycleError: if a module is sharded twice.
         LayoutError: if no layout can be made.
     """
-    _refuse_unsupported(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
-    reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
+    _refuse_unsupported(shard_placement_fn, dp_mesh_dims)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     for each in modules:
         _check_module(each)
     mesh = mesh if mesh is not None else _default_mesh()
-    group_mesh = _group_mesh(mesh)
+    _check_mesh(mesh)
+    reshard, part_size = _reshard_choice(reshard_after_forward, mesh)
     device = _device_of(mesh)
     ignored = ignored_params or set()
     _move_buffers(modules, ignored, device)
     groups = [
-        _build_group(bucket, group_mesh, mp_policy, granularity, device)
+        _build_group(bucket, GroupComm(mesh, part_size), mp_policy, offload_policy, granularity, device)
         for bucket in _bucket_params(modules, ignored)
     ]
     state = FSDPState(modules, groups, mp_policy, reshard, device)
@@ -117,21 +121,10 @@ def fully_shard(
     return module
 
 
-def _refuse_unsupported(
-    reshard_after_forward: object,
-    shard_placement_fn: object,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: object,
-) -> None:
-    asked = {
-        "reshard_after_forward as an int": isinstance(reshard_after_forward, int)
-        and not isinstance(reshard_after_forward, bool),
-        "shard_placement_fn": shard_placement_fn is not None,
-        "offload_policy": type(offload_policy) is not OffloadPolicy,
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
+def _refuse_unsupported(shard_placement_fn: object, dp_mesh_dims: object) -> None:
+    asked = {"shard_placement_fn": shard_placement_fn, "dp_mesh_dims": dp_mesh_dims}
     for name, given in asked.items():
-        if given:
+        if given is not None:
             raise UnsupportedOpError(
                 explain(
                     f"fully_shard does not support {name} yet.",
@@ -140,6 +133,26 @@ def _refuse_unsupported(
                     todo="leave it out; README lists what is supported",
                 )
             )
+
+
+def _reshard_choice(wanted: bool | int | None, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
+    """(reshard after forward, ranks of the group that keeps the full parameters in between)."""
+    if wanted is None or isinstance(wanted, bool):
+        return wanted, None
+    num_shards = mesh.size(mesh.ndim - 1)
+    if wanted < 1 or num_shards % wanted:
+        raise ValueError(
+            explain(
+                "reshard_after_forward as a number is the size of a smaller group of ranks.",
+                expected=f"a divisor of {num_shards}, the ranks that shard",
+                got=wanted,
+                todo="give the number of accelerators per node",
+            )
+        )
+    if wanted == 1:
+        warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
+        return False, None
+    return True, wanted if wanted < num_shards else None
 
 
 def _check_module(module: nn.Module) -> None:
@@ -175,7 +188,7 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def _group_mesh(mesh: DeviceMesh) -> GroupMesh:
+def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim not in (1, 2):
         raise PlacementError(
             explain(
@@ -185,7 +198,6 @@ def _group_mesh(mesh: DeviceMesh) -> GroupMesh:
                 todo="slice the data-parallel axes out of the mesh by name",
             )
         )
-    return GroupMesh(mesh)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -283,8 +295,9 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
 
 def _build_group(
     bucket: _Bucket,
-    mesh: GroupMesh,
+    comm: GroupComm,
     mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
     granularity: GranularityRule,
     device: torch.device,
 ) -> ParamGroup:
@@ -297,7 +310,5 @@ def _build_group(
         )
         for fqn, param in bucket.params.items()
     ]
-    layout = plan_group(specs, mesh.num_shards)
-    meta = any(param.is_meta for param in bucket.params.values())
-    where = torch.device("meta") if meta else device
-    return ParamGroup(layout, mesh, bucket.params, bucket.owners, mp_policy, where)
+    layout = plan_group(specs, comm.num_shards)
+    return ParamGroup(layout, comm, bucket.params, bucket.owners, mp_policy, offload_policy, device)

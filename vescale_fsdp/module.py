@@ -1,291 +1,24 @@
-"""FSDPModule and its state: the hooks that turn module calls into steps of the schedule.
-
-    pre-forward     gather the unit's parameters, cast its inputs
-    post-forward    reshard (if asked), watch the outputs for their gradients
-    pre-backward    gather again, and the unit that comes next
-    post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
-    end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
-
-A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
-one reduction. Every unit that took part in a forward with gradients is reduced, with zeros where a rank left
-parameters unused: no rank waits for another that never comes.
-"""
+"""FSDPModule: what `fully_shard` adds to a module's class, method for method torch's ``FSDPModule``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, explain
+from vescale_fsdp.group_comm import AllGather, ReduceScatter
 from vescale_fsdp.layout import ModelLayout
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.schedule import Schedule
-from vescale_fsdp.torch_private import pytree
+from vescale_fsdp.unit import FSDPState, state_of
 
-__all__ = ["FSDPModule", "FSDPState", "state_of"]
-
-_STATE = "_vescale_fsdp_state"
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def _eager(function: FunctionT) -> FunctionT:
-    """Keep a hook out of torch.compile's graphs: it is a graph break, compile per block inside the unit."""
-    return torch.compiler.disable(function)  # type: ignore[no-any-return]
-
-
-class FSDPState:
-    """What one `fully_shard` call keeps: its modules, its groups, and its place in the schedule.
-
-    Args:
-        modules: the modules the call was given (one, or a list that shares its groups).
-        groups: the unit's parameter groups.
-        mp_policy: dtypes of inputs and outputs.
-        reshard_after_forward: None decides at the first forward: True unless it is the root.
-        device: where the unit computes.
-    """
-
-    def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        groups: list[ParamGroup],
-        mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
-        device: torch.device,
-    ) -> None:
-        self.modules = modules
-        self.groups = groups
-        self.mp_policy = mp_policy
-        self.device = device
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_gradient_sync = True
-        self.unshard_in_backward = True
-        self.forward_prefetch: list[FSDPState] | None = None
-        self.backward_prefetch: list[FSDPState] | None = None
-        self.schedule: Schedule | None = None
-        self.is_root = False
-        self.post_optim_event: torch.Event | None = None
-        self._outstanding = 0  # post-backward nodes of this forward that have not run
-        self._took_part = False  # in a forward with gradients since the last reduction
-        self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
-        for module in modules:
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward, prepend=False)
-            module.register_state_dict_pre_hook(self._reshard_hook)
-            module.register_load_state_dict_pre_hook(self._reshard_hook)
-            module.register_load_state_dict_post_hook(self._rebind_hook)
-
-    # -- root -----------------------------------------------------------------------------------------
-
-    def lazy_init(self) -> None:
-        """At the first forward: this unit is the root, and all units below it join its schedule."""
-        if self.schedule is not None:
-            return
-        if len(self.modules) > 1:
-            raise LifecycleError(
-                explain(
-                    "The root of a sharded model cannot be a list of modules.",
-                    expected="fully_shard(model) on one root module after the lists",
-                    got=f"{len(self.modules)} modules that run without a sharded parent",
-                    todo="call fully_shard on the module whose forward is called first",
-                )
-            )
-        self.is_root = True
-        self.schedule = Schedule(self.device)
-        below: list[FSDPState] = []
-        for name, module in self.modules[0].named_modules():
-            state = state_of(module)
-            if state is None or state in below:
-                continue
-            if state is not self and state.schedule is not None:
-                raise LifecycleError(
-                    explain(
-                        "A sharded submodule ran before its root.",
-                        expected="the first forward to be the root's",
-                        got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
-                        where=type(self.modules[0]).__name__,
-                        todo="call the outermost module first, or do not shard it",
-                    )
-                )
-            below.append(state)
-        for state in below:
-            state.schedule = self.schedule
-            self.schedule.units.append(state)
-            if state.reshard_after_forward is None:
-                state.reshard_after_forward = state is not self
-
-    # -- forward --------------------------------------------------------------------------------------
-
-    @_eager
-    def _pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.schedule is None:
-            self.lazy_init()
-        schedule = self._schedule()
-        if self.is_root and not schedule.in_backward:
-            self._begin_root_forward()
-        with torch.profiler.record_function(f"FSDP::pre_forward ({type(module).__name__})"):
-            args, kwargs = self._cast_inputs(args, kwargs)
-            schedule.enter_forward(self)
-        self._entered.add(module)
-        return self._watch_inputs(args, kwargs)
-
-    def _begin_root_forward(self) -> None:
-        schedule = self._schedule()
-        schedule.begin_forward()
-        if self.post_optim_event is not None:
-            schedule.wait_for_event(self.post_optim_event)
-            self.post_optim_event = None
-        else:
-            schedule.wait_for_compute()
-
-    def _schedule(self) -> Schedule:
-        assert self.schedule is not None
-        return self.schedule
-
-    def _cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
-        move = self.is_root and self.device.type != "cpu"
-        if dtype is None and not move:
-            return args, kwargs
-
-        def convert(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if move and value.device != self.device:
-                value = value.to(self.device, non_blocking=True)
-            return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-
-        return cast(tuple[tuple[Any, ...], dict[str, Any]], pytree.tree_map(convert, (args, kwargs)))
-
-    def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put the post-backward node between the inputs and the module."""
-        if not torch.is_grad_enabled() or not any(group.trainable for group in self.groups):
-            return args, kwargs
-        self._took_part = True
-        # A recomputed forward whose first run left its node in the graph must not add a second one.
-        if self._schedule().in_backward and self._outstanding:
-            return args, kwargs
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        watched = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if not watched:
-            return args, kwargs
-        self._outstanding += 1
-        passed = _PostBackward.apply(self, *(leaves[i] for i in watched))
-        for i, tensor in zip(watched, passed, strict=True):
-            leaves[i] = tensor
-        return cast(tuple[tuple[Any, ...], dict[str, Any]], pytree.tree_unflatten(leaves, tree))
-
-    @_eager
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        schedule = self._schedule()
-        with torch.profiler.record_function(f"FSDP::post_forward ({type(module).__name__})"):
-            finished = len(self._entered) == len(self.modules)
-            if finished:
-                self._entered.clear()
-            if finished and self.reshard_after_forward and not schedule.in_backward:
-                schedule.reshard(self)
-            output = self._watch_outputs(output)
-            dtype = self.mp_policy.output_dtype
-            if dtype is not None:
-                output = pytree.tree_map(
-                    lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x,
-                    output,
-                )
-        return output
-
-    def _watch_outputs(self, output: Any) -> Any:
-        if torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._pre_backward)
-        return output
-
-    # -- backward -------------------------------------------------------------------------------------
-
-    @_eager
-    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        with torch.profiler.record_function(f"FSDP::pre_backward ({self._name})"):
-            self._schedule().enter_backward(self)
-        return grad
-
-    @property
-    def _name(self) -> str:
-        return type(self.modules[0]).__name__
-
-    @_eager
-    def post_backward(self) -> None:
-        """One use of the unit has gone through its backward; after the last one, reshard and reduce."""
-        self._outstanding = max(0, self._outstanding - 1)
-        if self._outstanding == 0:
-            self._finish_backward()
-
-    def end_backward(self) -> None:
-        """The backward is over: reduce what no post-backward node reached."""
-        self._outstanding = 0
-        late = any(group.grads is not None for group in self.groups)  # used outside the module's own forward
-        if self._took_part or late:
-            self._finish_backward()
-        elif self.reshard_after_backward:
-            self._schedule().reshard(self)
-
-    def _finish_backward(self) -> None:
-        schedule = self._schedule()
-        if self.reshard_after_backward:
-            schedule.reshard(self)
-        if not self.requires_gradient_sync:
-            return
-        self._took_part = False
-        with torch.profiler.record_function(f"FSDP::post_backward_reduce ({self._name})"):
-            for group in self.groups:
-                if group.trainable:
-                    schedule.reduce(group)
-
-    # -- state dict -----------------------------------------------------------------------------------
-
-    def _reshard_hook(self, *unused: Any) -> None:
-        for group in self.groups:
-            group.reshard()
-
-    def _rebind_hook(self, *unused: Any) -> None:
-        for group in self.groups:
-            group.rebind()
-
-
-class _PostBackward(torch.autograd.Function):
-    """Identity on the inputs whose backward runs after everything inside the module."""
-
-    @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.state.post_backward()
-        return None, *grads
-
-
-def state_of(module: nn.Module) -> FSDPState | None:
-    """The state of a module that `fully_shard` was called on, or None."""
-    return module.__dict__.get(_STATE)
-
-
-def attach_state(module: nn.Module, state: FSDPState) -> None:
-    """Remember the state on the module (once)."""
-    module.__dict__[_STATE] = state
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
 class FSDPModule:
@@ -339,10 +72,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free this module's full parameters; its parameters are sharded again."""
         state = self._state()
-        if state.schedule is None:
-            state._reshard_hook()
-        else:
-            state.schedule.reshard(state)
+        state.comm.reshard(state.groups)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters.
@@ -351,9 +81,8 @@ class FSDPModule:
             async_op: return a handle to wait on instead of waiting.
         """
         state = self._state()
-        schedule = state.schedule or Schedule(state.device)
-        schedule.wait_for_compute()
-        schedule.gather(state)
+        state.comm.wait_for_compute()
+        Schedule(state.comm).gather(state)
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -424,12 +153,12 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
         for group in self._state().groups:
-            group.divide_factor = factor
+            group.comm.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit with SUM and divide afterwards."""
         for group in self._state().groups:
-            group.force_sum = enable
+            group.comm.force_sum = enable
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight (their gradient buffers stay alive that long).
@@ -442,11 +171,102 @@ class FSDPModule:
             raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
-        state = self._state()
-        if state.schedule is None:
-            state.lazy_init()
-        schedule = state._schedule()
-        schedule.max_reductions = max(schedule.max_reductions, max_input_buffers)
+        for state in self._states(recurse):
+            state.comm.max_reductions = max(state.comm.max_reductions, max_input_buffers)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
+        for group in self._groups(recurse):
+            group.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook(shard)`` on the reduced shard (1-D, reduce dtype) of this module's one group.
+
+        Raises:
+            UnsupportedOpError: if a stream is given: the hook runs on the reduce stream.
+        """
+        if stream is not None:
+            raise UnsupportedOpError(
+                explain(
+                    "The all-reduce hook runs on the reduce stream.",
+                    expected="stream=None",
+                    got=stream,
+                    todo="switch streams inside the hook, and wait for yours at its end",
+                )
+            )
+        self._one_group("set_all_reduce_hook").all_reduce_hook = hook
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Use this object for the gathers of this module's one group, and for its buffer."""
+        group = self._one_group("set_custom_all_gather")
+        group.comm.custom_all_gather = comm
+        group.full = None
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Use this object for the reductions of this module's one group, and for their buffer."""
+        self._one_group("set_custom_reduce_scatter").comm.custom_reduce_scatter = comm
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give reductions a communicator of their own. A collective call: all ranks, same order."""
+        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            if not enable:
+                group.comm.reduce_group = None
+                continue
+            shared = group.comm.shard_group
+            if shared not in made:
+                group.comm.separate_reductions(_new_group)
+                assert group.comm.reduce_group is not None
+                made[shared] = group.comm.reduce_group
+            group.comm.reduce_group = made[shared]
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Accepted for compatibility: unused parameters are always reduced, as zeros.
+
+        Raises:
+            UnsupportedOpError: if switched off, which would let ranks wait for each other for ever.
+        """
+        if not enable:
+            raise UnsupportedOpError(
+                explain(
+                    "Unused parameters are always reduced.",
+                    expected="enable=True",
+                    got="enable=False",
+                    todo="leave it on; freeze parameters that are never used",
+                )
+            )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported: buffers double as parameters. `set_custom_all_gather` can bring its own memory."""
+        if enable:
+            raise _unsupported("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not supported yet."""
+        raise _unsupported("set_symm_mem_for_comm")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers are always asynchronous."""
+
+    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
+        for state in self._states(recurse):
+            yield from state.groups
+
+    def _one_group(self, method: str) -> ParamGroup:
+        groups = self._state().groups
+        if len(groups) != 1:
+            raise LifecycleError(
+                explain(
+                    f"{method} is for modules with one parameter group.",
+                    expected="one dtype, all trainable or all frozen",
+                    got=f"{len(groups)} groups",
+                    where=type(self).__name__,
+                    todo="shard submodules so that each unit has one group",
+                )
+            )
+        return groups[0]
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop what is in flight. On the root.
@@ -500,9 +320,65 @@ def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
         if state is None:
             raise ValueError(
                 explain(
-                    "Only sharded modules can be prefetched.",
+                    "This needs sharded modules.",
                     expected="modules that fully_shard was called on",
                     got=type(module).__name__,
                 )
             )
     return cast(list[FSDPState], states)
+
+
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A communicator of these ranks (only they call this)."""
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _unsupported(method: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        explain(
+            f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
+        )
+    )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather before and reshard after another method of a sharded module, as around ``forward``.
+
+    A no-op for modules that are not sharded.
+
+    Raises:
+        ValueError: if the module has no such method.
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(
+            explain(
+                "The module has no such method.",
+                expected=f"a method of {type(module).__name__}",
+                got=repr(method_name),
+            )
+        )
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state._pre_forward(module, args, kwargs)
+        return state._post_forward(module, args, method(*args, **kwargs))
+
+    setattr(module, method_name, around)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let several roots (pipeline stages) share streams, and the bound on what is in flight.
+
+    Raises:
+        ValueError: if a module is not sharded.
+    """
+    states = _states_of(list(modules))
+    for module in modules[1:]:
+        for state in module._states():
+            state.comm = states[0].comm
+            if state.schedule is not None:
+                state.schedule.comm = states[0].comm

@@ -13,79 +13,48 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
 Life cycle (`GroupState`):
 
     SHARDED --unshard()--> GATHERING --wait_unsharded()--> UNSHARDED --reshard()--> SHARDED
+    UNSHARDED --reshard(keep_part=True)--> PARTLY_SHARDED --unshard()--> GATHERING
 
-The modules hold the sharded parameters in SHARDED and the unsharded ones in UNSHARDED. Both are made once
-and never re-created: a new unsharded Parameter between forward and backward would drop its gradient.
+PARTLY_SHARDED is `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the
+full buffer over a smaller group, so that the second gather stays inside a node.
+
+The modules hold the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and
+never re-created: a new unsharded Parameter between forward and backward would drop its gradient.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.geometry import FlatRange
+from vescale_fsdp.group_comm import GroupComm
 from vescale_fsdp.layout import GroupLayout, TensorSlot
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.redistribute import make_spec
 from vescale_fsdp.torch_private import DTensorSpec, foreach_zero_, local_of, post_accumulate_grad_hooks
 
-__all__ = ["GroupMesh", "GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
+__all__ = ["GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
 
 
 class GroupState(Enum):
     """Where a group's parameters are."""
 
     SHARDED = auto()  # entered at construction and by reshard()
+    PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
     GATHERING = auto()  # entered by unshard(): the all-gather is under way
     UNSHARDED = auto()  # entered by wait_unsharded(): modules read the full buffer
-
-
-@dataclass(frozen=True)
-class GroupMesh:
-    """The mesh of a group, by role: the last axis shards, an axis before it replicates (HSDP)."""
-
-    mesh: DeviceMesh
-
-    @property
-    def shard_axis(self) -> int:
-        """Index of the axis that shards."""
-        return self.mesh.ndim - 1
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks along the sharding axis."""
-        return self.mesh.size(self.shard_axis)
-
-    @property
-    def rank(self) -> int:
-        """This rank's index along the sharding axis."""
-        return self.mesh.get_local_rank(self.shard_axis)
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """Ranks that hold one copy of the parameters between them."""
-        return self.mesh.get_group(self.shard_axis)
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same shard, or None without replication."""
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
-
-    def placements(self, ragged: RaggedShard) -> tuple[Placement, ...]:
-        """Placements of a parameter of the group on this mesh."""
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), ragged)
 
 
 @dataclass
@@ -107,13 +76,12 @@ class ManagedParam:
             module._parameters[name] = parameter
 
 
-@dataclass
-class ReducedShard:
+class ReducedShard(NamedTuple):
     """A reduction under way: its result, what it reads from, and how to know that it is done."""
 
     shard: torch.Tensor  # 1-D [S], reduce dtype
     source: DBuffer  # kept until the reduction has read it
-    works: list[dist.Work] = field(default_factory=list)
+    work: dist.Work | None
 
 
 class ParamGroup:
@@ -121,44 +89,57 @@ class ParamGroup:
 
     Args:
         layout: where each parameter lies.
-        mesh: the ranks, by role.
+        comm: the ranks and their collectives.
         params: the original parameters by name, in the order of ``layout.slots``.
         owners: per name, every (module, attribute) that is this parameter.
         mp_policy: dtypes of compute and reduction.
-        device: where shards and buffers live (``meta`` stays meta until materialised).
+        offload_policy: whether shards, gradients and so the optimizer live on the host.
+        device: where the unit computes. Shards of meta parameters stay meta until materialised.
     """
 
     def __init__(
         self,
         layout: GroupLayout,
-        mesh: GroupMesh,
+        comm: GroupComm,
         params: dict[str, nn.Parameter],
         owners: dict[str, list[tuple[nn.Module, str]]],
         mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
         device: torch.device,
     ) -> None:
         self.layout = layout
-        self.mesh = mesh
+        self.comm = comm
         self.mp_policy = mp_policy
+        self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+        self.device = device
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
-        self.divide_factor: float | None = None
-        self.force_sum = False
-        dtype = next(iter(params.values())).dtype
-        self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        self.requires_all_reduce = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
+        self._unreplicated: torch.Tensor | None = None  # 1-D [S], reduced over shards, not over replicas
+        self._host_copy: torch.Event | None = None  # when gradients have arrived on the host
+        first = next(iter(params.values()))
+        self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, params[slot.fqn], owners[slot.fqn]) for slot in layout.slots]
 
     # -- construction ---------------------------------------------------------------------------------
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "meta" or self.offload is None:
+            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        pinned = self.offload.pin_memory and self.device.type != "cpu"
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def _shard_param(
         self, slot: TensorSlot, param: nn.Parameter, owners: list[tuple[nn.Module, str]]
     ) -> ManagedParam:
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
-        spec = make_spec(self.mesh.mesh, self.mesh.placements(placement), torch.Size(slot.shape), param.dtype)
+        spec = make_spec(self.comm.mesh, self.comm.placements(placement), torch.Size(slot.shape), param.dtype)
         local = self.local_view(self.shard, slot)
         if not param.is_meta and not local.is_meta:
-            start, stop = self.layout.piece(slot, self.mesh.rank).range
+            start, stop = self.layout.piece(slot, self.comm.rank).range
             local.copy_(param.detach().reshape(-1)[start:stop])
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=(self.layout, slot.fqn))
         managed = ManagedParam(slot, owners, nn.Parameter(ragged, requires_grad=param.requires_grad), spec)
@@ -167,7 +148,7 @@ class ParamGroup:
 
     def local_view(self, shard: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
         """This rank's piece of a slot inside a shard-sized 1-D tensor."""
-        piece = self.layout.piece(slot, self.mesh.rank)
+        piece = self.layout.piece(slot, self.comm.rank)
         return shard[piece.local_offset : piece.local_offset + piece.numel]
 
     def rebind(self) -> None:
@@ -201,7 +182,7 @@ class ParamGroup:
         base = self.shard.untyped_storage()._cdata
         if all(local.untyped_storage()._cdata == base for local in locals_):
             return
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=first.device)
+        self.shard = self._new_shard(first.dtype, first.device)
         for param, local in zip(self.params, locals_, strict=True):
             view = self.local_view(self.shard, param.slot)
             if not local.is_meta:
@@ -232,8 +213,22 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Start the all-gather on the current stream; `wait_unsharded` ends it."""
-        if self.state is not GroupState.SHARDED:
+        if self.state in (GroupState.GATHERING, GroupState.UNSHARDED):
             return
+        if self.full is None:
+            self._check_shard()
+            self._make_full_buffer()
+        assert self.full is not None
+        self.full.allocate()
+        if self.state is GroupState.PARTLY_SHARDED:
+            assert self._part is not None
+            self.full.start_gather(self._part, self.comm.gather_parts, at=self._part_range())
+            self._part = None
+        else:
+            self.full.start_gather(self.shard, self.comm.gather, at=self.layout.shard_range(self.comm.rank))
+        self.state = GroupState.GATHERING
+
+    def _check_shard(self) -> None:
         if self.shard.is_meta:
             raise LifecycleError(
                 explain(
@@ -243,15 +238,25 @@ class ParamGroup:
                     todo="call model.to_empty(device=...) and initialise, or load a checkpoint",
                 )
             )
-        if self.full is None:
-            self._make_full_buffer()
-        assert self.full is not None
-        self.full.allocate()
-        self.full.start_all_gather(self.shard, self.mesh.shard_group)
-        self.state = GroupState.GATHERING
+        if self.offload is not None and self.shard.device.type != "cpu":
+            raise LifecycleError(
+                explain(
+                    "Under CPUOffloadPolicy the shards live on the host.",
+                    expected="parameters on cpu",
+                    got=f"{self.shard.device}",
+                    where=self.params[0].slot.fqn,
+                    todo="do not move the module to the accelerator; model.to_empty(device='cpu') if it is meta",
+                )
+            )
+
+    def _part_range(self) -> FlatRange:
+        assert self.comm.part_size is not None
+        numel = self.layout.numel // self.comm.part_size
+        return FlatRange(self.comm.part_rank * numel, (self.comm.part_rank + 1) * numel)
 
     def _make_full_buffer(self) -> None:
-        full = DBuffer(self.layout, self.mesh.rank, self.compute_dtype, self.shard.device)
+        flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
+        full = DBuffer(self.layout, flat)
         self.full = full
         for param in self.params:
             param.unsharded = nn.Parameter(full.view(param.slot), requires_grad=False)
@@ -262,7 +267,7 @@ class ParamGroup:
         if self.state is not GroupState.GATHERING:
             return
         assert self.full is not None
-        self.full.wait_all_gather()
+        self.full.wait_gather()
         for param in self.params:
             assert param.unsharded is not None
             param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -272,29 +277,41 @@ class ParamGroup:
             param.set_on_modules(param.unsharded)
         self.state = GroupState.UNSHARDED
 
-    def reshard(self) -> None:
-        """Free the full buffer and hand the sharded parameters back. The caller orders the streams."""
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Free the full buffer and hand the sharded parameters back. The caller orders the streams.
+
+        Args:
+            keep_part: keep this rank's part over the smaller group, for the gather of the backward.
+        """
         self.wait_unsharded()
-        if self.state is GroupState.SHARDED:
-            return
-        for param in self.params:
-            param.set_on_modules(param.sharded)
-        assert self.full is not None
-        self.full.free()
-        self.state = GroupState.SHARDED
+        if self.state is GroupState.UNSHARDED:
+            assert self.full is not None
+            for param in self.params:
+                param.set_on_modules(param.sharded)
+            if keep_part and self.comm.part_size is not None:
+                start, stop = self._part_range()
+                self._part = self.full.flat[start:stop].clone()
+            self.full.free()
+            self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
+        elif not keep_part:  # the part is out of date once the optimizer has run
+            self._part, self.state = None, GroupState.SHARDED
 
     # -- reduce ---------------------------------------------------------------------------------------
 
     def write_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Put an unsharded gradient where the reduction reads it: the one pass over it."""
-        if self.grads is None:
-            self.grads = DBuffer(self.layout, self.mesh.rank, self.reduce_dtype, grad.device)
-        target = self.grads.view(param.slot)
+        target = self._grad_buffer().view(param.slot)
         if param.has_grad:
             target.add_(grad)
         else:
             target.copy_(grad)
             param.has_grad = True
+
+    def _grad_buffer(self) -> DBuffer:
+        if self.grads is None:
+            flat = self.comm.allocate_grads(self.layout.numel, self.reduce_dtype, self.device)
+            self.grads = DBuffer(self.layout, flat)
+        return self.grads
 
     def start_reduce(self) -> ReducedShard:
         """Start the reduction of all unsharded gradients on the current stream.
@@ -302,60 +319,58 @@ class ParamGroup:
         Parameters without a gradient count as zero, so that ranks on which some were unused still agree
         on what travels.
         """
-        if self.grads is None:
-            self.grads = DBuffer(self.layout, self.mesh.rank, self.reduce_dtype, self.shard.device)
-        missing = [self.grads.view(param.slot) for param in self.params if not param.has_grad]
+        source = self._grad_buffer()
+        missing = [source.view(param.slot) for param in self.params if not param.has_grad]
         if missing:
             foreach_zero_(missing)
         for param in self.params:
             param.has_grad = False
-        source, self.grads = self.grads, None
-        pre_divide = self._pre_divide_factor()
-        if pre_divide != 1:
-            source.flat.div_(pre_divide)
-        reduced = ReducedShard(source.flat.new_empty(self.layout.shard_numel), source)
-        self._add_work(reduced, source.reduce_scatter(reduced.shard, self._op(), self.mesh.shard_group))
-        return reduced
-
-    @staticmethod
-    def _add_work(reduced: ReducedShard, work: dist.Work | None) -> None:
-        if work is not None:
-            reduced.works.append(work)
-
-    def _op(self) -> dist.ReduceOp.RedOpType:
-        plain_average = (
-            self.divide_factor is None and not self.force_sum and self.reduce_dtype is not torch.float16
-        )
-        return dist.ReduceOp.AVG if plain_average else dist.ReduceOp.SUM
-
-    def _pre_divide_factor(self) -> float:
-        """fp16 sums overflow: divide by a power of two near the root of the world before summing."""
-        if self.reduce_dtype is not torch.float16:
-            return 1
-        factor = 1
-        while self._total_divide() % factor == 0 and self._total_divide() / factor > factor:
-            factor *= 2
-        return factor
-
-    def _total_divide(self) -> float:
-        return self.divide_factor if self.divide_factor is not None else float(self.mesh.mesh.size())
+        self.grads = None
+        shard = source.flat.new_empty(self.layout.shard_numel)
+        return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
         """Wait for a reduction and add its result to the sharded gradients."""
-        for work in reduced.works:
-            work.wait()
+        if reduced.work is not None:
+            reduced.work.wait()
         shard = reduced.shard
-        if self.mesh.replicate_group is not None:
-            dist.all_reduce(shard, self._op(), group=self.mesh.replicate_group)
-        if self._op() is dist.ReduceOp.SUM:
-            shard.div_(self._total_divide() / self._pre_divide_factor())
-        shard = shard.to(self.shard.dtype)
+        if self._unreplicated is not None:
+            shard.add_(self._unreplicated)
+            self._unreplicated = None
+        if not self.requires_all_reduce:
+            self._unreplicated = shard
+            return
+        self.comm.all_reduce(shard)
+        if self.all_reduce_hook is not None:
+            self.all_reduce_hook(shard)
+        self.comm.finish_division(shard)
+        shard = self._to_shard_home(shard.to(self.shard.dtype))
         for param in self.params:
             if param.sharded.requires_grad:
                 self._accumulate(param, self.local_view(shard, param.slot))
         for param in self.params:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
+
+    def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
+        """A reduced shard where the parameters are: the host, under CPU offload."""
+        if shard.device == self.shard.device:
+            return shard
+        host = self._new_shard(shard.dtype, self.shard.device)
+        # The host may read it only once it is there: at once if somebody reads at once, else at the end.
+        read_at_once = any(
+            param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
+            for param in self.params
+        )
+        host.copy_(shard, non_blocking=host.is_pinned() and not read_at_once)
+        self._host_copy = torch.accelerator.current_stream(shard.device).record_event()
+        return host
+
+    def wait_host_copy(self) -> None:
+        """Wait until offloaded gradients are on the host (the end of a backward)."""
+        if self._host_copy is not None:
+            self._host_copy.synchronize()
+            self._host_copy = None
 
     def _accumulate(self, param: ManagedParam, local: torch.Tensor) -> None:
         existing = param.sharded.grad
@@ -388,8 +403,3 @@ class _GradHook:
         if grad is not None and group is not None and param is not None:
             with torch.no_grad():
                 group.write_grad(param, grad)
-
-
-def bytes_of(groups: Sequence[ParamGroup]) -> int:
-    """Bytes of the shards of these groups on this rank."""
-    return sum(group.shard.numel() * group.shard.element_size() for group in groups)

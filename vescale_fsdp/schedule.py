@@ -18,22 +18,25 @@ no streams: collectives run in gloo's threads and `wait` is a wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from vescale_fsdp.param_group import GroupState, ParamGroup, ReducedShard
-from vescale_fsdp.torch_private import autograd_engine_callback
+from vescale_fsdp.torch_private import autograd_engine_callback, profiled
 
-__all__ = ["Schedule", "Unit"]
+_SHARDED = (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
+
+__all__ = ["CommContext", "Schedule", "Unit"]
 
 
 class Unit(Protocol):
-    """What the schedule must know of a unit (`vescale_fsdp.module.FSDPState` is the only one)."""
+    """What the schedule must know of a unit (`vescale_fsdp.unit.FSDPState` is the only one)."""
 
     groups: list[ParamGroup]
+    label: str
     forward_prefetch: list[Any] | None
     backward_prefetch: list[Any] | None
     unshard_in_backward: bool
@@ -42,72 +45,105 @@ class Unit(Protocol):
         """Called when the whole backward pass is over."""
 
 
-class Schedule:
-    """Order, streams and what is in flight, for all units under one root.
-
-    Args:
-        device: where the units compute.
-    """
+class CommContext:
+    """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`)."""
 
     def __init__(self, device: torch.device) -> None:
-        self.units: list[Unit] = []
-        self.in_backward = False
-        self.is_last_backward = True
         self.max_reductions = 1
-        self._order: list[Unit] = []  # of this forward
-        self._previous_order: list[Unit] = []  # of the forward before
-        self._in_flight: list[tuple[ParamGroup, ReducedShard]] = []
-        self._freed: torch.Event | None = None  # the compute stream's last use of a freed buffer
-        self._gather_stream: torch.Stream | None = None
-        self._reduce_stream: torch.Stream | None = None
+        self.in_flight: list[tuple[ParamGroup, ReducedShard]] = []
+        self.freed: torch.Event | None = None  # the compute stream's last use of a freed buffer
+        self.gather_stream: torch.Stream | None = None
+        self.reduce_stream: torch.Stream | None = None
         if device.type not in ("cpu", "meta"):
-            self._gather_stream = torch.Stream(device=device, priority=-1)
-            self._reduce_stream = torch.Stream(device=device, priority=-1)
-
-    # -- streams --------------------------------------------------------------------------------------
+            self.gather_stream = torch.Stream(device=device, priority=-1)
+            self.reduce_stream = torch.Stream(device=device, priority=-1)
 
     @staticmethod
-    def _current(stream: torch.Stream) -> torch.Stream:
-        return torch.accelerator.current_stream(stream.device)
-
-    @contextmanager
-    def _on(self, stream: torch.Stream | None) -> Iterator[None]:
-        with stream if stream is not None else nullcontext():
-            yield
+    def compute_stream(beside: torch.Stream) -> torch.Stream:
+        """The stream that the caller computes on."""
+        return torch.accelerator.current_stream(beside.device)
 
     def wait_for_compute(self) -> None:
         """Let the gather stream wait for what the compute stream has been given (the optimizer's step)."""
-        if self._gather_stream is not None:
-            self._gather_stream.wait_stream(self._current(self._gather_stream))
+        if self.gather_stream is not None:
+            self.gather_stream.wait_stream(self.compute_stream(self.gather_stream))
 
     def wait_for_event(self, event: torch.Event) -> None:
         """Let the gather stream wait for a user's event instead of the whole compute stream."""
-        if self._gather_stream is not None:
-            self._gather_stream.wait_event(event)
+        if self.gather_stream is not None:
+            self.gather_stream.wait_event(event)
 
-    # -- gather and reshard ---------------------------------------------------------------------------
-
-    def gather(self, unit: Unit) -> None:
-        """Start the all-gathers of a unit."""
-        if all(group.state is not GroupState.SHARDED for group in unit.groups):
-            return
-        if self._gather_stream is not None and self._freed is not None:
-            self._gather_stream.wait_event(self._freed)
-        with self._on(self._gather_stream):
-            for group in unit.groups:
+    def gather(self, groups: Sequence[ParamGroup]) -> None:
+        """Start all-gathers, once the buffers freed so far may be used again."""
+        if self.gather_stream is not None and self.freed is not None:
+            self.gather_stream.wait_event(self.freed)
+        with _on(self.gather_stream):
+            for group in groups:
                 group.unshard()
 
-    def reshard(self, unit: Unit) -> None:
-        """Free a unit's full parameters once the compute stream is done with them."""
-        if self._gather_stream is not None:
-            self._freed = self._current(self._gather_stream).record_event()
+    def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
+        """Free full parameters; the next gather waits until the compute stream is done with them."""
+        for group in groups:
+            group.reshard(keep_part=keep_part)
+        if self.gather_stream is not None:
+            self.freed = self.compute_stream(self.gather_stream).record_event()
+
+    def reduce(self, group: ParamGroup) -> None:
+        """Start a reduction; at most ``max_reductions`` stay in flight."""
+        while len(self.in_flight) >= self.max_reductions:
+            self.finish_reduction()
+        if self.reduce_stream is not None:
+            self.reduce_stream.wait_stream(self.compute_stream(self.reduce_stream))
+        with _on(self.reduce_stream):
+            self.in_flight.append((group, group.start_reduce()))
+
+    def finish_reduction(self) -> None:
+        """Finish the oldest reduction in flight."""
+        group, reduced = self.in_flight.pop(0)
+        with _on(self.reduce_stream):
+            group.finish_reduce(reduced)
+        if self.reduce_stream is not None:
+            # The gradient buffer was allocated on the compute stream: it may be reused there only after
+            # the reduction has read it.
+            self.compute_stream(self.reduce_stream).wait_stream(self.reduce_stream)
+
+
+def _on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    return stream if stream is not None else nullcontext()
+
+
+class Schedule:
+    """Order and prefetch, for all units under one root.
+
+    Args:
+        comm: streams and what is in flight.
+    """
+
+    def __init__(self, comm: CommContext) -> None:
+        self.comm = comm
+        self.units: list[Unit] = []
+        self.in_backward = False
+        self.is_last_backward = True
+        self._order: list[Unit] = []  # of this forward
+        self._previous_order: list[Unit] = []  # of the forward before
+
+    def gather(self, unit: Unit) -> None:
+        """Start the all-gathers of a unit (nothing if they are under way or done)."""
+        if any(group.state in _SHARDED for group in unit.groups):
+            self.comm.gather(unit.groups)
+
+    def _wait(self, unit: Unit) -> None:
         for group in unit.groups:
-            group.reshard()
+            group.wait_unsharded()
 
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root starts a forward: remember the last order."""
+        """The root starts a forward: remember the last order, drop parts the optimizer may have overtaken."""
+        for unit in self.units:
+            for group in unit.groups:
+                if group.state is GroupState.PARTLY_SHARDED:
+                    group.reshard()
         if self._order:
             self._previous_order = self._order
         self._order = []
@@ -115,11 +151,11 @@ class Schedule:
     def enter_forward(self, unit: Unit) -> None:
         """A unit starts its forward: gather it, and the unit that comes next."""
         self.gather(unit)
-        for group in unit.groups:
-            group.wait_unsharded()
+        self._wait(unit)
         if not self.in_backward:
             for following in self._next_in_forward(unit):
-                self.gather(following)
+                with profiled("FSDP::forward_prefetch for ", following.label):
+                    self.gather(following)
             if unit not in self._order:
                 self._order.append(unit)
 
@@ -142,11 +178,11 @@ class Schedule:
             autograd_engine_callback(self._end_backward)
         if unit.unshard_in_backward:
             self.gather(unit)
-            for group in unit.groups:
-                group.wait_unsharded()
+            self._wait(unit)
         for following in self._next_in_backward(unit):
             if following.unshard_in_backward:
-                self.gather(following)
+                with profiled("FSDP::backward_prefetch for ", following.label):
+                    self.gather(following)
 
     def _next_in_backward(self, unit: Unit) -> Sequence[Unit]:
         if unit.backward_prefetch is not None:
@@ -156,44 +192,29 @@ class Schedule:
         position = self._order.index(unit)
         return self._order[position - 1 : position] if position else ()
 
-    def reduce(self, group: ParamGroup) -> None:
-        """Start a group's reduction; at most ``max_reductions`` stay in flight."""
-        while len(self._in_flight) >= self.max_reductions:
-            self._finish_one()
-        if self._reduce_stream is not None:
-            self._reduce_stream.wait_stream(self._current(self._reduce_stream))
-        with self._on(self._reduce_stream):
-            self._in_flight.append((group, group.start_reduce()))
-
-    def _finish_one(self) -> None:
-        group, reduced = self._in_flight.pop(0)
-        with self._on(self._reduce_stream):
-            group.finish_reduce(reduced)
-        if self._reduce_stream is not None:
-            # The gradient buffer was allocated on the compute stream: it may be reused there only after
-            # the reduction has read it.
-            self._current(self._reduce_stream).wait_stream(self._reduce_stream)
-
     def _end_backward(self) -> None:
-        # Reverse order of the forward: the same on every rank, whatever autograd did not reach.
-        for unit in [*reversed(self._order), *self.units]:
-            unit.end_backward()
-        while self._in_flight:
-            self._finish_one()
+        with profiled("FSDP::root_post_backward_callback", ""):
+            # Reverse order of the forward: the same on every rank, whatever autograd did not reach.
+            for unit in dict.fromkeys([*reversed(self._order), *self.units]):
+                unit.end_backward()
+            while self.comm.in_flight:
+                self.comm.finish_reduction()
+            for unit in self.units:
+                for group in unit.groups:
+                    group.wait_host_copy()
         self.in_backward = False
         if self.is_last_backward and self._order:
             self._previous_order, self._order = self._order, []
 
     def reset(self) -> None:
         """Forget everything in flight after an exception; gradients not yet reduced are dropped."""
-        for group, reduced in self._in_flight:
-            for work in reduced.works:
-                work.wait()
-            group.drop_grads()
-        self._in_flight.clear()
+        for _, reduced in self.comm.in_flight:
+            if reduced.work is not None:
+                reduced.work.wait()
+        self.comm.in_flight.clear()
         for unit in self.units:
             for group in unit.groups:
                 group.drop_grads()
-            self.reshard(unit)
+            self.comm.reshard(unit.groups)
         self.in_backward = False
         self._order = []

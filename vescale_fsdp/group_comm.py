@@ -1,0 +1,185 @@
+"""GroupComm: the ranks of a group, what its collectives divide by, and who carries them out.
+
+    mesh            1-D (shard) or 2-D (replicate, shard); axis ``shard_axis`` holds one copy of the parameters
+    gather          all-gather over the sharding axis, or a user's object in its place
+    reduce_scatter  over the sharding axis, on a communicator of its own if asked
+    all_reduce      over the replicating axis (HSDP)
+
+What a reduction divides by (as torch's FSDP2 does, torch 2.13): fp32 and bf16 average in the collective.
+A factor of the user's, forced sums and fp16 use SUM and divide here; fp16 also divides by a power of two near
+the root of the number of ranks *before* summing, lest the sum overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.redistribute import all_gather_into, reduce_scatter_into
+
+__all__ = ["AllGather", "GroupComm", "ReduceScatter"]
+
+
+class AllGather(Protocol):
+    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+
+
+class ReduceScatter(Protocol):
+    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
+
+
+class GroupComm:
+    """The collectives of one group.
+
+    Args:
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        part_size: ranks of the smaller groups that full parameters are kept over between forward and
+            backward, or None. Divides the sharding axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh, part_size: int | None = None) -> None:
+        self.mesh = mesh
+        self.part_size = part_size
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        self.custom_all_gather: AllGather | None = None
+        self.custom_reduce_scatter: ReduceScatter | None = None
+        self.reduce_group: dist.ProcessGroup | None = None  # where reductions have their own communicator
+        self._part_mesh: DeviceMesh | None = None
+        if part_size is not None:
+            self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+
+    # -- roles ----------------------------------------------------------------------------------------
+
+    @property
+    def shard_axis(self) -> int:
+        """Index of the axis that shards."""
+        return self.mesh.ndim - 1
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks along the sharding axis."""
+        return self.mesh.size(self.shard_axis)
+
+    @property
+    def rank(self) -> int:
+        """This rank's index along the sharding axis."""
+        return self.mesh.get_local_rank(self.shard_axis)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one copy of the parameters between them."""
+        return self.mesh.get_group(self.shard_axis)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same shard, or None without replication."""
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    @property
+    def part_rank(self) -> int:
+        """This rank's index in its smaller group."""
+        assert self._part_mesh is not None
+        return self._part_mesh.get_local_rank(1)
+
+    def placements(self, ragged: RaggedShard) -> tuple[Placement, ...]:
+        """Placements of a parameter of the group on this mesh."""
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), ragged)
+
+    # -- collectives ----------------------------------------------------------------------------------
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
+        """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather(full, shard, self.shard_group, async_op=True)
+        return all_gather_into(full, shard, self.shard_group)
+
+    def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> dist.Work | None:
+        """Start the all-gather of what the smaller group kept between forward and backward."""
+        assert self._part_mesh is not None
+        return all_gather_into(full, part, self._part_mesh.get_group(1))
+
+    def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer that gathers fill (1-D [numel])."""
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather.allocate([numel], dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer that reductions read (1-D [numel])."""
+        if self.custom_reduce_scatter is not None:
+            return self.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work | None:
+        """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``."""
+        before = self._divide_before(full.dtype)
+        if before != 1:
+            full.div_(before)
+        group = self.reduce_group or self.shard_group
+        if self.custom_reduce_scatter is not None:
+            return self.custom_reduce_scatter(shard, full, group, self._op(full.dtype), async_op=True)
+        return reduce_scatter_into(shard, full, self._op(full.dtype), group)
+
+    def all_reduce(self, shard: torch.Tensor) -> None:
+        """Reduce over the replicating axis, in place (nothing without one)."""
+        if self.replicate_group is not None:
+            dist.all_reduce(shard, self._op(shard.dtype), group=self.replicate_group)
+
+    def finish_division(self, shard: torch.Tensor) -> None:
+        """Divide a summed shard, in place, where the collective did not average."""
+        if self._op(shard.dtype) is dist.ReduceOp.SUM:
+            shard.div_(self._total_factor() / self._divide_before(shard.dtype))
+
+    def separate_reductions(self, new_group: Callable[[list[int]], dist.ProcessGroup]) -> None:
+        """Give reductions their own communicator, so that they need not queue behind gathers."""
+        self.reduce_group = new_group(dist.get_process_group_ranks(self.shard_group))
+
+    # -- division -------------------------------------------------------------------------------------
+
+    def _op(self, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
+        plain = self.divide_factor is None and not self.force_sum and dtype is not torch.float16
+        return dist.ReduceOp.AVG if plain else dist.ReduceOp.SUM
+
+    def _total_factor(self) -> float:
+        return self.divide_factor if self.divide_factor is not None else float(self.mesh.size())
+
+    def _divide_before(self, dtype: torch.dtype) -> float:
+        if dtype is not torch.float16:
+            return 1.0
+        total, factor = self._total_factor(), 1.0
+        while total % factor == 0 and total / factor > factor:
+            factor *= 2
+        return factor

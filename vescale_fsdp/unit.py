@@ -1,0 +1,298 @@
+"""FSDPState: the hooks that turn module calls into steps of the schedule.
+
+    pre-forward     gather the unit's parameters, cast its inputs
+    post-forward    reshard (if asked), watch the outputs for their gradients
+    pre-backward    gather again, and the unit that comes next
+    post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
+    end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
+
+A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
+one reduction. Every unit that took part in a forward with gradients is reduced, with zeros where a rank left
+parameters unused: no rank waits for another that never comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.param_group import ParamGroup
+from vescale_fsdp.schedule import CommContext, Schedule
+from vescale_fsdp.torch_private import profiled, pytree
+
+__all__ = ["FSDPState", "attach_state", "state_of"]
+
+_STATE = "_vescale_fsdp_state"
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _eager(function: FunctionT) -> FunctionT:
+    """Keep a hook out of torch.compile's graphs: it is a graph break, compile per block inside the unit."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+class FSDPState:
+    """What one `fully_shard` call keeps: its modules, its groups, and its place in the schedule.
+
+    Args:
+        modules: the modules the call was given (one, or a list that shares its groups).
+        groups: the unit's parameter groups.
+        mp_policy: dtypes of inputs and outputs.
+        reshard_after_forward: None decides at the first forward: True unless it is the root.
+        device: where the unit computes.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: list[ParamGroup],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        device: torch.device,
+    ) -> None:
+        self.modules = modules
+        self.groups = groups
+        self.mp_policy = mp_policy
+        self.device = device
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[FSDPState] | None = None
+        self.backward_prefetch: list[FSDPState] | None = None
+        self.comm = CommContext(device)
+        self.schedule: Schedule | None = None
+        self.label = type(modules[0]).__name__  # for the profiler: the module's name, once the root knows it
+        self.is_root = False
+        self.post_optim_event: torch.Event | None = None
+        self._outstanding = 0  # post-backward nodes of this forward that have not run
+        self._took_part = False  # in a forward with gradients since the last reduction
+        self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
+        for module in modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, prepend=False)
+            module.register_state_dict_pre_hook(self._reshard_hook)
+            module.register_load_state_dict_pre_hook(self._reshard_hook)
+            module.register_load_state_dict_post_hook(self._rebind_hook)
+
+    # -- root -----------------------------------------------------------------------------------------
+
+    def lazy_init(self) -> None:
+        """At the first forward: this unit is the root, and all units below it join its schedule."""
+        if self.schedule is not None:
+            return
+        if len(self.modules) > 1:
+            raise LifecycleError(
+                explain(
+                    "The root of a sharded model cannot be a list of modules.",
+                    expected="fully_shard(model) on one root module after the lists",
+                    got=f"{len(self.modules)} modules that run without a sharded parent",
+                    todo="call fully_shard on the module whose forward is called first",
+                )
+            )
+        self.is_root = True
+        self.schedule = Schedule(self.comm)
+        below: list[FSDPState] = []
+        for name, module in self.modules[0].named_modules():
+            state = state_of(module)
+            if state is None or state in below:
+                continue
+            if state is not self and state.schedule is not None:
+                raise LifecycleError(
+                    explain(
+                        "A sharded submodule ran before its root.",
+                        expected="the first forward to be the root's",
+                        got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
+                        where=type(self.modules[0]).__name__,
+                        todo="call the outermost module first, or do not shard it",
+                    )
+                )
+            below.append(state)
+            state.label = name or type(module).__name__
+        for state in below:
+            state.schedule = self.schedule
+            state.comm = self.comm
+            self.schedule.units.append(state)
+            if state.reshard_after_forward is None:
+                state.reshard_after_forward = state is not self
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    @_eager
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.schedule is None:
+            self.lazy_init()
+        schedule = self._schedule()
+        if self.is_root and not schedule.in_backward:
+            with profiled("FSDP::root_pre_forward", ""):
+                self._begin_root_forward()
+                args, kwargs = self._move_inputs(args, kwargs)
+        with profiled("FSDP::pre_forward ", self.label):
+            args, kwargs = self._cast_inputs(args, kwargs)
+            schedule.enter_forward(self)
+        self._entered.add(module)
+        return self._watch_inputs(args, kwargs)
+
+    def _begin_root_forward(self) -> None:
+        self._schedule().begin_forward()
+        if self.post_optim_event is not None:
+            self.comm.wait_for_event(self.post_optim_event)
+            self.post_optim_event = None
+        else:
+            self.comm.wait_for_compute()
+
+    def _schedule(self) -> Schedule:
+        assert self.schedule is not None
+        return self.schedule
+
+    def _move_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.device.type == "cpu":
+            return args, kwargs
+
+        def move(value: Any) -> Any:
+            return value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+        with profiled("FSDP::inputs_to_device", ""):
+            return cast(_Call, pytree.tree_map(move, (args, kwargs)))
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        with profiled("FSDP::cast_forward_inputs", ""):
+            return cast(_Call, pytree.tree_map(_caster(dtype), (args, kwargs)))
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put the post-backward node between the inputs and the module."""
+        if not torch.is_grad_enabled() or not any(group.trainable for group in self.groups):
+            return args, kwargs
+        self._took_part = True
+        # A recomputed forward whose first run left its node in the graph must not add a second one.
+        if self._schedule().in_backward and self._outstanding:
+            return args, kwargs
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        watched = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        if not watched:
+            return args, kwargs
+        self._outstanding += 1
+        passed = _PostBackward.apply(self, *(leaves[i] for i in watched))
+        for i, tensor in zip(watched, passed, strict=True):
+            leaves[i] = tensor
+        return cast(_Call, pytree.tree_unflatten(leaves, tree))
+
+    @_eager
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        schedule = self._schedule()
+        with profiled("FSDP::post_forward ", self.label):
+            finished = len(self._entered) == len(self.modules)
+            if finished:
+                self._entered.clear()
+            if finished and self.reshard_after_forward and not schedule.in_backward:
+                self.comm.reshard(self.groups, keep_part=True)
+            output = self._watch_outputs(output)
+            if self.mp_policy.output_dtype is not None:
+                with profiled("FSDP::cast_forward_outputs", ""):
+                    output = pytree.tree_map(_caster(self.mp_policy.output_dtype), output)
+        return output
+
+    def _watch_outputs(self, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._pre_backward)
+        return output
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    @_eager
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        with profiled("FSDP::pre_backward ", self.label):
+            self._schedule().enter_backward(self)
+        return grad
+
+    @_eager
+    def post_backward(self) -> None:
+        """One use of the unit has gone through its backward; after the last one, reshard and reduce."""
+        self._outstanding = max(0, self._outstanding - 1)
+        if self._outstanding == 0:
+            self._finish_backward()
+
+    def end_backward(self) -> None:
+        """The backward is over: reduce what no post-backward node reached."""
+        self._outstanding = 0
+        late = any(group.grads is not None for group in self.groups)  # used outside the module's own forward
+        if self._took_part or late:
+            self._finish_backward()
+        elif self.reshard_after_backward:
+            self.comm.reshard(self.groups)
+
+    def _finish_backward(self) -> None:
+        if self.reshard_after_backward:
+            with profiled("FSDP::post_backward_reshard ", self.label):
+                self.comm.reshard(self.groups)
+        if not self.requires_gradient_sync:
+            return
+        self._took_part = False
+        with profiled("FSDP::post_backward_reduce ", self.label):
+            for group in self.groups:
+                if group.trainable:
+                    self.comm.reduce(group)
+
+    # -- state dict -----------------------------------------------------------------------------------
+
+    def _reshard_hook(self, *unused: Any) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def _rebind_hook(self, *unused: Any) -> None:
+        for group in self.groups:
+            group.rebind()
+
+
+def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
+    """A function that casts floating-point tensors and passes everything else."""
+
+    def convert(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return convert
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on the inputs whose backward runs after everything inside the module."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.state.post_backward()
+        return None, *grads
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of a module that `fully_shard` was called on, or None."""
+    return module.__dict__.get(_STATE)
+
+
+def attach_state(module: nn.Module, state: FSDPState) -> None:
+    """Remember the state on the module (once)."""
+    module.__dict__[_STATE] = state
