@@ -13,8 +13,9 @@ are drawn, and what is left out is said. Every band carries a tooltip with the e
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
+from itertools import islice
 
 from vescale_fsdp.layout import GroupLayout, TensorSlot
 
@@ -128,7 +129,7 @@ def layout_svg(layout: GroupLayout, title: str = "layout") -> str:
 
 
 def rank_colour(rank: int, num_shards: int, *, shade: bool = False) -> str:
-    """The fill of a rank: hues spread over at most 16 ranks, then repeating; a second shade of the same hue."""
+    """The fill of a rank, in one of two shades: hues spread over at most 16 ranks, then repeat."""
     cycle = min(max(num_shards, 3), 16)
     # Steps of 3/8 of the circle put clearly different hues on neighbouring ranks.
     hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
@@ -148,9 +149,10 @@ def short_names(fqns: Sequence[str]) -> dict[str, str]:
 def _summary(layout: GroupLayout) -> str:
     filled = [slot for slot in layout.slots if slot.numel]
     dtypes = ", ".join(sorted({slot.dtype for slot in filled})) or "nothing"
+    copied = f", copied {_percent(layout.copied_ratio)}" if layout.copied_numel else ""
     return (
-        f"{len(filled)} tensors of {dtypes}, {layout.payload_numel:,} elements in {layout.num_shards:,} shards of "
-        f"{layout.shard_numel:,}; padding {_percent(layout.padding_ratio)}"
+        f"{len(filled)} tensors of {dtypes}, {layout.payload_numel:,} elements in {layout.num_shards:,} "
+        f"shards of {layout.shard_numel:,}; padding {_percent(layout.padding_ratio)}{copied}"
     )
 
 
@@ -220,7 +222,8 @@ def _draw_tensors(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str],
         canvas.text(20, y + 12, _fit(names[slot.fqn], LABEL_PX - 24, 11) or slot.fqn, size=11)
         _draw_bar(canvas, layout, slot, y + 1)
         blocks = -(-slot.numel // slot.block_numel)
-        note = f"{' x '.join(map(str, slot.shape))}, {blocks:,} block{'s' * (blocks > 1)} of {slot.block_numel:,}"
+        note = f"{' x '.join(map(str, slot.shape))}, {blocks:,} x block {slot.block_numel:,}"
+        note += ", scattered: copied" if slot.is_scattered else ""
         canvas.text(20, y + 24, note, size=9, colour=QUIET)
         y += BAR_PX + 12 + GAP_PX
     if len(filled) > len(largest):
@@ -231,7 +234,7 @@ def _draw_tensors(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str],
 
 def _draw_bar(canvas: SvgCanvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
     scale = BODY_PX / slot.numel
-    for rank in _holders(layout, slot):
+    for rank in islice(layout.holders(slot), MAX_SEGMENTS):
         piece = layout.piece(slot, rank)
         x, width = LABEL_PX + piece.range.start * scale, piece.numel * scale
         tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
@@ -245,13 +248,6 @@ def _draw_bar(canvas: SvgCanvas, layout: GroupLayout, slot: TensorSlot, y: float
             x = LABEL_PX + tick * block_px
             canvas.line(x, y + BAR_PX, x, y + BAR_PX + 4, QUIET, 0.8)
     canvas.line(LABEL_PX, y + BAR_PX, LABEL_PX + BODY_PX, y + BAR_PX, RULE, 0.8)
-
-
-def _holders(layout: GroupLayout, slot: TensorSlot) -> Iterable[int]:
-    """Ranks whose pieces are drawn: all that hold some of the tensor, the first ones if they are many."""
-    first = slot.span.start // max(layout.shard_numel, 1)
-    last = (slot.span.stop - 1) // max(layout.shard_numel, 1)
-    return range(first, min(last + 1, first + MAX_SEGMENTS))
 
 
 def _draw_legend(canvas: SvgCanvas, layout: GroupLayout, y: float) -> None:

@@ -10,6 +10,16 @@ Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_nu
     w has 14 elements at offset 0: rank 0 owns w[0:12], rank 1 owns w[12:14] (12 % 2 == 0: no block is cut);
     b has 5 at 14; v has 16 at 20 (24 - 20 = 4 is one block); one element of padding at 19.
 
+A *scattered* slot is the one exception to "one run of the buffer": its pieces, still one per rank, in rank
+order and of whole blocks, lie wherever other tensors left room. It is stored as a few runs of equal pieces::
+
+    S = 12, 5 ranks         rank 0       rank 1       rank 2       rank 3       rank 4
+    a (5, 4), block 4     |aaaaaaaaaaaa|aaaaaaaa....|............|............|............|
+    u (6, 5), block 5     |............|............|uuuuuuuuuu..|uuuuuuuuuu..|uuuuuuuuuu..|
+
+    a is one run at offset 0; u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks hold 10 elements each at
+    local offset 0. In one run u would need S = 15, which has room for it beside a.
+
 Nothing but the planner decides these numbers, and nothing rebuilds them from shapes: the runtime, the
 placements of parameters, checkpoints, reports and pictures all ask the layout. It does not grow with the
 number of ranks, and it proves itself when built: a `GroupLayout` that exists cuts no block, overlaps
@@ -27,7 +37,7 @@ from typing import Any, NamedTuple
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.geometry import FlatRange, numel_of
 
-__all__ = ["GroupLayout", "ModelLayout", "Piece", "TensorSlot"]
+__all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot"]
 
 
 class Piece(NamedTuple):
@@ -42,6 +52,28 @@ class Piece(NamedTuple):
         return self.range.numel
 
 
+class PieceRun(NamedTuple):
+    """Equal pieces of a scattered tensor on ranks [first_rank, first_rank + num_ranks)."""
+
+    first_rank: int
+    num_ranks: int
+    piece_numel: int  # elements on each of these ranks
+    local_offset: int  # of each piece, in elements from the start of its rank's shard
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces of the run."""
+        return self.num_ranks * self.piece_numel
+
+    def overlaps(self, start: int, stop: int, shard_numel: int) -> bool:
+        """Whether a piece shares an element with the range [start, stop) of the global buffer."""
+        origin = self.first_rank * shard_numel + self.local_offset
+        # Piece i is [origin + i*S, .. + piece_numel): first to end after start, last to begin before stop.
+        first = (start - origin - self.piece_numel) // shard_numel + 1
+        last = -(-(stop - origin) // shard_numel) - 1
+        return start < stop and max(first, 0) <= min(last, self.num_ranks - 1)
+
+
 @dataclass(frozen=True)
 class TensorSlot:
     """Where one tensor lies in the group's global buffer.
@@ -52,6 +84,7 @@ class TensorSlot:
         dtype: its dtype's name without the ``torch.`` prefix, such as ``"float32"``.
         block_numel: elements per block; a rank boundary inside the tensor lies between two blocks.
         offset: index of the tensor's first element in the global buffer.
+        runs: pieces of a scattered slot, in rank order; empty for a slot that is one run of the buffer.
     """
 
     fqn: str
@@ -59,6 +92,7 @@ class TensorSlot:
     dtype: str
     block_numel: int
     offset: int
+    runs: tuple[PieceRun, ...] = ()
 
     @cached_property
     def numel(self) -> int:
@@ -66,24 +100,58 @@ class TensorSlot:
         return numel_of(self.shape)
 
     @property
+    def is_scattered(self) -> bool:
+        """Whether the tensor is not one run of the buffer, and so must be copied out after a gather."""
+        return bool(self.runs)
+
+    @property
     def span(self) -> FlatRange:
-        """The tensor's range of the global buffer."""
+        """The tensor's range of the global buffer.
+
+        Raises:
+            LayoutError: for a scattered slot, which has no such range.
+        """
+        if self.runs:
+            raise LayoutError(
+                explain(
+                    "A scattered tensor is not one range of the buffer.",
+                    expected="a contiguous slot",
+                    got=f"{len(self.runs)} runs of pieces",
+                    where=self.fqn,
+                    todo="ask GroupLayout.piece(slot, rank) for what each rank holds",
+                )
+            )
         return FlatRange(self.offset, self.offset + self.numel)
 
+    def scattered_piece(self, rank: int) -> Piece:
+        """What ``rank`` holds of a scattered tensor; an empty range (at offset 0) if it holds nothing."""
+        start = 0
+        for run in self.runs:
+            if run.first_rank <= rank < run.first_rank + run.num_ranks:
+                start += (rank - run.first_rank) * run.piece_numel
+                return Piece(FlatRange(start, start + run.piece_numel), run.local_offset)
+            start += run.numel
+        return Piece(FlatRange(0, 0), 0)
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
-        return {
+        """Plain values that `from_json` reads back without loss; ``runs`` only where there are some."""
+        data: dict[str, Any] = {
             "fqn": self.fqn,
             "shape": list(self.shape),
             "dtype": self.dtype,
             "block_numel": self.block_numel,
             "offset": self.offset,
         }
+        if self.runs:
+            data["runs"] = [list(run) for run in self.runs]
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorSlot:
         """Inverse of `to_json`."""
-        return cls(data["fqn"], tuple(data["shape"]), data["dtype"], data["block_numel"], data["offset"])
+        runs = tuple(PieceRun(*run) for run in data.get("runs", ()))
+        shape = tuple(data["shape"])
+        return cls(data["fqn"], shape, data["dtype"], data["block_numel"], data["offset"], runs)
 
 
 @dataclass(frozen=True)
@@ -123,7 +191,10 @@ class GroupLayout:
                     where=slot.fqn,
                 )
             )
-        if slot.span.stop > self.numel:
+        if slot.is_scattered:
+            self._prove_runs(slot)
+            return
+        if slot.offset + slot.numel > self.numel:
             raise LayoutError(
                 explain(
                     "A slot leaves the group's buffer.",
@@ -144,15 +215,46 @@ class GroupLayout:
             )
 
     def _cuts_between_blocks(self, slot: TensorSlot) -> bool:
-        if slot.numel == 0:
+        stop = slot.offset + slot.numel
+        if slot.offset == stop:
             return True
         first_boundary = (slot.offset // self.shard_numel + 1) * self.shard_numel
-        if first_boundary >= slot.span.stop:
+        if first_boundary >= stop:
             return True
         if (first_boundary - slot.offset) % slot.block_numel:
             return False
         # A second boundary lies S further on, so S itself must be a number of blocks.
-        return first_boundary + self.shard_numel >= slot.span.stop or self.shard_numel % slot.block_numel == 0
+        return first_boundary + self.shard_numel >= stop or self.shard_numel % slot.block_numel == 0
+
+    def _prove_runs(self, slot: TensorSlot) -> None:
+        """The pieces are in rank order, inside their shards, of whole blocks, and make up the tensor."""
+        start, next_rank, problem = 0, 0, ""
+        for run in slot.runs:
+            if start % slot.block_numel:
+                problem = f"a piece starts inside a block, at element {start}"
+            if run.first_rank < next_rank or min(run.num_ranks, run.piece_numel) < 1 or run.local_offset < 0:
+                problem = f"run {tuple(run)} is empty, negative or not after rank {next_rank - 1}"
+            if run.num_ranks > 1 and run.piece_numel % slot.block_numel:
+                problem = f"run {tuple(run)} cuts blocks of {slot.block_numel}"
+            if run.local_offset + run.piece_numel > self.shard_numel:
+                problem = f"run {tuple(run)} leaves its shard of {self.shard_numel}"
+            next_rank, start = run.first_rank + run.num_ranks, start + run.numel
+        first = slot.runs[0]
+        if start != slot.numel or next_rank > self.num_shards:
+            problem = f"{start} elements on ranks below {next_rank}"
+        elif slot.offset != first.first_rank * self.shard_numel + first.local_offset:
+            problem = f"offset {slot.offset} is not that of the first piece"
+        if problem:
+            raise LayoutError(
+                explain(
+                    "The pieces of a scattered slot cannot be.",
+                    expected=f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per "
+                    f"rank, in rank order, inside {self.num_shards} shards of {self.shard_numel}",
+                    got=problem,
+                    where=slot.fqn,
+                    todo="take the layout from plan_group",
+                )
+            )
 
     def _prove_disjoint(self) -> None:
         names = [slot.fqn for slot in self.slots]
@@ -161,16 +263,27 @@ class GroupLayout:
             raise LayoutError(
                 explain("A name stands twice in one group.", expected="distinct names", got=twice)
             )
-        filled = sorted((slot for slot in self.slots if slot.numel), key=lambda slot: slot.offset)
-        for left, right in pairwise(filled):
-            if left.span.stop > right.offset:
-                raise LayoutError(
-                    explain(
-                        "Two slots overlap.",
-                        expected="disjoint ranges of the buffer",
-                        got=f"{left.fqn} {tuple(left.span)} and {right.fqn} {tuple(right.span)}",
-                    )
-                )
+        filled = [slot for slot in self.slots if slot.numel]
+        whole = sorted((slot for slot in filled if not slot.runs), key=lambda slot: slot.offset)
+        for left, right in pairwise(whole):
+            if left.offset + left.numel > right.offset:
+                raise _overlap(left, right)
+        scattered = [slot for slot in filled if slot.runs]
+        for index, slot in enumerate(scattered):
+            for other in (*whole, *scattered[:index]):
+                if any(self._run_meets(run, other) for run in slot.runs):
+                    raise _overlap(slot, other)
+
+    def _run_meets(self, run: PieceRun, slot: TensorSlot) -> bool:
+        if not slot.runs:
+            return run.overlaps(slot.offset, slot.offset + slot.numel, self.shard_numel)
+        return any(
+            max(run.first_rank, other.first_rank)
+            < min(run.first_rank + run.num_ranks, other.first_rank + other.num_ranks)
+            and max(run.local_offset, other.local_offset)
+            < min(run.local_offset + run.piece_numel, other.local_offset + other.piece_numel)
+            for other in slot.runs
+        )
 
     @cached_property
     def _by_fqn(self) -> dict[str, TensorSlot]:
@@ -190,6 +303,16 @@ class GroupLayout:
     def padding_ratio(self) -> float:
         """Padding as a fraction of the payload (0.0 for an empty group)."""
         return (self.numel - self.payload_numel) / self.payload_numel if self.payload_numel else 0.0
+
+    @property
+    def copied_numel(self) -> int:
+        """Elements of scattered tensors: those that a gather does not leave where they are used."""
+        return sum(slot.numel for slot in self.slots if slot.runs)
+
+    @property
+    def copied_ratio(self) -> float:
+        """Copied elements as a fraction of the payload (0.0 for an empty group)."""
+        return self.copied_numel / self.payload_numel if self.payload_numel else 0.0
 
     def slot(self, fqn: str) -> TensorSlot:
         """The slot of one tensor.
@@ -214,6 +337,8 @@ class GroupLayout:
 
     def piece(self, slot: TensorSlot, rank: int) -> Piece:
         """What ``rank`` holds of a tensor; an empty range (at offset 0) if it holds nothing."""
+        if slot.runs:
+            return slot.scattered_piece(rank)
         shard = self.shard_range(rank)
         held = slot.span.intersect(shard)
         if held.numel == 0:
@@ -227,7 +352,34 @@ class GroupLayout:
 
     def piece_numels(self, slot: TensorSlot) -> tuple[int, ...]:
         """Elements of a tensor on each rank, in rank order. Sums to the tensor's numel."""
-        return tuple(self.piece(slot, rank).numel for rank in range(self.num_shards))
+        numels: list[int] = []
+        for run in self.runs_of(slot):
+            numels.extend([0] * (run.first_rank - len(numels)))
+            numels.extend([run.piece_numel] * run.num_ranks)
+        return (*numels, *[0] * (self.num_shards - len(numels)))
+
+    def holders(self, slot: TensorSlot) -> Iterator[int]:
+        """Ranks that hold at least one element of a tensor, in order."""
+        for run in self.runs_of(slot):
+            yield from range(run.first_rank, run.first_rank + run.num_ranks)
+
+    def runs_of(self, slot: TensorSlot) -> tuple[PieceRun, ...]:
+        """The pieces of any slot as runs of equal pieces; at most three for a contiguous one."""
+        if slot.runs or not slot.numel:
+            return slot.runs
+        size = self.shard_numel
+        (first, head), (last, tail) = divmod(slot.offset, size), divmod(slot.offset + slot.numel, size)
+        if first == last:
+            return (PieceRun(first, 1, slot.numel, head),)
+        runs = []
+        if head:
+            runs.append(PieceRun(first, 1, size - head, head))
+            first += 1
+        if last > first:
+            runs.append(PieceRun(first, last - first, size, 0))
+        if tail:
+            runs.append(PieceRun(last, 1, tail, 0))
+        return tuple(runs)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""
@@ -242,6 +394,20 @@ class GroupLayout:
         """Inverse of `to_json`; proves the layout anew."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
         return cls(data["num_shards"], data["shard_numel"], slots)
+
+
+def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:
+    return LayoutError(
+        explain(
+            "Two slots overlap.",
+            expected="disjoint ranges of the buffer",
+            got=" and ".join(
+                f"{slot.fqn} {tuple(map(tuple, slot.runs)) if slot.runs else tuple(slot.span)}"
+                for slot in (left, right)
+            ),
+            todo="take the layout from plan_group",
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -261,6 +427,11 @@ class ModelLayout:
     def of(cls, groups: Iterable[tuple[str, GroupLayout]]) -> ModelLayout:
         """A model layout from pairs of group name and layout."""
         return cls(tuple(groups))
+
+    @property
+    def copied_numel(self) -> int:
+        """Elements of scattered tensors in all groups."""
+        return sum(group.copied_numel for _, group in self.groups)
 
     @property
     def padding_ratio(self) -> float:

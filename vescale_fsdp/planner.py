@@ -1,39 +1,52 @@
 """The planner: tensors with blocks in, the smallest shard and every offset out. Integers only.
 
-The problem (veScale-FSDP, arXiv 2602.22437, section on grouped RaggedShard): put tensors into a buffer of
-m shards of S elements so that no shard boundary falls inside a block, and make S as small as possible.
-It is NP-hard over all orders. For one fixed order and one S, taking the earliest legal start for each
-tensor decides feasibility exactly, because ending earlier never hurts what follows. Three cases per tensor:
+`plan_group` is the only way to a layout. The search for the smallest shard is in `shard_search`; here are
+the checks of what comes in, the cache (equal lists of sizes, such as the layers of a model, are planned
+once) and the decision whether to scatter.
 
-    1. it lies inside one shard: any start will do
-    2. it touches one boundary: the boundary must be a whole number of blocks from its start
-    3. it touches several: besides, S must be a whole number of its blocks
-
-Without case 3, a feasible S stays feasible when it grows, so binary search finds the smallest. With
-case 3, S must be a multiple of the LCM of the blocks concerned; along those multiples the same holds.
-Which tensors are case 3 is guessed by prefixes of a sorted list (largest tensor first, largest block
-first, and the empty prefix); every distinct LCM is tried and the best S kept.
+Scattering. One tensor whose row length is unrelated to the others' can force the LCM far above what the
+payload needs. With ``scatter="auto"`` the planner also tries to take such tensors out, smallest first, and
+to put their pieces wherever the others leave room; they are then copied out after each gather. Whether
+that is worth it is decided by the two prices below. Other cures (fewer rows per block for that tensor, a
+smaller shard size, larger units) change what the user asked for: `padding.check_padding` names them, the
+planner never takes them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.geometry import numel_of
-from vescale_fsdp.layout import GroupLayout, TensorSlot
+from vescale_fsdp.layout import GroupLayout, PieceRun, TensorSlot
+from vescale_fsdp.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
 
-__all__ = ["ALIGN_NUMEL", "TensorSpec", "plan_group"]
+__all__ = ["ALIGN_NUMEL", "Scatter", "TensorSpec", "plan_group"]
 
 ALIGN_NUMEL = 8
 """Shards and tensor starts lie at multiples of this: 16 bytes in bf16, what NCCL and GEMM kernels want."""
 
+# Prices per element, in hundredths of "one element moved by a collective" or "one element held in memory"
+# (time and memory weigh the same). They are whole numbers so that every machine decides alike.
+PADDED_WIRE_PRICE = 100  # a padded element travels in every gather and reduction of its group
+PADDED_MEMORY_PRICE = 100  # and lies in the gathered buffer; its share of the sharded states is not counted
+COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
+COPIED_MEMORY_PRICE = 100  # a copied tensor lies in memory a second time while its unit is unsharded
+MAX_COPIED_PERCENT = 33  # of the payload; a group that needs more copies has too few blocks for its ranks
+MAX_COPIED_TENSORS = 64  # each is a copy kernel of its own
+
+Scatter = Literal["never", "auto"]
+
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the planner must know of one tensor."""
+    """What the planner must know of one tensor.
+
+    ``block_numel`` may exceed the tensor: it then stays whole, as if its one block were its size.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -47,41 +60,49 @@ class TensorSpec:
 
 
 def plan_group(
-    tensors: Sequence[TensorSpec], num_shards: int, *, align_numel: int = ALIGN_NUMEL
+    tensors: Sequence[TensorSpec],
+    num_shards: int,
+    *,
+    align_numel: int = ALIGN_NUMEL,
+    scatter: Scatter = "never",
 ) -> GroupLayout:
     """Lay tensors into ``num_shards`` equal shards without cutting a block; keep the shards small.
 
     The same input gives the same layout on every machine: only integers are compared.
 
     Args:
-        tensors: in definition order. Empty tensors are allowed and take no room.
+        tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.
         num_shards: ranks the group is sharded over, at least 1.
         align_numel: shard sizes and tensor starts are multiples of this many elements.
+        scatter: ``"never"`` keeps every tensor one run of the buffer, so that no gather ever copies;
+            ``"auto"`` scatters tensors where that costs less than the padding it avoids.
 
     Returns:
         The layout; its slots are in the order of ``tensors``.
 
     Raises:
-        LayoutError: for no shards, negative sizes or blocks below one element.
+        LayoutError: for no shards, negative sizes, blocks below one element, names that repeat or dtypes
+            that differ.
     """
-    _check_input(tensors, num_shards, align_numel)
-    payload = [tensor for tensor in tensors if tensor.numel]
-    best_numel: int | None = None
-    best_starts: dict[str, int] = {}
-    for order in _orders(payload):
-        sizes = [(tensor.numel, tensor.block_numel) for tensor in order]
-        for step in _candidate_steps(sizes, align_numel):
-            found = _smallest_multiple(sizes, num_shards, step, align_numel, best_numel)
-            if found is not None:
-                best_numel, starts = found
-                best_starts = {tensor.fqn: start for tensor, start in zip(order, starts, strict=True)}
-    slots = tuple(
-        TensorSlot(t.fqn, tuple(t.shape), t.dtype, t.block_numel, best_starts.get(t.fqn, 0)) for t in tensors
-    )
-    return GroupLayout(num_shards, best_numel or 0, slots)
+    _check_input(tensors, num_shards, align_numel, scatter)
+    numels = [tensor.numel for tensor in tensors]
+    blocks = [max(1, min(t.block_numel, numel)) for t, numel in zip(tensors, numels, strict=True)]
+    sizes = tuple((numel, block) for numel, block in zip(numels, blocks, strict=True) if numel)
+    found = _plan_sizes(sizes, num_shards, align_numel, scatter)
+    places = iter(found.places)
+    slots = []
+    for tensor, numel, block in zip(tensors, numels, blocks, strict=True):
+        place = next(places) if numel else 0
+        start, runs = (place, ()) if isinstance(place, int) else (_offset(place, found.shard_numel), place)
+        slots.append(TensorSlot(tensor.fqn, tuple(tensor.shape), tensor.dtype, block, start, runs))
+    return GroupLayout(num_shards, found.shard_numel, tuple(slots))
 
 
-def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: int) -> None:
+def _offset(runs: Sequence[PieceRun], shard_numel: int) -> int:
+    return runs[0].first_rank * shard_numel + runs[0].local_offset
+
+
+def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: int, scatter: Scatter) -> None:
     if num_shards < 1 or align_numel < 1:
         raise LayoutError(
             explain(
@@ -89,6 +110,16 @@ def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: in
                 expected="num_shards >= 1 and align_numel >= 1",
                 got=f"num_shards={num_shards}, align_numel={align_numel}",
                 todo="pass the size of the mesh axis that shards the group",
+            )
+        )
+    if scatter not in ("never", "auto"):
+        raise LayoutError(
+            explain(
+                "Unknown scatter mode.",
+                expected="'never' or 'auto'",
+                got=repr(scatter),
+                where="plan_group(scatter=...)",
+                todo="'auto' lets the planner copy small tensors where that avoids padding",
             )
         )
     for tensor in tensors:
@@ -102,77 +133,66 @@ def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: in
                     todo="take block_numel from Granularity.block_numel(shape)",
                 )
             )
+    dtypes = {tensor.dtype: tensor.fqn for tensor in tensors}
+    if len(dtypes) > 1:
+        raise LayoutError(
+            explain(
+                "The tensors of one group differ in dtype.",
+                expected="one dtype per group",
+                got=", ".join(f"{dtype} ({fqn})" for dtype, fqn in sorted(dtypes.items())),
+                todo="plan one group per dtype; fully_shard does so by itself",
+            )
+        )
 
 
-def _orders(tensors: Sequence[TensorSpec]) -> Iterable[list[TensorSpec]]:
-    """Orders worth trying, definition order first: it is kept unless another one is strictly better."""
-    yield list(tensors)
-    by_block = sorted(tensors, key=lambda t: (-t.block_numel, -t.numel))
-    if by_block != list(tensors):
-        yield by_block
+@lru_cache(maxsize=256)
+def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatter) -> Packing:
+    """The packing of non-empty tensors; cached, because the layers of a model are alike."""
+    if not sizes:
+        return Packing(0, ())
+    best = pack_contiguous(sizes, num_shards, align_numel)
+    if scatter == "auto":
+        best = _cheapest_scattered(sizes, num_shards, align_numel, best)
+    return best
 
 
-def _candidate_steps(sizes: Sequence[tuple[int, int]], align_numel: int) -> list[int]:
-    """Distinct values of which S may have to be a multiple: LCMs of blocks over prefixes of sorted lists."""
-    steps = {align_numel: None}
-    for key in ((lambda size: -size[0]), (lambda size: -size[1])):
-        step = align_numel
-        for _, block in sorted(sizes, key=key):
-            step = math.lcm(step, block)
-            steps[step] = None
-    return list(steps)
+def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: Packing) -> Packing:
+    """The packing with scattered tensors that undercuts ``best``, or ``best`` itself.
 
-
-def _smallest_multiple(
-    sizes: Sequence[tuple[int, int]], num_shards: int, step: int, align_numel: int, below: int | None
-) -> tuple[int, list[int]] | None:
-    """Smallest multiple of ``step`` that is feasible and below a known S, with the starts it gives."""
-    payload = sum(numel for numel, _ in sizes)
-    low = max(1, -(-payload // (num_shards * step)))
-    # One shard that holds everything, gaps for aligned starts included, is always feasible.
-    high = -(-(payload + len(sizes) * align_numel) // step)
-    if below is not None:
-        high = min(high, (below - 1) // step)
-    if low > high:
-        return None
-    starts = place_in_order(sizes, num_shards, high * step, align_numel)
-    if starts is None:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        found = place_in_order(sizes, num_shards, middle * step, align_numel)
-        if found is None:
-            low = middle + 1
-        else:
-            high, starts = middle, found
-    return high * step, starts
-
-
-def place_in_order(
-    sizes: Sequence[tuple[int, int]], num_shards: int, shard_numel: int, align_numel: int = 1
-) -> list[int] | None:
-    """Earliest legal start of each (numel, block_numel) in this order, or None if they do not fit.
-
-    Exact for the given order and S: if this returns None, no placement in this order exists.
+    Tensors that share a block are scattered together, the smallest such class first; those that fit
+    after all are put back by `pack_scattered`.
     """
-    end_of_buffer = num_shards * shard_numel
-    cursor = 0
-    starts = []
-    for numel, block in sizes:
-        start = -(-cursor // align_numel) * align_numel
-        while True:
-            if start + numel > end_of_buffer:
-                return None
-            boundary = (start // shard_numel + 1) * shard_numel
-            if start + numel <= boundary:
-                break
-            # A start that is aligned and a whole number of blocks before the boundary.
-            aligned = start + (boundary - start) % math.lcm(block, align_numel)
-            touches_one = aligned + numel <= boundary + shard_numel
-            if aligned < boundary and (touches_one or shard_numel % block == 0):
-                start = aligned
-                break
-            start = boundary
-        starts.append(start)
-        cursor = start + numel
-    return starts
+    payload = sum(numel for numel, _ in sizes)
+    best_price = _price(best, sizes, num_shards, payload)
+    scattered: set[int] = set()
+    for members in _block_classes(sizes):
+        scattered.update(members)
+        copied = sum(sizes[index][0] for index in scattered)
+        too_many = len(scattered) > MAX_COPIED_TENSORS or 100 * copied > MAX_COPIED_PERCENT * payload
+        if too_many or copied * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE) >= best_price:
+            break
+        found = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
+        if found is not None:
+            price = _price(found, sizes, num_shards, payload)
+            if price < best_price:
+                best, best_price = found, price
+    return best
+
+
+def _price(packing: Packing, sizes: Sizes, num_shards: int, payload_numel: int) -> int:
+    padded = num_shards * packing.shard_numel - payload_numel
+    copied = sum(n for (n, _), place in zip(sizes, packing.places, strict=True) if not isinstance(place, int))
+    return padded * (PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE) + copied * (
+        COPIED_TIME_PRICE + COPIED_MEMORY_PRICE
+    )
+
+
+def _block_classes(sizes: Sizes) -> list[list[int]]:
+    """Indices of tensors that can be cut in blocks larger than an element, by block, smallest class first."""
+    classes: dict[int, list[int]] = {}
+    for index, (numel, block) in enumerate(sizes):
+        if 1 < block < numel:
+            classes.setdefault(block, []).append(index)
+    return sorted(
+        classes.values(), key=lambda members: (sum(sizes[i][0] for i in members), sizes[members[0]])
+    )
