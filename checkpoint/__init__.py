@@ -1,0 +1,25 @@
+"""Native checkpoints: saved at disk speed, planned without communication, restored anywhere.
+
+    save(path, state)       load(path, state)       read_state(path)       verify(path)       PerRank(value)
+
+See FORMAT.md for what lies on disk.
+"""
+
+from vescale_fsdp.checkpoint.loading import LoadReport, load
+from vescale_fsdp.checkpoint.per_rank import PerRank
+from vescale_fsdp.checkpoint.reader import CheckpointReader, StoredTensor, read_state
+from vescale_fsdp.checkpoint.saving import save
+from vescale_fsdp.checkpoint.verifying import Problem, VerifyReport, verify
+
+__all__ = [
+    "CheckpointReader",
+    "LoadReport",
+    "PerRank",
+    "Problem",
+    "StoredTensor",
+    "VerifyReport",
+    "load",
+    "read_state",
+    "save",
+    "verify",
+]

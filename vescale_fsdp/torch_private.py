@@ -18,6 +18,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 # torch 2.11-2.13: the Partial of a vector norm, so that norms of ragged and stock DTensors can be combined.
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 
+# torch 2.11-2.13: FSDP inside tensor parallelism on one dim; checkpoints must tell it from a plain Shard.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
 # torch 2.11-2.13: Muon's own iteration, learning-rate rule and constants; retyping them would let them drift.
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C
 from torch.optim._muon import DEFAULT_NS_STEPS as MUON_STEPS
@@ -32,16 +35,21 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_types
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 
+# torch 2.11-2.13: tells tensor subclasses that keep their values in inner tensors, which have no bytes of their own.
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
+
 __all__ = [
     "MUON_COEFFICIENTS",
     "MUON_EPS",
     "MUON_STEPS",
     "DTensorSpec",
     "NormPartial",
+    "StridedShard",
     "TensorMeta",
     "autograd_engine_callback",
     "foreach_copy_",
     "foreach_zero_",
+    "is_wrapper",
     "local_of",
     "muon_adjust_lr",
     "post_accumulate_grad_hooks",

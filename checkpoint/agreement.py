@@ -1,0 +1,184 @@
+"""How the ranks of a save or load agree: a digest, a few numbers, errors. No plans are ever gathered.
+
+    agree           one all-reduce of a few int64: is the structure the same everywhere, did a rank fail? Only
+                    where digests differ (pipeline stages, experts) does each structure travel, once.
+    raise_together  one all-reduce: if any rank failed, all ranks raise, naming the ranks and their errors.
+
+Everything runs on a gloo group of its own, so it can neither take turns with training's collectives
+nor spend GPU memory.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.rankset import RankSet
+from vescale_fsdp.checkpoint.structure import Structure
+from vescale_fsdp.errors import CheckpointError, VescaleError, explain
+
+__all__ = ["Agreement", "Coordinator", "GroupCoordinator", "SoloCoordinator", "coordinator_for"]
+
+
+class Agreement(NamedTuple):
+    """What ranks know together after `Coordinator.agree`."""
+
+    classes: list[tuple[RankSet, Structure]]
+    blob_bytes: int  # of the largest rank
+    save_id: str
+
+
+class Coordinator(ABC):
+    """This rank's place among those that save or load together."""
+
+    rank: int
+    world_size: int
+    rank_of: dict[int, int] | None  # number here of each global rank, where they differ
+
+    @abstractmethod
+    def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
+        """Compare structures; ``structure`` is None only beside an error.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank came with an error.
+        """
+
+    @abstractmethod
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        """Return if no rank failed; else raise on all ranks.
+
+        Raises:
+            CheckpointError: naming the ranks that failed and their errors.
+        """
+
+    @abstractmethod
+    def all_true(self, value: bool) -> bool:
+        """Whether a value is true on all ranks."""
+
+
+class SoloCoordinator(Coordinator):
+    """One process alone."""
+
+    rank = 0
+    world_size = 1
+    rank_of = None
+
+    def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
+        if error is not None:
+            raise error
+        assert structure is not None
+        return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        if error is not None:
+            raise error
+
+    def all_true(self, value: bool) -> bool:
+        return value
+
+
+class GroupCoordinator(Coordinator):
+    """The ranks of a process group, over a gloo group of their own."""
+
+    def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int] | None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.rank_of = rank_of
+
+    def _max(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor.tolist()
+
+    def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
+        digest = structure.digest if structure is not None else bytes(16)
+        words = list(struct.unpack("<4I", digest))
+        save_id = secrets.randbits(62) if self.rank == 0 else 0
+        found = self._max([int(error is not None), blob_bytes, save_id, *words, *(-word for word in words)])
+        if found[0]:
+            self._raise_gathered(error, "describing the state")
+        assert structure is not None
+        name = f"{found[2]:016x}"
+        if all(high == -low for high, low in zip(found[3:7], found[7:11], strict=True)):
+            return Agreement([(RankSet.world(self.world_size), structure)], found[1], name)
+        return Agreement(self._exchange(structure, words), found[1], name)
+
+    def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
+        """Every distinct structure, sent once by its first rank, with the ranks that have it."""
+        mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine, group=self._group)
+        owners: dict[tuple[int, ...], list[int]] = {}
+        for rank, row in enumerate(rows):
+            owners.setdefault(tuple(row.tolist()), []).append(rank)
+        classes = []
+        for (length, *_), ranks in owners.items():
+            if self.rank == ranks[0]:
+                data = torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
+            else:
+                data = torch.empty(length, dtype=torch.uint8)
+            dist.broadcast(data, group=self._group, group_src=ranks[0])
+            same = self.rank in ranks
+            found = structure if same else Structure.from_document(data.numpy().tobytes())
+            classes.append((RankSet.of(ranks), found))
+        return classes
+
+    def raise_together(self, error: Exception | None, doing: str) -> None:
+        if self._max([int(error is not None)])[0]:
+            self._raise_gathered(error, doing)
+
+    def _raise_gathered(self, error: Exception | None, doing: str) -> None:
+        texts: list[str | None] = [None] * self.world_size
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(texts, text, group=self._group)
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        if isinstance(error, VescaleError):
+            raise error
+        shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
+        raise CheckpointError(
+            explain(
+                f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
+                expected="all ranks to succeed",
+                got=shown,
+                where=f"ranks {sorted(failed)[:16]}",
+                todo="see the errors above; nothing was committed",
+            )
+        ) from error
+
+    def all_true(self, value: bool) -> bool:
+        return not self._max([int(not value)])[0]
+
+
+_groups: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:
+    """The coordinator of a process group; without torch.distributed, one process alone.
+
+    The first call for a group makes a gloo group of the same ranks, so all of them must make it together.
+
+    Args:
+        process_group: the ranks that save or load together; default: all.
+        use: work that goes on at the same time needs groups of its own: one per name.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SoloCoordinator()
+    base = process_group if process_group is not None else dist.group.WORLD
+    assert base is not None
+    ranks = dist.get_process_group_ranks(base)
+    rank_of = {rank: place for place, rank in enumerate(ranks)}
+    if all(rank == place for rank, place in rank_of.items()):
+        rank_of = None  # type: ignore[assignment]
+    known = _groups.get((id(base), use))
+    if known is None or known[0] is not base:
+        whole_world = len(ranks) == dist.get_world_size()
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole_world)
+        known = (base, made)
+        _groups[(id(base), use)] = known
+    return GroupCoordinator(known[1], rank_of)

@@ -1,0 +1,237 @@
+"""`load`: fill a state in place, from whatever layout and world size a checkpoint was saved with.
+
+1  read the manifest, match the state with it: missing, unexpected, shapes, dtypes
+2  compute the ranges to read; open every file, prove size, header and checksum table
+3  verify="before": hash every stripe that will be read
+4  meet: any error so far is raised on all ranks, and nothing has been overwritten
+5  read, straight into the tensors where memory allows
+6  meet; then plain values and Stateful objects take theirs
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.describe import Describer
+from vescale_fsdp.checkpoint.dtypes import dtype_named
+from vescale_fsdp.checkpoint.matching import Match, TensorRead, match
+from vescale_fsdp.checkpoint.reader import CheckpointReader
+from vescale_fsdp.checkpoint.reading import ReadPlan
+from vescale_fsdp.checkpoint.region import Region, whole_region
+from vescale_fsdp.checkpoint.sinks import Target
+from vescale_fsdp.checkpoint.storage import Storage, open_storage
+from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.errors import CheckpointError, explain
+
+__all__ = ["LoadReport", "Loader", "Verify", "load"]
+
+Verify = Literal["before", "while", "never"]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did not touch, and the JSON that was saved with the state.
+
+    Attributes:
+        missing: leaves of the state that the checkpoint lacks; they keep their values.
+        unexpected: leaves of the checkpoint that the state lacks.
+        user: the ``user`` argument of `save`.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    user: Json
+
+
+def load(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    verify: Verify = "before",
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Fill a state in place from a checkpoint. A collective.
+
+    Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
+    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``.
+
+    Args:
+        path: folder or fsspec URL of a checkpoint.
+        state: nested like the state that was saved.
+        strict: raise if leaves are missing or unexpected; False reports them instead.
+        include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
+        verify: "before" hashes all bytes before the first tensor is overwritten; "while" hashes them as
+            they are read, which is faster, but leaves a damaged state behind if a checksum differs;
+            "never" trusts the disk.
+        process_group: the ranks that load together; default: all.
+
+    Returns:
+        What was missing or unexpected.
+
+    Raises:
+        CheckpointError: on all ranks, if the checkpoint does not fit the state.
+        CorruptCheckpointError: on the ranks that find damage; all others get a CheckpointError.
+    """
+    patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+    loader = Loader(open_storage(path), coordinator_for(process_group), verify)
+    with torch.no_grad():
+        return loader.load(state, strict=strict, include=patterns)
+
+
+@dataclass
+class Loader:
+    """The steps of a load."""
+
+    storage: Storage
+    coordinator: Coordinator
+    verify: Verify = "before"
+
+    def load(self, state: Any, *, strict: bool, include: tuple[str, ...] | None) -> LoadReport:
+        """All steps in turn."""
+        plan = ReadPlan(self.storage)
+        prepared, error = None, None
+        try:
+            try:
+                prepared = self._prepare(plan, state, strict, include)
+                if self.verify == "before":
+                    plan.prove()
+            except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+                error = caught
+            self.coordinator.raise_together(error, f"preparing to load {self.storage.where}")
+            assert prepared is not None
+            reader, found, targets = prepared
+            try:
+                plan.run(verify=self.verify == "while")
+                for target in targets:
+                    target.finish()
+                found.finish()
+            except Exception as caught:  # noqa: BLE001  see above
+                error = caught
+            self.coordinator.raise_together(error, f"loading {self.storage.where}")
+        finally:
+            plan.close()
+        return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
+
+    def _prepare(
+        self, plan: ReadPlan, state: Any, strict: bool, include: tuple[str, ...] | None
+    ) -> tuple[CheckpointReader, Match, list[Target]]:
+        """Everything that can fail before a byte is overwritten."""
+        reader = CheckpointReader(self.storage)
+        found = match(state, reader.manifest.structure.tree, include)
+        self._prove_match(found, strict)
+        describer = Describer(self.coordinator.rank_of)
+        targets = []
+        for read in found.reads:
+            region, local = self._wanted(reader, describer, read)
+            if region is not None and local is not None:
+                targets.append(reader.ask(plan, read.index, region, local))
+        for place in found.fresh:
+            found.fresh[place] = self._fresh(reader, plan, targets, place)
+        self._per_rank(reader, found)
+        return reader, found, targets
+
+    def _prove_match(self, found: Match, strict: bool) -> None:
+        if found.problems:
+            name, expected, got = found.problems[0]
+            raise CheckpointError(
+                explain(
+                    f"{len(found.problems)} leaves of the state are of another kind than in the checkpoint.",
+                    expected=f"{expected} (as saved)",
+                    got=got,
+                    where=f"{name} in {self.storage.where}",
+                    todo="build the state as it was when it was saved",
+                )
+            )
+        if strict and (found.missing or found.unexpected):
+            raise CheckpointError(
+                explain(
+                    "The state and the checkpoint do not hold the same leaves.",
+                    expected="equal names",
+                    got=f"missing in the checkpoint: {_some(found.missing)}; "
+                    f"unexpected, only in the checkpoint: {_some(found.unexpected)}",
+                    where=self.storage.where,
+                    todo="pass strict=False to load what both have, or include= with name patterns",
+                )
+            )
+
+    def _wanted(
+        self, reader: CheckpointReader, describer: Describer, read: TensorRead
+    ) -> tuple[Region | None, torch.Tensor | None]:
+        """This rank's region of a tensor of the state, and its local tensor, proven to fit what was saved."""
+        entry = reader.manifest.entries[read.index]
+        described = describer.describe(read.name, read.tensor)
+        if (described.shape, described.dtype) != (entry.shape, entry.dtype):
+            raise CheckpointError(
+                explain(
+                    "A tensor has another shape or dtype than in the checkpoint.",
+                    expected=f"{entry.dtype} {list(entry.shape)} (as saved)",
+                    got=f"{described.dtype} {list(described.shape)}",
+                    where=f"{read.name} in {self.storage.where}",
+                    todo="build the state as it was saved; cast after loading",
+                )
+            )
+        if described.local is None:
+            return None, None
+        rank = np.array([self.coordinator.rank])
+        axes = described.distribution.axes
+        coordinates = [int(axis.coordinates(rank)[0]) for axis in axes]
+        return described.distribution.region(described.shape, coordinates, describer.layouts), described.local
+
+    def _fresh(
+        self, reader: CheckpointReader, plan: ReadPlan, targets: list[Target], place: int
+    ) -> torch.Tensor:
+        """A tensor that a Stateful object did not have: made in full if it was not sharded."""
+        entry = reader.manifest.entries[place]
+        if entry.cuts:
+            raise CheckpointError(
+                explain(
+                    "An object lacks a sharded tensor that the checkpoint has for it.",
+                    expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
+                    got="nothing under that name",
+                    where=f"{entry.name} in {self.storage.where}",
+                    todo="for an optimizer, pass get_optimizer_state_dict(model, optimizer) in its place",
+                )
+            )
+        tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        targets.append(reader.ask(plan, place, whole_region(entry.shape), tensor))
+        return tensor
+
+    def _per_rank(self, reader: CheckpointReader, found: Match) -> None:
+        """This rank's per-rank values: its own, or merged from all saved ranks."""
+        if not found.per_rank:
+            return
+        rank, world, saved = self.coordinator.rank, self.coordinator.world_size, reader.manifest.world_size
+        merging = {name for name, leaf in found.per_rank.items() if leaf.merge is not None and world != saved}
+        if rank < saved:
+            (own,) = reader.per_rank_values([rank])
+            found.per_rank_values.update({name: own[name] for name in found.per_rank if name in own})
+        elif merging != set(found.per_rank):
+            lacking = sorted(set(found.per_rank) - merging)
+            warnings.warn(
+                f"rank {rank} keeps its own value of {', '.join(lacking)}: {saved} ranks saved. "
+                "Give PerRank a merge function to derive one.",
+                stacklevel=5,
+            )
+        if merging:
+            everyone = reader.per_rank_values()
+            for name in merging:
+                values = [values[name] for values in everyone if name in values]
+                merge = found.per_rank[name].merge
+                assert merge is not None
+                found.per_rank_values[name] = merge(values, rank, world)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -1,0 +1,177 @@
+"""Local and shared file systems: parallel positional writes, fsync of files and folders, rename to commit."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vescale_fsdp.checkpoint.storage import Buffer, FileReader, FileWriter, Storage
+
+__all__ = ["LocalStorage"]
+
+_MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
+_LOCK_NAME = ".lock"
+
+
+class _LocalWriter(FileWriter):
+    def __init__(self, path: Path, durable: bool) -> None:
+        self._path = path
+        self._durable = durable
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        first = 0
+        while first < len(views):
+            batch = views[first : first + _MAX_BUFFERS]
+            written = os.pwritev(self._file, batch, offset_bytes)
+            if written == 0 and any(len(view) for view in batch):
+                raise OSError(f"wrote nothing to {self._path} at {offset_bytes}")
+            offset_bytes += written
+            first += _drop(views, first, written)
+
+    def close(self) -> None:
+        try:
+            if self._durable:
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
+    """How many views from ``first`` on are complete after so many bytes; the next is cut to its rest."""
+    complete = 0
+    while first + complete < len(views) and done_bytes >= len(views[first + complete]):
+        done_bytes -= len(views[first + complete])
+        complete += 1
+    if done_bytes:
+        views[first + complete] = views[first + complete][done_bytes:]
+    return complete
+
+
+class _LocalReader(FileReader):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._file).st_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        first = 0
+        while first < len(views):
+            batch = views[first : first + _MAX_BUFFERS]
+            read = os.preadv(self._file, batch, offset_bytes)
+            if read == 0 and any(len(view) for view in batch):
+                raise EOFError(f"{self._path} ends at byte {offset_bytes}")
+            offset_bytes += read
+            first += _drop(views, first, read)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class LocalStorage(Storage):
+    """A folder of a file system.
+
+    Args:
+        root: the folder; made when first written to.
+        durable: False leaves out every fsync, for file systems in memory.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.root = Path(root)
+        self._durable = durable
+        self.max_threads = min(4, os.cpu_count() or 1)
+
+    @property
+    def where(self) -> str:
+        return str(self.root)
+
+    def child(self, name: str) -> LocalStorage:
+        return LocalStorage(self.root / name, durable=self._durable)
+
+    def create(self, name: str, size_bytes: int) -> FileWriter:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _LocalWriter(path, self._durable)
+
+    def open_file(self, name: str) -> FileReader:
+        return _LocalReader(self.root / name)
+
+    def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        with open(self.root / name, "rb") as file:
+            data = file.read(limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise ValueError(f"{self.root / name} is larger than {limit_bytes} bytes")
+        return data
+
+    def commit(self, name: str, data: bytes, *, replace: bool) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self._durable:
+                    os.fsync(file.fileno())
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)  # unlike rename, refuses to replace
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+        self.sync_folder("")
+
+    def exists(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    def list_folder(self, name: str) -> list[str]:
+        try:
+            return sorted(entry.name for entry in (self.root / name).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sync_folder(self, name: str) -> None:
+        if not self._durable:
+            return
+        folder = os.open(self.root / name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def remove(self, name: str) -> None:
+        path = self.root / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        self.root.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(file)

@@ -1,0 +1,341 @@
+"""The manifest: the one small JSON that makes a folder a checkpoint, and tells where every byte lies.
+
+A frozen value that does not grow with the number of ranks. Which tensors a rank's file holds, in which
+order, at which offsets, follows from it by arithmetic (see `rankfile`). FORMAT.md is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+from vescale_fsdp.checkpoint.distribution import (
+    Axis,
+    Cut,
+    Distribution,
+    Holders,
+    LayoutCut,
+    ShardCut,
+    UnitsCut,
+)
+from vescale_fsdp.checkpoint.dtypes import dtype_named
+from vescale_fsdp.checkpoint.merge import merge_structures
+from vescale_fsdp.checkpoint.rankset import RankSet
+from vescale_fsdp.checkpoint.region import Region
+from vescale_fsdp.checkpoint.structure import Entry, Structure, dump_json
+from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LayoutError, explain
+from vescale_fsdp.geometry import FlatRange
+from vescale_fsdp.layout import GroupLayout
+
+__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "build_manifest", "new_save_id"]
+
+FORMAT_NAME = "vescale-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
+SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
+
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
+_MAX_NUMEL = 1 << 62
+
+
+def new_save_id() -> str:
+    """A name for one attempt to save; also the name of its folder."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and where.
+
+    Args:
+        save_id: 16 hex digits, new for every attempt; data lies in ``data-<save_id>/``.
+        world_size: ranks that saved.
+        structure: state tree, tensors and tables.
+        rank_sets: table of sets of ranks.
+        holders: for each tensor, the place in ``rank_sets`` of the ranks that hold it.
+        blob_bytes: bytes kept in each rank's file for per-rank values (0 if there are none).
+        user: the user's own JSON.
+        stripe_bytes: bytes per checksum.
+        split_bytes: replicas share the writing of a region of at least so many bytes.
+    """
+
+    save_id: str
+    world_size: int
+    structure: Structure
+    rank_sets: tuple[RankSet, ...]
+    holders: tuple[int, ...]
+    blob_bytes: int = 0
+    user: Json = None
+    stripe_bytes: int = STRIPE_BYTES
+    split_bytes: int = SPLIT_BYTES
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The tensors in file order."""
+        return self.structure.entries
+
+    @cached_property
+    def _holders(self) -> dict[tuple[int, int], Holders]:
+        return {}
+
+    def holders_of(self, place: int) -> Holders:
+        """Who holds tensor number ``place``, and in which order."""
+        entry = self.entries[place]
+        key = (self.holders[place], entry.axes)
+        found = self._holders.get(key)
+        if found is None:
+            found = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
+            self._holders[key] = found
+        return found
+
+    def distribution(self, place: int) -> Distribution:
+        """Axes and cuts of tensor number ``place``."""
+        return self.structure.distribution(self.entries[place])
+
+    def split(self, place: int, region: Region, replica: int, replicas: int) -> Region:
+        """What one of several replicas of a region stores: an equal part, or all of a small one's first."""
+        if replicas == 1:
+            return region
+        if region.numel * self.entries[place].itemsize < self.split_bytes:
+            start = region.span.start
+            return region if replica == 0 else Region(region.box, FlatRange(start, start))
+        return region.part(replica, replicas)
+
+    @cached_property
+    def places_by_name(self) -> dict[str, list[int]]:
+        """Numbers of the tensors of each name; more than one if ranks cut it in different ways."""
+        found: dict[str, list[int]] = {}
+        for place, entry in enumerate(self.entries):
+            found.setdefault(entry.name, []).append(place)
+        return found
+
+    def file_name(self, rank: int) -> str:
+        """A rank's file, relative to the checkpoint's folder."""
+        return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the checksum."""
+        structure = self.structure
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "save_id": self.save_id,
+            "world_size": self.world_size,
+            "stripe_bytes": self.stripe_bytes,
+            "split_bytes": self.split_bytes,
+            "blob_bytes": self.blob_bytes,
+            "rank_sets": [ranks.to_json() for ranks in self.rank_sets],
+            "axes": [[axis.to_json() for axis in axes] for axes in structure.axes],
+            "layouts": [layout.to_json() for layout in structure.layouts],
+            "tensors": [
+                {**entry.to_json(), "ranks": holder}
+                for entry, holder in zip(structure.entries, self.holders, strict=True)
+            ],
+            "state": structure.tree,
+            "user": self.user,
+        }
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it is written, checksum included."""
+        data = self.to_json()
+        data["checksum"] = _checksum(data)
+        return dump_json(data)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
+        """Read a manifest, trusting nothing in it.
+
+        Raises:
+            CheckpointError: if it is of a newer version of the format.
+            CorruptCheckpointError: if it is no manifest, is damaged, or describes what cannot be.
+        """
+        data = _parse(raw, where)
+        try:
+            manifest = cls(
+                data["save_id"],
+                data["world_size"],
+                Structure(
+                    data["state"],
+                    tuple(Entry.from_json(entry) for entry in data["tensors"]),
+                    tuple(tuple(Axis.from_json(axis) for axis in axes) for axes in data["axes"]),
+                    tuple(GroupLayout.from_json(layout) for layout in data["layouts"]),
+                ),
+                tuple(RankSet.from_json(ranks) for ranks in data["rank_sets"]),
+                tuple(int(entry["ranks"]) for entry in data["tensors"]),
+                data["blob_bytes"],
+                data["user"],
+                data["stripe_bytes"],
+                data["split_bytes"],
+            )
+            _prove(manifest, where)
+        except (KeyError, TypeError, ValueError, IndexError, LayoutError) as error:
+            raise _corrupt(where, f"{type(error).__name__}: {error}") from error
+        return manifest
+
+
+def build_manifest(
+    classes: Sequence[tuple[RankSet, Structure]],
+    *,
+    save_id: str,
+    world_size: int,
+    blob_bytes: int = 0,
+    user: Json = None,
+    stripe_bytes: int = STRIPE_BYTES,
+    split_bytes: int = SPLIT_BYTES,
+) -> Manifest:
+    """The manifest of a state whose ranks have these structures. Pure: needs no process group.
+
+    Raises:
+        CheckpointError: if the structures do not fit together, or part of a tensor is held by no rank.
+    """
+    structure, sets = merge_structures(classes)
+    table: dict[RankSet, int] = {}
+    holders = tuple(table.setdefault(ranks, len(table)) for ranks in sets)
+    return Manifest(
+        save_id,
+        world_size,
+        structure,
+        tuple(table),
+        holders,
+        blob_bytes,
+        user,
+        stripe_bytes,
+        split_bytes,
+    )
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in data.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(dump_json(content))
+
+
+def _corrupt(where: str, got: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "The manifest is damaged or no manifest.",
+            expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
+            got=got,
+            where=where,
+            todo="restore an older step; verify(path) lists all that is wrong",
+        )
+    )
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    """JSON of the right format, version and checksum."""
+    try:
+        data = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(where, str(error)) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
+        raise _corrupt(
+            where, f"format {data.get('format') if isinstance(data, dict) else type(data).__name__!r}"
+        )
+    version = data.get("version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            explain(
+                "The checkpoint was written by a newer version of the format.",
+                expected=f"version <= {FORMAT_VERSION}",
+                got=f"version {version}",
+                where=where,
+                todo="update vescale_fsdp",
+            )
+        )
+    if version != FORMAT_VERSION:
+        raise _corrupt(where, f"version {version!r}")
+    if data.get("checksum") != _checksum(data):
+        raise _corrupt(where, "its checksum does not fit its content")
+    return data
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _prove(manifest: Manifest, where: str) -> None:
+    """Bounds and references, so that nothing computed from a manifest can leave its folder or its arrays."""
+    checks: list[tuple[bool, Callable[[], str]]] = [
+        (
+            isinstance(manifest.save_id, str) and _SAVE_ID.fullmatch(manifest.save_id) is not None,
+            lambda: f"save_id {manifest.save_id!r}",
+        ),
+        (
+            type(manifest.world_size) is int and 1 <= manifest.world_size <= 1 << 24,
+            lambda: f"world_size {manifest.world_size!r}",
+        ),
+        (
+            type(manifest.stripe_bytes) is int
+            and 16 <= manifest.stripe_bytes <= _MAX_STRIPE_BYTES
+            and manifest.stripe_bytes % 16 == 0,
+            lambda: f"stripe_bytes {manifest.stripe_bytes!r}",
+        ),
+        (
+            type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
+            lambda: f"blob_bytes {manifest.blob_bytes!r}",
+        ),
+        (
+            type(manifest.split_bytes) is int and manifest.split_bytes >= 0,
+            lambda: f"split_bytes {manifest.split_bytes!r}",
+        ),
+    ]
+    for fine, got in checks:
+        if not fine:
+            raise _corrupt(where, got())
+    for ranks in manifest.rank_sets:
+        if not _rank_set_fits(ranks, manifest.world_size):
+            raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")
+    for place in range(len(manifest.entries)):
+        _prove_entry(manifest, place, where)
+
+
+def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
+    """Whether a set's runs are inside the world; asked before they are spelled out."""
+    for start, count, step, outer, outer_step in ranks.runs:
+        if min(start, count, step, outer, outer_step) < 0 or count * outer > world_size:
+            return False
+        if start + max(0, count - 1) * step + max(0, outer - 1) * outer_step >= world_size:
+            return False
+    return True
+
+
+def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
+    entry, structure = manifest.entries[place], manifest.structure
+    dtype_named(entry.dtype)
+    problem = None
+    if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
+        problem = f"shape {entry.shape}"
+    elif not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):
+        problem = f"axes {entry.axes} with {len(entry.cuts)} cuts"
+    elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
+        problem = f"ranks {manifest.holders[place]}"
+    for axis, cut in zip(structure.axes[entry.axes] if problem is None else (), entry.cuts, strict=False):
+        if not _cut_fits(manifest, entry, axis, cut):
+            problem = f"cut {cut} on axis {axis} of shape {entry.shape}"
+    if problem is not None:
+        raise _corrupt(where, f"tensor {entry.name!r}: {problem}")
+
+
+def _cut_fits(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
+    """Whether a cut is possible: asked before its pieces are spelled out."""
+    if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
+        return False
+    if isinstance(cut, ShardCut):
+        return 0 <= cut.dim < len(entry.shape)
+    if isinstance(cut, UnitsCut):
+        return all(count > 0 for count, _ in cut.runs) and sum(count for count, _ in cut.runs) == axis.size
+    assert isinstance(cut, LayoutCut)
+    if cut.layout < 0 or cut.slot < 0:
+        return False
+    layout = manifest.structure.layouts[cut.layout]
+    return layout.num_shards == axis.size and layout.slots[cut.slot].shape == entry.shape

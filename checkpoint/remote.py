@@ -1,0 +1,167 @@
+"""Object stores and every other fsspec URL: multipart uploads in order, parallel ranged reads, one put to commit.
+
+There is no rename and no fsync: a file is durable when its `close` has returned, and the commit is one
+small object, put last. Every attempt writes under a fresh prefix, so attempts never mix. Listings are
+asked of the store, never of fsspec's cache. Errors that may pass (5xx, time-outs, lost connections) are
+retried; a lost upload leaves at most parts that nobody can see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import fsspec
+
+from vescale_fsdp.checkpoint.storage import Buffer, FileReader, FileWriter, Storage
+
+__all__ = ["RemoteStorage"]
+
+T = TypeVar("T")
+_PART_BYTES = 16 << 20  # 16 MiB per part of an upload
+_TRIES = 5
+_FIRST_PAUSE_S = 0.2
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def _retrying(work: Callable[[], T]) -> T:
+    """Call until it works; errors that cannot pass, and the last of several, are raised."""
+    for attempt in range(_TRIES):
+        try:
+            return work()
+        except _FINAL:
+            raise
+        except (OSError, TimeoutError) as error:
+            if attempt == _TRIES - 1:
+                raise OSError(f"gave up after {_TRIES} tries: {error}") from error
+            time.sleep(_FIRST_PAUSE_S * 2**attempt)
+    raise AssertionError("the last try returns or raises")
+
+
+class _RemoteWriter(FileWriter):
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._at = 0
+
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        if offset_bytes != self._at:
+            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            # Some stores keep what they are given until the part is full: the tensor may change by then.
+            self._file.write(bytes(view))
+            self._at += len(view)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abort(self) -> None:
+        # Nothing is visible of an upload that was never completed, whether or not its parts can be dropped.
+        with contextlib.suppress(OSError, NotImplementedError, AttributeError):
+            self._file.discard()
+        self._file.closed = True
+
+
+class _RemoteReader(FileReader):
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._size = int(_retrying(lambda: filesystem.info(path))["size"])
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        stop = offset_bytes + sum(map(len, views))
+        if stop > self._size:
+            raise EOFError(f"{self._path} ends at byte {self._size}")
+        if stop == offset_bytes:
+            return
+        data = memoryview(
+            _retrying(lambda: self._filesystem.cat_file(self._path, start=offset_bytes, end=stop))
+        )
+        if len(data) != stop - offset_bytes:
+            raise EOFError(f"{self._path} gave {len(data)} bytes of {stop - offset_bytes} at {offset_bytes}")
+        for view in views:
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
+
+    def close(self) -> None:
+        pass
+
+
+class RemoteStorage(Storage):
+    """A prefix of an object store.
+
+    Args:
+        url: such as ``s3://bucket/prefix``.
+        options: passed to the fsspec file system (credentials, endpoint, ..).
+    """
+
+    in_order = True
+    max_gap_bytes = 1 << 20  # 1 MiB: less than a request's latency costs
+    max_threads = 8
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._url = url.rstrip("/")
+        self._options = options
+        self.filesystem, self._root = fsspec.core.url_to_fs(self._url, **options)
+
+    @property
+    def where(self) -> str:
+        return self._url
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def child(self, name: str) -> RemoteStorage:
+        return RemoteStorage(f"{self._url}/{name}", **self._options)
+
+    def create(self, name: str, size_bytes: int) -> FileWriter:
+        return _RemoteWriter(
+            _retrying(lambda: self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES))
+        )
+
+    def open_file(self, name: str) -> FileReader:
+        self.filesystem.invalidate_cache()
+        return _RemoteReader(self.filesystem, self._path(name))
+
+    def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        path = self._path(name)
+        self.filesystem.invalidate_cache()
+        size = int(_retrying(lambda: self.filesystem.info(path))["size"])
+        if size > limit_bytes:
+            raise ValueError(f"{path} is larger than {limit_bytes} bytes")
+        return bytes(_retrying(lambda: self.filesystem.cat_file(path)))
+
+    def commit(self, name: str, data: bytes, *, replace: bool) -> None:
+        if not replace and self.exists(name):
+            raise FileExistsError(self._path(name))
+        mode = "overwrite" if replace else "create"
+        _retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
+
+    def exists(self, name: str) -> bool:
+        self.filesystem.invalidate_cache()
+        return bool(_retrying(lambda: self.filesystem.exists(self._path(name))))
+
+    def list_folder(self, name: str) -> list[str]:
+        self.filesystem.invalidate_cache()
+        try:
+            found = _retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def sync_folder(self, name: str) -> None:
+        """Nothing to do: an object is durable once it is there."""
+
+    def remove(self, name: str) -> None:
+        self.filesystem.invalidate_cache()
+        try:
+            _retrying(lambda: self.filesystem.rm(self._path(name), recursive=True))
+        except FileNotFoundError:
+            return

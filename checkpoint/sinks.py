@@ -1,0 +1,118 @@
+"""Where bytes that are read go: straight into a tensor's memory, or through a scratch buffer.
+
+A `Target` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
+
+    direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
+    copied      contiguous in both, but on a device, or wanted twice: read to scratch, then copied
+    patch       a box that is strided on either side: read to scratch, then copied box by box
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vescale_fsdp.checkpoint.dtypes import carrier_of
+from vescale_fsdp.checkpoint.region import Patch, Run, runs_of_box
+from vescale_fsdp.checkpoint.sources import Source
+from vescale_fsdp.geometry import Box, boxes_of_range, range_of_box
+
+__all__ = ["Bytes", "Sink", "Target", "sinks_of"]
+
+Bytes = npt.NDArray[np.uint8]
+Deliver = Callable[[int, Bytes], None]
+
+
+class Target:
+    """A tensor to be filled in place, whatever its device and strides.
+
+    Args:
+        tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        contiguous = tensor.is_contiguous()
+        self._filled = (
+            tensor if contiguous else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        )
+        # 1D [numel], under a dtype that every copy kernel knows
+        self.flat = self._filled.view(-1).view(carrier_of(tensor.dtype))
+        self.itemsize = tensor.dtype.itemsize
+        self.memory: Bytes | None = None  # 1D [nbytes], None on a device
+        if tensor.device.type == "cpu":
+            self.memory = self._filled.view(-1).view(torch.uint8).numpy()
+
+    def finish(self) -> None:
+        """Bring what was read to where it belongs, once all of it is there."""
+        if self._filled is not self._tensor:
+            self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
+
+
+@dataclass
+class Sink:
+    """A half-open byte range of a file and its destination.
+
+    Attributes:
+        memory: the destination itself, as long as the range; None if the bytes must be delivered.
+        deliver: called with (first byte's place in the file, bytes) for any part of the range; bytes hold
+            whole elements.
+    """
+
+    start: int
+    stop: int
+    memory: Bytes | None
+    deliver: Deliver
+
+    def without_memory(self) -> Sink:
+        """The same sink, delivered: for ranges that several sinks want."""
+        return Sink(self.start, self.stop, None, self.deliver)
+
+
+def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[Sink]:
+    """The sinks that bring one source into a target."""
+    itemsize, share = target.itemsize, source.share
+    if isinstance(share, Run):
+        start = source.piece.start_bytes + share.source * itemsize
+        stop = start + share.numel * itemsize
+        memory = None
+        if target.memory is not None:
+            memory = target.memory[share.target * itemsize : (share.target + share.numel) * itemsize]
+        yield Sink(start, stop, memory, functools.partial(_copy_run, target, share.target, start))
+        return
+    base = source.piece.start_bytes + share.source * itemsize
+    deliver = functools.partial(_copy_patch, target, share, base)
+    for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_bytes // itemsize):
+        yield Sink(base + run.start * itemsize, base + run.stop * itemsize, None, deliver)
+
+
+def _elements(target: Target, data: Bytes) -> torch.Tensor:
+    return torch.from_numpy(data).view(target.flat.dtype)
+
+
+def _copy_run(target: Target, place: int, start: int, at: int, data: Bytes) -> None:
+    """Bytes from file position ``at`` into the target, whose element ``place`` comes from ``start``."""
+    first = place + (at - start) // target.itemsize
+    elements = _elements(target, data)
+    target.flat[first : first + elements.numel()].copy_(elements)
+
+
+def _copy_patch(target: Target, patch: Patch, base: int, at: int, data: Bytes) -> None:
+    """What a range of the source's elements has in common with the patch, box by box."""
+    elements = _elements(target, data)
+    first = (at - base) // target.itemsize
+    stop = patch.target + functools.reduce(lambda a, b: a * b, patch.target_sizes, 1)
+    into = target.flat[patch.target : stop].view(patch.target_sizes)
+    for box in boxes_of_range(patch.source_sizes, first, first + elements.numel()):
+        shared = box.intersect(patch.source_box)
+        if shared is None:
+            continue
+        start, end = range_of_box(patch.source_sizes, box).shift(-first)
+        values = elements[start:end].view(box.sizes)[shared.slices(box.offsets)]
+        moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
+        into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()].copy_(values)

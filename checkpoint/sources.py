@@ -1,0 +1,74 @@
+"""Which bytes of which rank's file hold a region of a tensor: arithmetic on the manifest, no reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.rankfile import FilePiece, RankFile
+from vescale_fsdp.checkpoint.region import Patch, Region, Run, overlaps
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+
+__all__ = ["Source", "SourceFinder"]
+
+
+class Source(NamedTuple):
+    """What a region takes from one piece of one file."""
+
+    rank: int
+    piece: FilePiece
+    share: Run | Patch
+
+
+class SourceFinder:
+    """Finds the sources of regions; rank files are computed once each, when first needed."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._files: dict[int, RankFile] = {}
+
+    def file(self, rank: int) -> RankFile:
+        """Where everything lies in a rank's file."""
+        found = self._files.get(rank)
+        if found is None:
+            found = self._files[rank] = RankFile(self.manifest, rank)
+        return found
+
+    def sources(self, place: int, wanted: Region) -> list[Source]:
+        """Sources that together hold every element of a region of tensor number ``place``.
+
+        Raises:
+            CorruptCheckpointError: if they do not, naming the tensor.
+        """
+        found = list(self._sources(place, wanted))
+        numel = sum(_numel(source.share) for source in found)
+        if numel != wanted.numel:
+            entry = self.manifest.entries[place]
+            raise CorruptCheckpointError(
+                explain(
+                    "The checkpoint does not hold all of a tensor.",
+                    expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
+                    got=f"{numel}",
+                    where=entry.name,
+                    todo="restore an older step",
+                )
+            )
+        return found
+
+    def _sources(self, place: int, wanted: Region) -> Iterator[Source]:
+        if not wanted.numel:
+            return
+        manifest, entry = self.manifest, self.manifest.entries[place]
+        holders = manifest.holders_of(place)
+        touching = manifest.distribution(place).touching(entry.shape, wanted, manifest.structure.layouts)
+        for coordinates, region in touching:
+            ranks = holders.ranks_at(coordinates)
+            for replica, rank in enumerate(ranks):
+                share = manifest.split(place, region, replica, len(ranks))
+                for part in overlaps(share, wanted) if share.numel else ():
+                    yield Source(rank, self.file(rank).piece_of[place], part)
+
+
+def _numel(share: Run | Patch) -> int:
+    return share.numel if isinstance(share, Run) else share.source_box.numel

@@ -1,0 +1,146 @@
+"""Where checkpoints live: what the engine asks of a disk or an object store, and how a path finds its store.
+
+The contract is small, so that a test can put a faulty store in place of a real one:
+
+    create     a new file, written at any offset (or only in order, where `in_order` says so)
+    open_file  an existing file, read at any offset
+    commit     one small object, whole or not at all, durable when the call returns; may refuse to replace
+    lock       keeps a second job out of the folder, where the store can
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Buffer", "FileReader", "FileWriter", "Storage", "StoragePath", "open_storage"]
+
+Buffer = Any
+"""Anything with the buffer protocol: bytes, memoryview, a uint8 array."""
+
+StoragePath = "str | os.PathLike[str] | Storage"
+
+
+class FileWriter(ABC):
+    """A file being written. It exists for readers only once `close` has returned."""
+
+    @abstractmethod
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        """Write buffers one after another from an offset on; any thread may call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the file durable."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give the file up; never raises."""
+
+
+class FileReader(ABC):
+    """A file open for reading at any offset, from any thread."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Size of the file."""
+
+    @abstractmethod
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        """Fill writable buffers one after another from an offset on.
+
+        Raises:
+            EOFError: if the file ends before the last buffer is full.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the file."""
+
+
+class Storage(ABC):
+    """One folder that holds one checkpoint. Names are relative, with ``/``."""
+
+    in_order: bool = False  # whether files can only be written from front to back
+    max_gap_bytes: int = 64 << 10  # 64 KiB: it is cheaper to read over a gap of this size than to ask twice
+    max_threads: int = 4
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The folder, for messages."""
+
+    @abstractmethod
+    def child(self, name: str) -> Storage:
+        """The storage of a folder inside this one."""
+
+    @abstractmethod
+    def create(self, name: str, size_bytes: int) -> FileWriter:
+        """Start a new file of a known size."""
+
+    @abstractmethod
+    def open_file(self, name: str) -> FileReader:
+        """Open a file.
+
+        Raises:
+            FileNotFoundError: if there is none.
+        """
+
+    @abstractmethod
+    def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        """All bytes of a small file.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if it is larger than the limit.
+        """
+
+    @abstractmethod
+    def commit(self, name: str, data: bytes, *, replace: bool) -> None:
+        """Publish a small object, whole or not at all, durable on return.
+
+        Raises:
+            FileExistsError: if it exists and ``replace`` is False.
+        """
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether a file exists, asked of the store itself and never of a cache."""
+
+    @abstractmethod
+    def list_folder(self, name: str) -> list[str]:
+        """Names directly inside a folder, sorted; empty if there is no such folder."""
+
+    @abstractmethod
+    def sync_folder(self, name: str) -> None:
+        """Make the names inside a folder durable."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file or a whole folder; nothing happens if there is none."""
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder against other jobs.
+
+        Raises:
+            BlockingIOError: if another job holds it.
+        """
+        yield
+
+
+def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
+    """The storage behind a path, a URL (``s3://``, ``gs://``, ``memory://``, ..) or a storage itself."""
+    if isinstance(path, Storage):
+        return path
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        from vescale_fsdp.checkpoint.remote import RemoteStorage
+
+        return RemoteStorage(text)
+    from vescale_fsdp.checkpoint.local import LocalStorage
+
+    return LocalStorage(text.removeprefix("file://"))

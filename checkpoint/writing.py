@@ -1,0 +1,81 @@
+"""Writing one rank's file: stripes are hashed while in the cache, then written by several threads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+import xxhash
+
+from vescale_fsdp.checkpoint.image import FileImage
+from vescale_fsdp.checkpoint.rankfile import RankFile
+from vescale_fsdp.checkpoint.storage import Buffer, FileWriter, Storage
+
+__all__ = ["checksum_of", "pack_table", "write_rank_file"]
+
+
+def checksum_of(buffers: Sequence[Buffer]) -> int:
+    """xxh3-64 of buffers taken as one run of bytes."""
+    if len(buffers) == 1:
+        return xxhash.xxh3_64_intdigest(buffers[0])
+    state = xxhash.xxh3_64()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.intdigest()
+
+
+def pack_table(checksums: Sequence[int]) -> bytes:
+    """The table of a file's checksums, little-endian, followed by its own checksum."""
+    table = struct.pack(f"<{len(checksums)}Q", *checksums)
+    return table + struct.pack("<Q", xxhash.xxh3_64_intdigest(table))
+
+
+def write_rank_file(storage: Storage, image: FileImage) -> None:
+    """Write a rank's file with its checksums; durable on return, gone again after an error.
+
+    Raises:
+        OSError: whatever the storage says, unchanged.
+    """
+    file = image.file
+    writer = storage.create(file.name, file.total_bytes)
+    try:
+        threads = 1 if storage.in_order else min(storage.max_threads, file.num_stripes)
+        if threads <= 1:
+            checksums = [_write_stripe(writer, image, index) for index in range(file.num_stripes)]
+        else:
+            checksums = _write_parallel(writer, image, threads)
+        writer.write_at(file.table_start, [pack_table(checksums)])
+        writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _write_stripe(writer: FileWriter, image: FileImage, index: int) -> int:
+    start, stop = image.file.stripe(index)
+    buffers = image.buffers(start, stop)
+    checksum = checksum_of(buffers)
+    writer.write_at(start, buffers)
+    return checksum
+
+
+def _write_parallel(writer: FileWriter, image: FileImage, threads: int) -> list[int]:
+    """Stripes in turn over threads; the first error stops those not yet begun."""
+    file: RankFile = image.file
+    failed = False
+
+    def work(thread: int) -> list[int]:
+        found = []
+        for index in range(thread, file.num_stripes, threads):
+            if failed:
+                break
+            found.append(_write_stripe(writer, image, index))
+        return found
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
+        futures = [pool.submit(work, thread) for thread in range(threads)]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        failed = True  # harmless where all are done
+        results = [future.result() for future in futures]
+    return [results[index % threads][index // threads] for index in range(file.num_stripes)]
