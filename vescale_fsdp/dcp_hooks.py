@@ -19,17 +19,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from vescale_fsdp.errors import CheckpointError, explain
-from vescale_fsdp.geometry import Box, boxes_of_range, range_of_box
+from vescale_fsdp.geometry import Box
 
 if TYPE_CHECKING:
     from vescale_fsdp.dtensor import RaggedDTensor
 
 __all__ = ["chunk_list", "tensor_shard", "write_items"]
-
-
-def _boxes(tensor: RaggedDTensor) -> tuple[Box, ...]:
-    start, stop = tensor.piece
-    return boxes_of_range(tuple(tensor.shape), start, stop)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -38,7 +33,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 def chunk_list(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
     """The boxes this rank wants to read or write, in flat order."""
-    return [_chunk(box) for box in _boxes(tensor)]
+    return [_chunk(box) for box in tensor.boxes]
 
 
 def write_items(fqn: str, tensor: RaggedDTensor) -> list[WriteItem]:
@@ -50,7 +45,7 @@ def write_items(fqn: str, tensor: RaggedDTensor) -> list[WriteItem]:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=tensor.size()),
         )
-        for index, box in enumerate(_boxes(tensor))
+        for index, box in enumerate(tensor.boxes)
     ]
 
 
@@ -60,12 +55,13 @@ def tensor_shard(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
     Raises:
         CheckpointError: if this rank holds no box at that offset.
     """
-    boxes = _boxes(tensor)
+    boxes = tensor.boxes
     offsets = tuple(index.offset) if index.offset is not None else None
+    start = 0
     for box in boxes:
         if offsets is None or box.offsets == offsets:
-            start, stop = range_of_box(tuple(tensor.shape), box).shift(-tensor.piece.start)
-            return tensor._local_tensor.view(-1)[start:stop].view(box.sizes)
+            return tensor._local_tensor.view(-1)[start : start + box.numel].view(box.sizes)
+        start += box.numel
     raise CheckpointError(
         explain(
             "The checkpoint planner asked for a box that this rank does not hold.",

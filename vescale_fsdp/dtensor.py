@@ -4,39 +4,51 @@ Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute
 So a ragged tensor is a subclass with its own ``__torch_dispatch__``. Users see a DTensor: ``.shape`` is
 global, ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh``, ``.placements`` hold.
 
-What is allowed follows from what a flat piece can answer alone (`rule_of` decides, per operator):
-
-    elementwise   tags say pointwise, or a listed name: run on the pieces, same placement out
-    foreach       lists of the above, and the fused optimizer kernels
-    reduction     over all dims: the piece's part, as a stock DTensor that is Partial over the ragged axis
-    whole         equality: the piece's answer, agreed over the mesh
-    refused       everything else: UnsupportedOpError names the operator, the placement and the way out
-
-Nothing here ever returns a wrong value in silence: an operator without a rule raises.
+What each operator does on the pieces is decided in `vescale_fsdp.operators` (see OPERATORS.md). Nothing there
+returns a wrong value in silence: an operator without a rule raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp.collectives import broadcast_in_place
 from vescale_fsdp.dcp_hooks import chunk_list, tensor_shard, write_items
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
-from vescale_fsdp.geometry import FlatRange, boxes_of_range
+from vescale_fsdp.exchange import exchange
+from vescale_fsdp.geometry import Box, FlatRange
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard
-from vescale_fsdp.redistribute import local_shape, make_spec, redistribute_local, spec_with
-from vescale_fsdp.torch_private import DTensorSpec, NormPartial, local_of, register_foreach_type
+from vescale_fsdp.redistribute import Move, finish, redistribute_local
+from vescale_fsdp.spec import (
+    boxes_of,
+    inner_box,
+    is_ragged_spec,
+    local_shape,
+    make_spec,
+    piece_of,
+    ragged_axis,
+    spec_with,
+)
+from vescale_fsdp.torch_private import DTensorSpec, local_of, register_foreach_type
 
-__all__ = ["RaggedDTensor", "distribute_tensor", "is_ragged"]
-
-aten = torch.ops.aten
+__all__ = [
+    "PendingTensor",
+    "RaggedDTensor",
+    "distribute_tensor",
+    "is_ragged",
+    "make_spec",
+    "piece_of",
+    "ragged_axis",
+    "redistribute",
+    "redistribute_async",
+]
 
 
 def is_ragged(tensor: object) -> bool:
@@ -89,15 +101,14 @@ class RaggedDTensor(DTensor):
             PlacementError: if the piece has another size than the placement says.
         """
         spec = make_spec(device_mesh, tuple(placements), torch.Size(shape), local_tensor.dtype)
-        axis, placement = ragged_axis(spec.placements)
-        expected = local_shape(placement, torch.Size(shape), device_mesh.get_local_rank(axis))
+        expected = _shape_of_piece(spec)
         if tuple(local_tensor.shape) != expected or not local_tensor.is_contiguous():
             raise PlacementError(
                 explain(
                     "The local tensor is not this rank's piece.",
                     expected=f"a contiguous tensor of shape {expected}",
                     got=f"shape {tuple(local_tensor.shape)}, strides {local_tensor.stride()}",
-                    where=f"rank {device_mesh.get_local_rank(axis)} of {placement}",
+                    where=f"rank {device_mesh.get_coordinate()} of {spec.placements}",
                     todo="flatten the piece: tensor.reshape(-1)[range]",
                 )
             )
@@ -105,14 +116,24 @@ class RaggedDTensor(DTensor):
 
     @property
     def piece(self) -> FlatRange:
-        """Half-open range of the flattened global tensor that this rank holds."""
+        """Half-open range of the flattened tensor that this rank holds (of its inner box, see `spec`)."""
         return piece_of(self._spec)
 
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Boxes of the global tensor that this rank holds, in the order of its local elements."""
+        return boxes_of(self._spec)
+
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's piece, 1-D (shares memory). Differentiable; its gradient has the same placement."""
+        """This rank's piece, 1-D (shares memory). Differentiable.
+
+        Args:
+            grad_placements: of the gradient that will come back; those of the tensor if None.
+        """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
-        return _ToLocal.apply(self)  # type: ignore[no-any-return]
+        placements = self.placements if grad_placements is None else grad_placements
+        return _ToLocal.apply(self, spec_with(self._spec, placements=placements))  # type: ignore[no-any-return]
 
     def redistribute(  # type: ignore[override]
         self,
@@ -134,8 +155,8 @@ class RaggedDTensor(DTensor):
                 explain(
                     "redistribute of a ragged tensor takes no options.",
                     expected="async_op=False, forward_dtype=None, backward_dtype=None",
-                    got=f"async_op={async_op}, forward_dtype={forward_dtype}, backward_dtype={backward_dtype}",
-                    todo="cast with .to(dtype) before or after",
+                    got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
+                    todo="cast with .to(dtype); vescale_fsdp.redistribute_async overlaps with computation",
                 )
             )
         if device_mesh is not None and device_mesh != self.device_mesh:
@@ -146,21 +167,53 @@ class RaggedDTensor(DTensor):
             raise PlacementError(
                 explain("redistribute needs placements.", expected="one placement per mesh axis", got=None)
             )
-        return _Redistribute.apply(self, spec_with(self._spec, placements=tuple(placements)))  # type: ignore[no-any-return]
+        return redistribute(self, placements)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank (a collective; new memory)."""
+        """The whole tensor on every rank (a collective; new memory). Differentiable.
+
+        Args:
+            grad_placements: of the gradient that will come back; Replicate if None. With ``[Partial()]``
+                it is summed over the ranks by a reduce-scatter.
+        """
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        start, stop = self.piece
         placements = ", ".join(str(placement) for placement in self.placements)
+        grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements=({placements}), "
-            f"this rank [{start}:{stop}) = {self._local_tensor}"
-            f"{', requires_grad=True' if self.requires_grad else ''})"
+            f"{self._describe_piece()}{grad})"
         )
+
+    def _describe_piece(self) -> str:
+        coordinate = self.device_mesh.get_coordinate()
+        if coordinate is None:
+            return f"not on this rank: mesh {self.device_mesh}"
+        where = (
+            f"rank {coordinate[0] if len(coordinate) == 1 else tuple(coordinate)} of {self.device_mesh.shape}"
+        )
+        start, stop = self.piece
+        if start == stop:
+            return f"{where} holds nothing"
+        boxes = ", ".join(map(_index_text, self.boxes))
+        return f"{where} holds elements [{start}:{stop}) = {boxes}, local={self._local_tensor}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
+        if protocol == torch.serialization.DEFAULT_PROTOCOL:
+            raise UnsupportedOpError(
+                explain(
+                    "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
+                    expected="a checkpoint that knows the global tensor",
+                    got="torch.save (pickle protocol 2), which would store this rank's piece alone",
+                    where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
+                    todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
+                    "or torch.save(tensor.full_tensor()) on one rank",
+                )
+            )
+        return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -178,6 +231,8 @@ class RaggedDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        from vescale_fsdp.operators import rule_of  # the rules need this class; known by the first call
+
         return rule_of(func)(func, args, kwargs or {})
 
     # -- DCP (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece.
@@ -196,52 +251,136 @@ class RaggedDTensor(DTensor):
 register_foreach_type(RaggedDTensor)
 
 
-def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
-    """The mesh axis that is sharded raggedly, and its placement.
-
-    Raises:
-        PlacementError: unless exactly one placement is a RaggedShard.
-    """
-    found = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
-    if len(found) != 1:
-        raise PlacementError(
-            explain("A ragged tensor has one RaggedShard.", expected="exactly one", got=tuple(placements))
-        )
-    return found[0]
+def _rebuild(
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    layout_ref: tuple[GroupLayout, str] | None,
+    requires_grad: bool,
+) -> RaggedDTensor:
+    return RaggedDTensor.wrap(local, spec, layout_ref=layout_ref, requires_grad=requires_grad)
 
 
-def piece_of(spec: DTensorSpec) -> FlatRange:
-    """Range of the flattened tensor that this rank holds under a ragged spec."""
+def _index_text(box: Box) -> str:
+    parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
+    return f"[{', '.join(parts)}]"
+
+
+def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
     axis, placement = ragged_axis(spec.placements)
-    return placement.piece(spec.shape, spec.mesh.get_local_rank(axis))
+    return local_shape(placement, inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
 
 
-def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
+def _wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
     """A ragged or stock DTensor, as the placements of ``spec`` ask."""
-    if not any(isinstance(p, RaggedShard) for p in spec.placements):
+    if not is_ragged_spec(spec.placements):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
     ref = like.layout_ref if isinstance(like, RaggedDTensor) and like.placements == spec.placements else None
     return RaggedDTensor.wrap(local, spec, layout_ref=ref)
 
 
+# -- making and moving --------------------------------------------------------------------------------
+
+
 def distribute_tensor(
-    tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = None,
 ) -> RaggedDTensor:
-    """Shard a tensor that every rank holds in full: each rank keeps a copy of its piece. No communication.
+    """Shard a tensor raggedly.
 
     Args:
-        tensor: the full tensor, equal on all ranks (broadcast it first where it is not).
+        tensor: the full tensor. Its shape and dtype count on every rank, its values where it is read.
         device_mesh: the mesh.
         placements: one per mesh axis, exactly one of them a RaggedShard.
+        src_data_rank: None if all ranks hold the same values: each keeps a copy of its piece, without any
+            communication. Otherwise the coordinate, on every mesh axis, of the rank whose values count: it
+            sends every rank its piece.
+
+    Returns:
+        A leaf that requires gradients if ``tensor`` does.
     """
-    spec = make_spec(device_mesh, tuple(placements), tensor.shape, tensor.dtype)
+    spec = make_spec(device_mesh, placements, tensor.shape, tensor.dtype)
     axis, placement = ragged_axis(spec.placements)
-    rank = device_mesh.get_local_rank(axis)
-    start, stop = placement.piece(tensor.shape, rank)
-    piece = tensor.detach().reshape(-1)[start:stop].clone()
-    wrapped = RaggedDTensor.wrap(piece.view(local_shape(placement, tensor.shape, rank)), spec)
-    wrapped.requires_grad_(tensor.requires_grad)
-    return wrapped
+    if any(p.is_partial() for p in spec.placements):
+        raise PlacementError(
+            explain("A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements)
+        )
+    full = tensor.detach()
+    if src_data_rank is not None:
+        full = _from_source(full, spec, axis, src_data_rank)
+    inner = inner_box(spec)
+    part = full[inner.slices()].contiguous()
+    if src_data_rank is None:
+        start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
+        local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
+    else:
+        owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))
+        steps = exchange(
+            part.view(-1)[: part.numel() * owner[device_mesh.get_local_rank(axis)]],
+            RaggedShard((), owner),
+            RaggedShard(placement.dims, placement.local_units),
+            inner.sizes,
+            device_mesh.get_group(axis),
+        )
+        local = finish(steps)
+    return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
+
+
+def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int) -> torch.Tensor:
+    """Bring the values to every rank whose coordinate on the ragged axis is ``source``."""
+    mesh = spec.mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    full = full.clone(memory_format=torch.contiguous_format)
+    others = [axis for axis in range(mesh.ndim) if axis != ragged]
+    for index, axis in enumerate(others):
+        if all(coordinate[later] == source for later in (*others[index + 1 :], ragged)):
+            work = broadcast_in_place(full, mesh.get_group(axis), source)
+            if work is not None:
+                work.wait()
+    return full
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor, ragged or stock, under other placements of its mesh, ragged or stock. Differentiable.
+
+    ``DTensor.redistribute`` of torch does not know ragged placements; this function knows both.
+
+    Args:
+        tensor: a DTensor.
+        placements: one per mesh axis, at most one of them a RaggedShard.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh, or ask for sums to be undone.
+    """
+    target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+    if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
+        return _Redistribute.apply(tensor, target)  # type: ignore[no-any-return]
+    return tensor.redistribute(placements=placements)
+
+
+class PendingTensor:
+    """A tensor on its way to other placements; `wait` returns it. Not differentiable."""
+
+    def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
+        self._source = tensor
+        self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+        self._move = Move(local_of(tensor), tensor._spec, self._target)
+
+    def wait(self) -> DTensor:
+        """The tensor under its new placements, once it is here."""
+        return _wrap_like(self._move.wait(), self._target, like=self._source)
+
+
+def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
+    """Start `redistribute` and go on computing; `PendingTensor.wait` gives the result.
+
+    All ranks start and wait in the same order. Between mesh axes that change their cut too, only the first
+    collective overlaps. The tensor must not be written before the wait.
+    """
+    return PendingTensor(tensor, placements)
 
 
 # -- autograd -----------------------------------------------------------------------------------------
@@ -260,307 +399,26 @@ class _FromLocal(torch.autograd.Function):
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
-        ctx.spec = tensor._spec
+    def forward(ctx: Any, tensor: RaggedDTensor, grad_spec: DTensorSpec) -> torch.Tensor:
+        ctx.spec = grad_spec
         return tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:  # type: ignore[override]
-        return RaggedDTensor.wrap(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        return _wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
         ctx.spec = tensor._spec
-        local = redistribute_local(local_of(tensor), tensor._spec, target)
-        if local is local_of(tensor):
-            local = local.view_as(local)
-        return wrap_like(local, target, like=tensor)
+        if tensor._spec.placements == target.placements:
+            return _wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
+        return _wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        target = spec_with(ctx.spec, dtype=grad.dtype)
-        return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None
-
-
-# -- operators ----------------------------------------------------------------------------------------
-
-Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _refuse(func: torch._ops.OpOverload, spec: DTensorSpec | None, why: str) -> UnsupportedOpError:
-    placement = ", ".join(map(str, spec.placements)) if spec is not None else "RaggedShard"
-    return UnsupportedOpError(
-        explain(
-            f"{func} cannot be computed on ragged pieces: {why}.",
-            expected="an elementwise operator, a foreach or fused optimizer step, or a reduction over all dims",
-            got=str(func),
-            where=f"tensor of shape {tuple(spec.shape) if spec is not None else '?'} placed ({placement})",
-            todo="gather it with .full_tensor(), or work on this rank's flat piece with .to_local()",
-        )
-    )
-
-
-def _localise(func: torch._ops.OpOverload, value: Any, reference: DTensorSpec | None) -> Any:
-    """An argument as the piece-wise operator wants it, checked against the ragged tensor beside it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, RaggedDTensor):
-        if reference is not None and not _same_layout(value._spec, reference):
-            raise PlacementError(
-                explain(
-                    f"{func} met two ragged tensors that are cut differently.",
-                    expected=f"shape {tuple(reference.shape)} placed {tuple(map(str, reference.placements))}",
-                    got=f"shape {tuple(value.shape)} placed {tuple(map(str, value.placements))}",
-                    todo="redistribute one to the placements of the other",
-                )
-            )
-        return value._local_tensor
-    if isinstance(value, DTensor):
-        if value.ndim == 0 or any(p.is_partial() for p in value.placements):
-            value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-        if not all(p.is_replicate() for p in value.placements):
-            raise _refuse(func, reference, f"it is combined with a DTensor placed {value.placements}")
-        value = local_of(value)
-    elif value.ndim > 0 and reference is not None:
-        raise _refuse(func, reference, "it is combined with a plain tensor, which may differ between ranks")
-    return value if value.ndim == 0 or reference is None else _cut(func, value, reference)
-
-
-def _cut(func: torch._ops.OpOverload, full: torch.Tensor, reference: DTensorSpec) -> torch.Tensor:
-    """This rank's piece of a replicated tensor that broadcasts to the ragged tensor's shape."""
-    shape = reference.shape
-    if torch.broadcast_shapes(full.shape, shape) != shape:
-        raise _refuse(func, reference, f"shape {tuple(full.shape)} does not broadcast to it")
-    piece = piece_of(reference)
-    if full.shape == shape and full.is_contiguous():
-        return full.view(-1)[piece.start : piece.stop]
-    expanded = full.expand(shape)
-    boxes = boxes_of_range(tuple(shape), *piece)
-    return torch.cat([expanded[box.slices()].reshape(-1) for box in boxes]) if boxes else full.new_empty(0)
-
-
-def _same_layout(a: DTensorSpec, b: DTensorSpec) -> bool:
-    return a.shape == b.shape and a.placements == b.placements and a.mesh == b.mesh
-
-
-def _first_ragged(values: Any) -> RaggedDTensor | None:
-    for value in values:
-        if isinstance(value, RaggedDTensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            found = _first_ragged(value)
-            if found is not None:
-                return found
-    return None
-
-
-def _wrap_result(result: Any, like: RaggedDTensor) -> Any:
-    if not isinstance(result, torch.Tensor):
-        return result
-    return RaggedDTensor.wrap(result, spec_with(like._spec, dtype=result.dtype), layout_ref=like.layout_ref)
-
-
-def _elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on the pieces; the result keeps the placement."""
-    like = _first_ragged((*args, *kwargs.values()))
-    assert like is not None
-    spec = like._spec
-    result = func(
-        *(_localise(func, arg, spec) for arg in args),
-        **{name: _localise(func, value, spec) for name, value in kwargs.items()},
-    )
-    if func._schema.is_mutable:
-        return kwargs["out"] if "out" in kwargs else args[0]
-    return _wrap_result(result, like)
-
-
-def _like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """zeros_like and its family: a piece of the same size; memory formats mean nothing to a flat piece."""
-    kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
-    return _elementwise(func, args, kwargs)
-
-
-def _same_shape_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view or new tensor of the very same global shape; every other shape is refused."""
-    tensor: RaggedDTensor = args[0]
-    wanted = torch.Size(args[1])
-    if wanted != tensor.shape:
-        raise _refuse(func, tensor._spec, f"shape {tuple(wanted)} is not the tensor's own")
-    local = tensor._local_tensor
-    if func in (aten.view.default, aten._unsafe_view.default):
-        return _wrap_result(local.view_as(local), tensor)
-    return _wrap_result(func(local, list(local.shape), **kwargs), tensor)
-
-
-def _foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a foreach or fused optimizer operator on lists of pieces."""
-    first = next(arg for arg in args if isinstance(arg, (list, tuple)))
-    specs = [t._spec if isinstance(t, RaggedDTensor) else None for t in first]
-
-    def localise(arg: Any) -> Any:
-        if isinstance(arg, (list, tuple)) and len(arg) == len(specs):
-            return [_localise(func, value, spec) for value, spec in zip(arg, specs, strict=True)]
-        if isinstance(arg, torch.Tensor) and arg.ndim == 0:
-            return _localise(func, arg, None)
-        return arg
-
-    result = func(*map(localise, args), **{name: localise(value) for name, value in kwargs.items()})
-    if not isinstance(result, (list, tuple)):
-        return result
-    return [
-        _wrap_result(value, like) if isinstance(like, RaggedDTensor) else value
-        for value, like in zip(result, first, strict=True)
-    ]
-
-
-def _reduced(local: torch.Tensor, tensor: RaggedDTensor, partial: Partial) -> DTensor:
-    """A 0-d stock DTensor: Partial over the ragged axis, as the tensor was on the others."""
-    placements = tuple(partial if isinstance(p, RaggedShard) else p for p in tensor.placements)
-    spec = make_spec(tensor.device_mesh, placements, torch.Size(()), local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
-
-
-def _local_norm(tensor: RaggedDTensor, order: float, dtype: torch.dtype | None = None) -> DTensor:
-    local = tensor._local_tensor
-    if local.numel():
-        value = torch.linalg.vector_norm(local, order, dtype=dtype)
-    else:  # torch has no infinity norm of nothing; a piece of nothing adds nothing
-        neutral = float("inf") if order == float("-inf") else 0.0
-        value = torch.full((), neutral, dtype=dtype or local.dtype, device=local.device)
-    return _reduced(value, tensor, NormPartial(order))
-
-
-def _vector_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor: RaggedDTensor = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    dims = args[2] if len(args) > 2 else kwargs.get("dim")
-    keepdim = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
-    if (dims is not None and len(dims) not in (0, tensor.ndim)) or keepdim:
-        raise _refuse(func, tensor._spec, "a norm over some dims needs them whole")
-    return _local_norm(tensor, float(order), kwargs.get("dtype"))
-
-
-def _foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    return [
-        _local_norm(t, order, dtype)
-        if isinstance(t, RaggedDTensor)
-        else torch.linalg.vector_norm(t, order, dtype=dtype)
-        for t in args[0]
-    ]
-
-
-def _sum(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor: RaggedDTensor = args[0]
-    return _reduced(func(tensor._local_tensor, **kwargs), tensor, Partial("sum"))
-
-
-def _mean(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor: RaggedDTensor = args[0]
-    total = torch.sum(tensor._local_tensor, **kwargs) / tensor.numel()
-    return _reduced(total, tensor, Partial("sum"))
-
-
-def _extremum(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor: RaggedDTensor = args[0]
-    largest = func is aten.max.default
-    local = tensor._local_tensor
-    if local.numel():
-        value = func(local)
-    else:
-        info = torch.finfo(local.dtype) if local.is_floating_point() else torch.iinfo(local.dtype)
-        value = torch.full((), info.min if largest else info.max, dtype=local.dtype, device=local.device)
-    return _reduced(value, tensor, Partial("max" if largest else "min"))
-
-
-def _equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """torch.equal: true only if all ranks' pieces are equal. A collective."""
-    left, right = args
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    like = _first_ragged(args)
-    assert like is not None
-    same = torch.equal(*(_localise(func, side, like._spec) for side in args))
-    verdict = torch.tensor(int(same), device=like._local_tensor.device)
-    axis, _ = ragged_axis(like.placements)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN, group=like.device_mesh.get_group(axis))
-    return bool(verdict.item())
-
-
-_LISTED: dict[torch._ops.OpOverload, Rule] = {
-    **dict.fromkeys(
-        (
-            aten.alias.default,
-            aten.copy_.default,
-            aten.detach.default,
-            aten.fill_.Scalar,
-            aten.fill_.Tensor,
-            aten.zero_.default,
-            aten.is_pinned.default,
-        ),
-        _elementwise,
-    ),
-    **dict.fromkeys(
-        (
-            aten._to_copy.default,
-            aten.clone.default,
-            aten.empty_like.default,
-            aten.full_like.default,
-            aten.ones_like.default,
-            aten.zeros_like.default,
-        ),
-        _like_factory,
-    ),
-    **dict.fromkeys(
-        (
-            aten.view.default,
-            aten._unsafe_view.default,
-            aten.new_empty.default,
-            aten.new_zeros.default,
-            aten.new_ones.default,
-        ),
-        _same_shape_view,
-    ),
-    **dict.fromkeys(
-        (
-            aten._fused_adam_.default,
-            aten._fused_adam_.tensor_lr,
-            aten._fused_adamw_.default,
-            aten._fused_adamw_.tensor_lr,
-            aten._fused_adagrad_.default,
-            aten._fused_sgd_.default,
-            aten._fused_sgd_.tensor_lr,
-        ),
-        _foreach,
-    ),
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
-    aten.sum.default: _sum,
-    aten.mean.default: _mean,
-    aten.max.default: _extremum,
-    aten.min.default: _extremum,
-    aten.equal.default: _equal,
-}
-
-_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
-
-
-def rule_of(func: torch._ops.OpOverload) -> Rule:
-    """The function that carries out an operator on ragged tensors; one that raises if there is none."""
-    listed = _LISTED.get(func)
-    if listed is not None:
-        return listed
-    name = func._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
-        return _foreach
-    if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
-        return _elementwise
-    return _unsupported
-
-
-def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = _first_ragged((*args, *kwargs.values()))
-    raise _refuse(func, like._spec if like is not None else None, "it needs more than each element alone")
+        # The gradient of an unreduced sum is that of each summand: the same on every rank.
+        placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
+        target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
+        return _wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None

@@ -1,0 +1,109 @@
+"""The collectives of this package, each in the one spelling that torch 2.11-2.15 and gloo and NCCL share.
+
+Every function starts its collective and returns the work to wait on; the buffers must live until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "all_gather_into",
+    "all_reduce_in_place",
+    "all_to_all_into",
+    "broadcast_in_place",
+    "gathered",
+    "reduce_in_place",
+    "reduce_scatter_into",
+]
+
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
+_all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Gather equal shards into ``full``, rank-major; ``shard`` may be this rank's slice of ``full``.
+
+    Args:
+        full: 1-D [num_ranks * shard_numel], written.
+        shard: 1-D [shard_numel], read.
+        group: the ranks that take part.
+
+    Returns:
+        The work to wait on.
+    """
+    return _all_gather(full, shard, group=group, async_op=True)
+
+
+def reduce_scatter_into(
+    shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work | None:
+    """Reduce ``full`` over the ranks and leave this rank's part in ``shard``.
+
+    Args:
+        shard: 1-D [shard_numel], written.
+        full: 1-D [num_ranks * shard_numel], read.
+        op: SUM or AVG.
+        group: the ranks that take part.
+
+    Returns:
+        The work to wait on.
+    """
+    return _reduce_scatter(shard, full, op=op, group=group, async_op=True)
+
+
+def all_to_all_into(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_numels: Sequence[int],
+    sent_numels: Sequence[int],
+    group: dist.ProcessGroup,
+) -> dist.Work | None:
+    """Send the next ``sent_numels[r]`` elements of ``sent`` to rank r, for all r; receive likewise.
+
+    Args:
+        received: 1-D [sum(received_numels)], written.
+        sent: 1-D [sum(sent_numels)], read.
+        received_numels, sent_numels: elements per rank of the group, zeros allowed.
+        group: the ranks that take part.
+
+    Returns:
+        The work to wait on.
+    """
+    return dist.all_to_all_single(
+        received, sent, list(received_numels), list(sent_numels), group=group, async_op=True
+    )
+
+
+def all_reduce_in_place(
+    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work | None:
+    """Reduce a tensor of equal shape over the ranks, in place."""
+    return dist.all_reduce(tensor, op, group=group, async_op=True)
+
+
+def reduce_in_place(
+    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, owner: int
+) -> dist.Work | None:
+    """Reduce a tensor onto one rank of the group; what the others hold afterwards is undefined."""
+    return dist.reduce(tensor, op=op, group=group, group_dst=owner, async_op=True)
+
+
+def broadcast_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, owner: int) -> dist.Work | None:
+    """Give every rank of the group what ``owner`` has in ``tensor``."""
+    return dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)  # backends lack bool and other dtypes
+    full = flat.new_empty(dist.get_world_size(group) * flat.numel())
+    work = all_gather_into(full, flat, group)
+    if work is not None:
+        work.wait()
+    return full.view(tensor.dtype).view(-1, *tensor.shape)
