@@ -1,4 +1,4 @@
-"""What every ragged placement must do, whatever it is: a class of tests that each placement's tests inherit.
+"""What every ragged placement must do: a class of tests that each placement's tests inherit.
 
 A `Cut` says how a tensor is placed. Worker functions distribute a known tensor by it, do something, and compare
 with the same thing done to the plain tensor. Nothing here knows how pieces are found.
@@ -11,6 +11,7 @@ import math
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def raised_by(call: Callable[[], object]) -> type[Exception] | None:
 
 
 def pieces_tile(cut: Cut) -> int:
-    """Every element of the tensor is on at least one rank, on none twice without a Replicate; returns how many."""
+    """Every element is on one rank, times the replicas; returns how many are here."""
     mesh = cut.mesh()
     full = torch.arange(math.prod(cut.shape), dtype=torch.float64).view(cut.shape)
     tensor = ragged(cut, full, mesh)
@@ -178,9 +179,7 @@ TOTALS: dict[str, Callable[[Any], Any]] = {
     "std": lambda x: x.double().std(correction=0),
     "logsumexp": lambda x: x.logsumexp(tuple(range(x.ndim))),
     "keepdim": lambda x: x.sum(dim=tuple(range(x.ndim)), keepdim=True),
-    **{
-        f"norm{p}": lambda x, p=p: torch.linalg.vector_norm(x, p) for p in (0, 1, 2, 3.5, math.inf, -math.inf)
-    },
+    **{f"norm{p}": partial(torch.linalg.vector_norm, ord=p) for p in (0, 1, 2, 3.5, math.inf, -math.inf)},
     "norm": lambda x: x.norm(),
     "foreach_norm": lambda x: torch._foreach_norm([x, x * 2]),
     "foreach_norm_inf": lambda x: torch._foreach_norm([x, x * 2], math.inf),
@@ -214,7 +213,7 @@ def comparisons_are_right(cut: Cut) -> None:
         assert torch.allclose(tensor, ragged(cut, other, mesh)) is False, index
         found_inf = torch.zeros(1)
         other.view(-1)[index] = math.inf
-        grads = [ragged(cut, other, mesh), ragged(cut, x, mesh)]
+        grads: list[torch.Tensor] = [ragged(cut, other, mesh), ragged(cut, x, mesh)]
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(0.5))
         assert found_inf.item() == 1.0, index
         assert_same(grads[1], x * 0.5, "unscaled")
@@ -238,9 +237,11 @@ def goes_everywhere(cut: Cut) -> None:
         assert torch.equal(back.to_local(), tensor.to_local()), target
     weight = plain(cut.shape, 7)
     leaf = ragged(cut, x, mesh).requires_grad_()
+    assert isinstance(leaf, RaggedDTensor)
     (leaf.full_tensor() * weight).sum().backward()
-    assert isinstance(leaf.grad, RaggedDTensor) and leaf.grad.placements == leaf.placements
-    assert torch.equal(leaf.grad.full_tensor(), weight)
+    grad = leaf.grad
+    assert isinstance(grad, RaggedDTensor) and grad.placements == leaf.placements
+    assert torch.equal(grad.full_tensor(), weight)
 
 
 def is_a_value(cut: Cut) -> str:
@@ -250,13 +251,8 @@ def is_a_value(cut: Cut) -> str:
     tensor.layout_ref = ("here", "w")  # type: ignore[assignment]
     parameter = torch.nn.Parameter(tensor)
     assert isinstance(parameter, torch.nn.Parameter) and isinstance(parameter, RaggedDTensor)
-    for twin in (
-        copy.deepcopy(tensor),
-        copy.deepcopy(parameter),
-        tensor.detach(),
-        parameter,
-        tensor.to("cpu"),
-    ):
+    copies = (copy.deepcopy(tensor), copy.deepcopy(parameter), tensor.to("cpu"))
+    for twin in (*copies, tensor.detach(), parameter):
         assert isinstance(twin, RaggedDTensor)
         assert twin.placements == tensor.placements and twin.layout_ref == tensor.layout_ref
         assert torch.equal(twin, tensor)

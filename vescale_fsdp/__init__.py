@@ -7,13 +7,22 @@ number of ranks can load them.
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor, is_ragged
+from vescale_fsdp.dtensor import (
+    PendingTensor,
+    RaggedDTensor,
+    distribute_tensor,
+    is_ragged,
+    redistribute,
+    redistribute_async,
+)
 from vescale_fsdp.fully_shard import fully_shard
 from vescale_fsdp.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
 from vescale_fsdp.layout import GroupLayout, ModelLayout, TensorSlot
 from vescale_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.operators import is_supported
+from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.planner import TensorSpec, plan_group
+from vescale_fsdp.random import get_rng_state, manual_seed, set_rng_state
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -25,9 +34,11 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
+    "PendingTensor",
     "RaggedDTensor",
     "RaggedShard",
     "Rows",
+    "StridedRaggedShard",
     "TensorSlot",
     "TensorSpec",
     "Tiles",
@@ -35,8 +46,14 @@ __all__ = [
     "Whole",
     "distribute_tensor",
     "fully_shard",
+    "get_rng_state",
     "is_ragged",
+    "is_supported",
+    "manual_seed",
     "plan_group",
+    "redistribute",
+    "redistribute_async",
     "register_fsdp_forward_method",
+    "set_rng_state",
     "share_comm_ctx",
 ]

@@ -10,7 +10,7 @@ returns a wrong value in silence: an operator without a rule raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,18 @@ __all__ = [
     "ragged_axis",
     "redistribute",
     "redistribute_async",
+    "set_rules",
 ]
+
+
+# Operator -> function that carries it out. `vescale_fsdp.operators` stands above this module and fills it in.
+Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+_rules: list[Callable[[torch._ops.OpOverload], Rule]] = []
+
+
+def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
+    """Say what carries out operators on ragged tensors, from now on."""
+    _rules[:] = [rule_of]
 
 
 def is_ragged(tensor: object) -> bool:
@@ -231,9 +242,7 @@ class RaggedDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from vescale_fsdp.operators import rule_of  # the rules need this class; known by the first call
-
-        return rule_of(func)(func, args, kwargs or {})
+        return _rules[-1](func)(func, args, kwargs or {})
 
     # -- DCP (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece.
     # Methods of the class, because hooks set on an instance vanish when DCP copies it.

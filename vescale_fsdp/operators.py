@@ -7,7 +7,6 @@ promise what the code does not do (tests/test_dtensor_operators.py compares them
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 
 from vescale_fsdp import elementwise, random, reductions
+from vescale_fsdp.dtensor import Rule, set_rules
 from vescale_fsdp.operands import first_ragged, refuse
+from vescale_fsdp.torch_private import operator_names
 
-__all__ = ["FAMILIES", "operator_table", "rule_of"]
+__all__ = ["FAMILIES", "is_supported", "operator_table", "rule_of"]
 
-Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 aten = torch.ops.aten
 
 
@@ -186,10 +186,21 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     return _unsupported
 
 
+set_rules(rule_of)
+
+
+def is_supported(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator, such as ``torch.ops.aten.add.Tensor``, can run on ragged tensors at all.
+
+    Some then still depend on the arguments, such as a sum along a dim that must be whole on every rank.
+    """
+    return rule_of(func) is not _unsupported
+
+
 def operator_table() -> str:
     """OPERATORS.md: every family, what it promises, and the operators of this torch that it covers."""
     names: dict[Rule, set[str]] = {}
-    for full_name in torch._C._dispatch_get_all_op_names():
+    for full_name in operator_names():
         namespace, _, rest = full_name.partition("::")
         name, _, overload = rest.partition(".")
         if namespace != "aten":

@@ -52,6 +52,7 @@ __all__ = [
     "is_wrapper",
     "local_of",
     "muon_adjust_lr",
+    "operator_names",
     "post_accumulate_grad_hooks",
     "profiled",
     "pytree",
@@ -79,6 +80,11 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor without an autograd node (``to_local`` adds one)."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def operator_names() -> list[str]:
+    """Names of all operators of this torch (2.11-2.13), such as ``aten::add.Tensor``."""
+    return torch._C._dispatch_get_all_op_names()  # type: ignore[no-any-return]
 
 
 def foreach_types() -> Sequence[type]:
