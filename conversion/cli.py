@@ -96,6 +96,9 @@ _convert_options = _options(
 )
 
 
+_prefix_option = click.option("--prefix", help="Put the model under this prefix; '' puts it at the root.")
+
+
 @cli.command("inspect")
 @click.argument("src")
 @_source_options
@@ -114,6 +117,22 @@ def inspect_command(src: str, kind: str | None, trust_pickle: bool, as_json: boo
 def to_hf_command(**arguments: Any) -> None:
     """Write the model in SRC to OUT as a Hugging Face repository."""
     _convert("hf", **arguments)
+
+
+@cli.command("to-fsdp2")
+@_convert_options
+@_prefix_option
+def to_fsdp2_command(**arguments: Any) -> None:
+    """Write SRC to OUT as a stock torch.distributed.checkpoint folder, which FSDP2 loads."""
+    _convert("dcp", **arguments)
+
+
+@cli.command("to-torch")
+@_convert_options
+@_prefix_option
+def to_torch_command(**arguments: Any) -> None:
+    """Write SRC to the file OUT as torch.save would."""
+    _convert("torch", **arguments)
 
 
 def _convert(

@@ -13,13 +13,16 @@ from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.state import State, model_state, whole_state
+from vescale_fsdp.conversion.store import split_file
 from vescale_fsdp.conversion.ties import find_tied_twins
+from vescale_fsdp.conversion.to_dcp import plan_dcp
 from vescale_fsdp.conversion.to_hf import plan_hf
+from vescale_fsdp.conversion.to_torch import plan_torch
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
 
-TARGETS = ("hf",)
+TARGETS = ("hf", "dcp", "torch")
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,10 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         if assets.config is None:
             warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
         plan = plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
+    elif kind == "dcp":
+        plan = plan_dcp(state, options.max_shard_bytes)
+    elif kind == "torch":
+        plan = plan_torch(state, split_file(target)[1])
     else:
         raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))
     changed = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
+from vescale_fsdp.conversion.nesting import ListIndex
 from vescale_fsdp.conversion.source import Source, StoredValue
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
@@ -38,7 +39,8 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
     try:
         reader = _MetadataReader(metadata, store, trust_pickle)
         tensors, values = reader.entries()
-        paths = {str(k): tuple(v) for k, v in (metadata.planner_data or {}).items() if isinstance(v, tuple)}
+        planned = metadata.planner_data or {}
+        paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
     except _DAMAGE as error:
         raise CorruptCheckpointError(
             explain(
@@ -51,6 +53,11 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
         ) from error
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
     return Source("dcp", store, tensors, values, paths, facts, trust_pickle)
+
+
+def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """A path as this package keeps it: ints, which DCP uses for places in lists, are marked as such."""
+    return tuple(ListIndex(part) if isinstance(part, int) else str(part) for part in parts)
 
 
 class _MetadataReader:

@@ -188,6 +188,8 @@ class _Run:
         for name in self._old_files:
             if name not in ours and (self._plan.is_stale(name) or is_leftover(name)):
                 self._store.remove(name)
+        for closing in self._plan.closing:  # an old index must not vouch for new files, nor a new for old
+            self._store.remove(closing.name)
         for file in self._plan.files:
             self._store.commit(file.name)
         for closing in self._plan.closing:

@@ -6,11 +6,12 @@ from vescale_fsdp.conversion.dcp_source import METADATA_FILE, open_dcp
 from vescale_fsdp.conversion.hf_source import open_hf_folder, open_safetensors
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
+from vescale_fsdp.conversion.torch_source import is_torch_file, open_torch
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["KINDS", "open_source"]
 
-KINDS = ("dcp", "hf", "safetensors")
+KINDS = ("dcp", "hf", "safetensors", "torch")
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -35,6 +36,9 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     if found == "safetensors":
         parent, name = split_file(url)
         return open_safetensors(open_store(parent), name)
+    if found == "torch":
+        parent, name = split_file(url)
+        return open_torch(open_store(parent), name, trust_pickle=trust_pickle)
     raise ConversionError(_unknown(url, f"kind {found}"))
 
 
@@ -59,13 +63,15 @@ def _detect(folder: Store, url: str) -> str:
         )
     if name.endswith(".safetensors"):
         return "safetensors"
+    if is_torch_file(open_store(parent), name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return "torch"
     raise ConversionError(_unknown(url, f"a file {name}"))
 
 
 def _unknown(url: str, got: str) -> str:
     return explain(
         "this is no checkpoint of a known kind",
-        expected="a DCP folder (with .metadata), a Hugging Face folder or a .safetensors file",
+        expected="a DCP folder (with .metadata), a Hugging Face folder, a .safetensors or torch.save file",
         got=got,
         where=url,
         todo="pass the folder that was given to dcp.save, or name the format with --from",

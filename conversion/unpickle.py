@@ -95,6 +95,13 @@ def _rebuild_v3(
     return TensorRef(storage.key, dtype, tuple(shape), tuple(strides), offset)
 
 
+def _encode(text: str, encoding: str) -> bytes:
+    """How protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
+    return text.encode("latin1")
+
+
 def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
     return data
 
@@ -151,6 +158,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("_codecs", "encode"): _encode,
 }
 
 

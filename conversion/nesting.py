@@ -1,0 +1,119 @@
+"""Between nested states and flat names: as torch.distributed.checkpoint flattens, and back without loss.
+
+    {"model": {"a.b": T}, "groups": [{"lr": 1}]}     names  model.a.b        groups.0.lr
+                                                     paths  (model, a.b)     (groups, ListIndex(0), lr)
+
+Dicts are always entered, lists only if something inside is a tensor or a container, and the path remembers
+which was which: a plain int in a path is a key of a dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["ListIndex", "flatten", "name_of", "nest"]
+
+Path = tuple[str | int, ...]
+
+
+class ListIndex(int):
+    """A place in a list, as part of a path."""
+
+
+def name_of(path: Path) -> str:
+    """The flattened name of a path."""
+    return ".".join(str(part) for part in path)
+
+
+def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[Path, Any]:
+    """Leaves of a nested state by path.
+
+    Raises:
+        ConversionError: if two leaves would get one name.
+    """
+    found: dict[Path, Any] = {}
+    _flatten(state, (), is_tensor, found)
+    names: dict[str, Path] = {}
+    for path in found:
+        name = name_of(path)
+        if name in names:
+            raise ConversionError(
+                explain(
+                    "two entries of the state have the same flattened name",
+                    expected="names that differ when their keys are joined by dots",
+                    got=f"{names[name]} and {path}",
+                    todo="rename one of the keys in the source",
+                )
+            )
+        names[name] = path
+    return found
+
+
+def _flatten(value: Any, path: Path, is_tensor: Callable[[Any], bool], found: dict[Path, Any]) -> None:
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[str | int, Any]] = (
+            (key if isinstance(key, (str, int)) else str(key), inner) for key, inner in value.items()
+        )
+        if not value and path:
+            found[path] = {}
+    elif isinstance(value, (list, tuple)) and _is_entered(value, is_tensor):
+        items = ((ListIndex(index), inner) for index, inner in enumerate(value))
+    else:
+        found[path] = value
+        return
+    for key, inner in items:
+        _flatten(inner, (*path, key), is_tensor, found)
+
+
+def _is_entered(value: Any, is_tensor: Callable[[Any], bool]) -> bool:
+    return any(isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value)
+
+
+def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
+    """The nested state whose leaves these are; missing places of a list are closed up.
+
+    Raises:
+        ConversionError: if a leaf lies inside another leaf.
+    """
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(_key(part), {})
+            if not isinstance(node, dict):
+                raise ConversionError(
+                    explain(
+                        "an entry of the state lies inside another",
+                        expected="values at the ends of paths only",
+                        got=path,
+                        todo="leave one of the entries out with --exclude",
+                    )
+                )
+        node[_key(path[-1])] = leaf
+    closed: dict[Any, Any] = _close_lists(root)
+    return closed
+
+
+class _ListKey(int):
+    """A list index as a dict key, while the list is being put together; never equal to a plain int key."""
+
+    def __hash__(self) -> int:
+        return hash(("list", int(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ListKey) and int(self) == int(other)
+
+
+def _key(part: str | int) -> str | int:
+    return _ListKey(part) if isinstance(part, ListIndex) else part
+
+
+def _close_lists(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    if node and all(isinstance(key, _ListKey) for key in node):
+        return [_close_lists(node[key]) for key in sorted(node, key=int)]
+    return {int(k) if isinstance(k, _ListKey) else k: _close_lists(value) for k, value in node.items()}
