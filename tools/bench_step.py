@@ -260,13 +260,13 @@ def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
     x = torch.randn(4, 8, device=device, requires_grad=True)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for step in range(settings.steps + 3):
-        for name, model in models.items():
+        for name, chained in models.items():
             start_s = time.perf_counter()
-            model(x).sum().backward()
+            chained(x).sum().backward()
             _synchronize(device)
             if step >= 3:
                 seconds[name].append((time.perf_counter() - start_s) / 32)
-            for param in model.parameters():
+            for param in chained.parameters():
                 param.grad = None
     _finish(rank, settings, Figures(seconds))
 

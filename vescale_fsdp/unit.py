@@ -135,7 +135,7 @@ class FSDPState:
             with profiled("FSDP::root_pre_forward", ""):
                 self._begin_root_forward()
                 args, kwargs = self._move_inputs(args, kwargs)
-        with profiled("FSDP::pre_forward ", self.label):
+        with profiled("FSDP::pre_forward ", self.shown):
             args, kwargs = self._cast_inputs(args, kwargs)
             schedule.enter_forward(self)
         self._entered.add(module)
@@ -148,6 +148,11 @@ class FSDPState:
             self.post_optim_event = None
         else:
             self.comm.wait_for_compute()
+
+    @property
+    def shown(self) -> str:
+        """The unit's name as profiler ranges hold it."""
+        return f"({self.label})"
 
     def _schedule(self) -> Schedule:
         assert self.schedule is not None
@@ -199,7 +204,7 @@ class FSDPState:
     @_eager
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         schedule = self._schedule()
-        with profiled("FSDP::post_forward ", self.label):
+        with profiled("FSDP::post_forward ", self.shown):
             finished = len(self._entered) == len(self.modules)
             if finished:
                 self._entered.clear()
@@ -222,7 +227,7 @@ class FSDPState:
 
     @_eager
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        with profiled("FSDP::pre_backward ", self.label):
+        with profiled("FSDP::pre_backward ", self.shown):
             self._schedule().enter_backward(self)
         return grad
 
@@ -244,12 +249,12 @@ class FSDPState:
 
     def _finish_backward(self) -> None:
         if self.reshard_after_backward:
-            with profiled("FSDP::post_backward_reshard ", self.label):
+            with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
         if not self.requires_gradient_sync:
             return
         self._took_part = False
-        with profiled("FSDP::post_backward_reduce ", self.label):
+        with profiled("FSDP::post_backward_reduce ", self.shown):
             for group in self.groups:
                 if group.trainable:
                     self.comm.reduce(group)
