@@ -19,16 +19,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.geometry import numel_of
 from vescale_fsdp.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.optim.base import AdamWOptions, StructuredOptimizer, check_rates
-from vescale_fsdp.optim.holding import Holding, holding_of, local_grad, local_tensor
-from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.optim.holding import contiguous_holding_of, local_grad, local_tensor
+from vescale_fsdp.optim.state import zeros_beside
 from vescale_fsdp.quantize.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
 from vescale_fsdp.quantize.grid import BlockGrid, grid_of
 
@@ -106,11 +103,11 @@ class AdamW8bit(StructuredOptimizer):
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
-        grid, holding = self._grid(param), _holding(param)
+        grid, holding = self._grid(param), contiguous_holding_of(param, "state_bits=32 in its param group")
         numels = [grid.scales_of(holding.piece(rank), "parameter") for rank in range(holding.num_shards)]
         for name, signed in _MOMENTS.items():
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
-            state[f"{name}_scales"] = _scales_beside(param, holding, grid, numels)
+            state[f"{name}_scales"] = zeros_beside(param, holding, grid.scales_shape, numels)
         return state
 
     def _grid(self, param: torch.Tensor) -> BlockGrid:
@@ -163,36 +160,6 @@ def _spell(block: Flat | Tiles) -> str:
 
 def _is_8bit(shape: tuple[int, ...], state_bits: int, min_8bit_numel: int) -> bool:
     return state_bits == 8 and len(shape) >= 2 and numel_of(shape) >= min_8bit_numel
-
-
-def _holding(param: torch.Tensor) -> Holding:
-    holding = holding_of(param)
-    if holding is None:
-        assert isinstance(param, DTensor)
-        raise LayoutError(
-            explain(
-                "8-bit state needs parameters that ranks hold in contiguous runs.",
-                expected="plain tensors, RaggedShard, Shard(0) or Replicate",
-                got=param.placements,
-                where=f"parameter of shape {tuple(param.shape)}",
-                todo="give this parameter's group state_bits=32, or shard it by rows",
-            )
-        )
-    return holding
-
-
-def _scales_beside(param: torch.Tensor, holding: Holding, grid: BlockGrid, numels: list[int]) -> torch.Tensor:
-    """Zero scales, one per block, cut at the blocks where the parameter is cut."""
-    if not isinstance(param, DTensor) or holding.mesh is None:
-        scales = torch.zeros(grid.scales_shape, dtype=torch.float32, device=param.device)
-        if not isinstance(param, DTensor):
-            return scales
-        return DTensor.from_local(scales, param.device_mesh, param.placements, run_check=False)
-    local = torch.zeros(numels[holding.shard_rank], dtype=torch.float32, device=param.device)
-    placements: list[Placement] = [Replicate()] * holding.mesh.ndim
-    assert holding.axis is not None
-    placements[holding.axis] = RaggedShard.from_piece_numels(grid.scales_shape, numels)
-    return RaggedDTensor.from_local(local, holding.mesh, placements, shape=grid.scales_shape)
 
 
 def _stepped(

@@ -26,7 +26,7 @@ from vescale_fsdp.geometry import FlatRange, numel_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Holding", "holding_of", "local_grad", "local_tensor"]
+__all__ = ["Holding", "contiguous_holding_of", "holding_of", "local_grad", "local_tensor"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,31 @@ def holding_of(tensor: torch.Tensor) -> Holding | None:
     else:
         return None
     return Holding(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), mesh, axis)
+
+
+def contiguous_holding_of(param: torch.Tensor, otherwise: str) -> Holding:
+    """The holding of a parameter whose ranks must hold contiguous runs.
+
+    Args:
+        param: the parameter.
+        otherwise: what to give a parameter that does not, for the error's text.
+
+    Raises:
+        LayoutError: if they do not.
+    """
+    holding = holding_of(param)
+    if holding is None:
+        assert isinstance(param, DTensor)
+        raise LayoutError(
+            explain(
+                "State in blocks needs parameters that ranks hold in contiguous runs.",
+                expected="plain tensors, RaggedShard, Shard(0) or Replicate",
+                got=param.placements,
+                where=f"parameter of shape {tuple(param.shape)}",
+                todo=f"shard this parameter by rows, or use {otherwise}",
+            )
+        )
+    return holding
 
 
 def _chunk_numels(shape: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
