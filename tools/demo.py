@@ -118,9 +118,10 @@ def export(run: Path, target: Path, report: Report) -> None:
     assets = run / "assets"
     assets.mkdir()
     (assets / "config.json").write_text(json.dumps(SHAPE.hugging_face_config(), indent=2))
-    command = [f"{sysconfig.get_path('scripts')}/vescale-convert", "to-hf", str(run / "final"), str(target)]
+    installed = shutil.which("vescale-convert", path=sysconfig.get_path("scripts"))
+    command = [installed] if installed else [sys.executable, "-m", "vescale_fsdp.conversion"]
     start_s = time.monotonic()
-    subprocess.run([*command, "--assets", str(assets)], check=True)
+    subprocess.run([*command, "to-hf", str(run / "final"), str(target), "--assets", str(assets)], check=True)
     report.row("converted in", f"{time.monotonic() - start_s:.1f} s")
 
 
@@ -146,10 +147,12 @@ def load_with_transformers(run: Path, repository: Path, summary: dict[str, Any],
     # One kernel for both on the CPU; a GPU may choose another one for other sizes.
     bound = 0.0 if summary["device"] == "cpu" else 2**-4
     report.check(worst <= bound, f"logits of the sharded model, in bf16, differ by {worst} <= {bound}")
-    text = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=60, do_sample=False, pad_token_id=0
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 60, "pad_token_id": 0}
+    text = bytes(model.generate(tokens, attention_mask=torch.ones_like(tokens), **sampling)[0].tolist())
+    print(
+        "  the model writes: " + text[len(PROMPT) - 7 :].decode(errors="replace").splitlines()[0], flush=True
     )
-    print(f"  the model writes: {bytes(text[0].tolist()).decode(errors='replace')!r}")
     report.row("weights in Hugging Face's repository", "equal, bit by bit")
     report.row("logits in transformers", f"differ by {worst}")
 

@@ -47,9 +47,9 @@ class Job:
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # the machine's own name need not resolve
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # 0: any free port
         torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-        command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
+        self.command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
+            self.command, cwd=ROOT, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
         )
 
     def wait(self) -> None:
@@ -59,7 +59,7 @@ class Job:
             JobFailed: if it does not, or takes too long.
         """
         if self._wait_for_exit() != 0:
-            raise JobFailed(f"{' '.join(map(str, self.process.args))} failed:\n{self._end_of_log()}")
+            raise JobFailed(f"{' '.join(self.command)} failed:\n{self._end_of_log()}")
 
     def follow(
         self, run: Path, title: str, steps: range, until: Callable[[int], bool] = lambda _: False
@@ -95,7 +95,7 @@ class Job:
         except subprocess.TimeoutExpired:
             self.process.terminate()  # torchrun takes its ranks with it
             self.process.wait(60)
-            raise JobFailed(f"{self.process.args} took too long:\n{self._end_of_log()}") from None
+            raise JobFailed(f"{' '.join(self.command)} took too long:\n{self._end_of_log()}") from None
 
     def _end_of_log(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])

@@ -39,12 +39,12 @@ from torch.nn import functional as F
 
 from tools.corpus import Batches, read_corpus
 from tools.llama import Llama, LlamaShape, initial_weight
-from vescale_fsdp import FSDPModule, Granularity, MixedPrecisionPolicy, Rows, fully_shard
+from vescale_fsdp import FSDPModule, Granularity, MixedPrecisionPolicy, RaggedShard, Rows, fully_shard
 
 __all__ = ["PROMPT", "SHAPE", "Trainer", "digests", "main"]
 
 SHAPE = LlamaShape()
-PROMPT = b"def read(self, path):\n    "
+PROMPT = b"def read(self, path):\n        return "
 BLOCK_ROWS = Rows(32)
 PEAK_LR = 1.5e-3
 WARMUP_STEPS = 10
@@ -124,25 +124,27 @@ def learning_rate(step: int, num_steps: int) -> float:
     return PEAK_LR * min(rising, falling)
 
 
-def shard(shape: LlamaShape, mesh: DeviceMesh, granularity: Granularity) -> FSDPModule:
+def shard(shape: LlamaShape, mesh: DeviceMesh, granularity: Granularity) -> Llama:
     """Build the model without memory, shard each block and the root, then fill in the shards."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = Llama(shape)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, granularity=granularity, mp_policy=policy)
-    root = fully_shard(model, mesh=mesh, granularity=granularity, mp_policy=policy)
+    fully_shard(model, mesh=mesh, granularity=granularity, mp_policy=policy)
     model.to_empty(device=mesh.device_type)
     with torch.no_grad():
         for name, param in model.named_parameters():
             fill(param, initial_weight(name, tuple(param.shape)))
-    return root
+    return model
 
 
 def fill(param: Tensor, full: Tensor) -> None:
     """Copy a rank's piece of a full tensor into its sharded parameter."""
     assert isinstance(param, DTensor)
-    start, stop = param.placements[0].piece(param.shape, param.device_mesh.get_local_rank())
+    (placement,) = param.placements
+    assert isinstance(placement, RaggedShard)
+    start, stop = placement.piece(param.shape, param.device_mesh.get_local_rank())
     param.to_local().copy_(full.flatten()[start:stop])
 
 
@@ -219,6 +221,7 @@ def main() -> None:
     seconds["save"] = time.perf_counter() - start_s
     write_results(trainer, options.out, seconds)
     dist.destroy_process_group()
+    os._exit(0)  # not a plain return: interpreter shutdown races with gloo's threads, see load_with_fsdp2.py
 
 
 if __name__ == "__main__":
