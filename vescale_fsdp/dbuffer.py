@@ -39,6 +39,7 @@ class DBuffer:
     def __init__(self, layout: GroupLayout, flat: torch.Tensor) -> None:
         self.layout = layout
         self.flat = flat
+        self._views: dict[str, torch.Tensor] = {}
         self._work: dist.Work | None = None
         self._version = flat._version
         self._nbytes = flat.untyped_storage().nbytes()
@@ -56,8 +57,12 @@ class DBuffer:
             storage.resize_(0)
 
     def view(self, slot: TensorSlot) -> torch.Tensor:
-        """The full tensor of a slot: an n-d view of the buffer."""
-        return self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        """The full tensor of a slot: an n-d view of the buffer, the same object each time."""
+        found = self._views.get(slot.fqn)
+        if found is None:
+            found = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            self._views[slot.fqn] = found
+        return found
 
     def start_gather(self, own: torch.Tensor, gather: Gather, *, at: FlatRange) -> None:
         """Start filling the buffer with what each rank holds. One cast if the dtypes differ, else no copy.

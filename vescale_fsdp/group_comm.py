@@ -67,11 +67,24 @@ class GroupComm:
         mesh: 1-D (shard) or 2-D (replicate, shard).
         part_size: ranks of the smaller groups that full parameters are kept over between forward and
             backward, or None. Divides the sharding axis.
+
+    Attributes:
+        shard_axis: index of the axis that shards, the last one.
+        num_shards: ranks along it.
+        rank: this rank's index along it.
+        shard_group: ranks that hold one copy of the parameters between them.
+        replicate_group: ranks that hold the same shard, or None without replication.
     """
 
     def __init__(self, mesh: DeviceMesh, part_size: int | None = None) -> None:
         self.mesh = mesh
         self.part_size = part_size
+        # Asked several times per step and unit; a mesh answers slowly.
+        self.shard_axis = mesh.ndim - 1
+        self.num_shards = mesh.size(self.shard_axis)
+        self.rank = mesh.get_local_rank(self.shard_axis)
+        self.shard_group = mesh.get_group(self.shard_axis)
+        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.divide_factor: float | None = None
         self.force_sum = False
         self.custom_all_gather: AllGather | None = None
@@ -80,33 +93,6 @@ class GroupComm:
         self._part_mesh: DeviceMesh | None = None
         if part_size is not None:
             self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
-
-    # -- roles ----------------------------------------------------------------------------------------
-
-    @property
-    def shard_axis(self) -> int:
-        """Index of the axis that shards."""
-        return self.mesh.ndim - 1
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks along the sharding axis."""
-        return self.mesh.size(self.shard_axis)
-
-    @property
-    def rank(self) -> int:
-        """This rank's index along the sharding axis."""
-        return self.mesh.get_local_rank(self.shard_axis)
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """Ranks that hold one copy of the parameters between them."""
-        return self.mesh.get_group(self.shard_axis)
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the same shard, or None without replication."""
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
 
     @property
     def part_rank(self) -> int:

@@ -63,6 +63,7 @@ class ManagedParam:
 
     slot: TensorSlot
     owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
+    local: slice  # of a shard: this rank's piece
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
     unsharded: nn.Parameter | None = None
@@ -115,6 +116,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
+        self._spare_grads: DBuffer | None = None  # the last such buffer, its storage freed
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
@@ -137,19 +139,16 @@ class ParamGroup:
     ) -> ManagedParam:
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
         spec = make_spec(self.comm.mesh, self.comm.placements(placement), torch.Size(slot.shape), param.dtype)
-        local = self.local_view(self.shard, slot)
+        piece = self.layout.piece(slot, self.comm.rank)
+        local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
+        local = self.shard[local_slice]
         if not param.is_meta and not local.is_meta:
-            start, stop = self.layout.piece(slot, self.comm.rank).range
-            local.copy_(param.detach().reshape(-1)[start:stop])
+            local.copy_(param.detach().reshape(-1)[piece.range.start : piece.range.stop])
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=(self.layout, slot.fqn))
-        managed = ManagedParam(slot, owners, nn.Parameter(ragged, requires_grad=param.requires_grad), spec)
+        sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
+        managed = ManagedParam(slot, owners, local_slice, sharded, spec)
         managed.set_on_modules(managed.sharded)
         return managed
-
-    def local_view(self, shard: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
-        """This rank's piece of a slot inside a shard-sized 1-D tensor."""
-        piece = self.layout.piece(slot, self.comm.rank)
-        return shard[piece.local_offset : piece.local_offset + piece.numel]
 
     def rebind(self) -> None:
         """Take over what the modules hold now (after ``_apply``, ``to_empty``, ``load_state_dict``).
@@ -184,7 +183,7 @@ class ParamGroup:
             return
         self.shard = self._new_shard(first.dtype, first.device)
         for param, local in zip(self.params, locals_, strict=True):
-            view = self.local_view(self.shard, param.slot)
+            view = self.shard[param.local]
             if not local.is_meta:
                 view.copy_(local)
             param.sharded._local_tensor = view  # type: ignore[attr-defined]
@@ -308,9 +307,13 @@ class ParamGroup:
             param.has_grad = True
 
     def _grad_buffer(self) -> DBuffer:
-        if self.grads is None:
+        if self.grads is not None:
+            return self.grads
+        self.grads, self._spare_grads = self._spare_grads, None
+        if self.grads is None or self.grads.flat.dtype is not self.reduce_dtype:
             flat = self.comm.allocate_grads(self.layout.numel, self.reduce_dtype, self.device)
             self.grads = DBuffer(self.layout, flat)
+        self.grads.allocate()
         return self.grads
 
     def start_reduce(self) -> ReducedShard:
@@ -325,9 +328,14 @@ class ParamGroup:
             foreach_zero_(missing)
         for param in self.params:
             param.has_grad = False
-        self.grads = None
+        self.grads = None  # a gradient that comes late must not disturb what is being reduced
         shard = source.flat.new_empty(self.layout.shard_numel)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
+
+    def recycle(self, source: DBuffer) -> None:
+        """Give a gradient buffer's memory back, once nothing reads it; keep its tensors for the next step."""
+        source.free()
+        self._spare_grads = source
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
         """Wait for a reduction and add its result to the sharded gradients."""
@@ -347,7 +355,7 @@ class ParamGroup:
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         for param in self.params:
             if param.sharded.requires_grad:
-                self._accumulate(param, self.local_view(shard, param.slot))
+                self._accumulate(param, shard[param.local])
         for param in self.params:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)

@@ -103,9 +103,10 @@ class CommContext:
         with _on(self.reduce_stream):
             group.finish_reduce(reduced)
         if self.reduce_stream is not None:
-            # The gradient buffer was allocated on the compute stream: it may be reused there only after
+            # The gradient buffer belongs to the compute stream: its memory may be reused there only after
             # the reduction has read it.
             self.compute_stream(self.reduce_stream).wait_stream(self.reduce_stream)
+        group.recycle(reduced.source)
 
 
 def _on(stream: torch.Stream | None) -> AbstractContextManager[Any]:

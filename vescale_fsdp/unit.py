@@ -241,7 +241,9 @@ class FSDPState:
     def end_backward(self) -> None:
         """The backward is over: reduce what no post-backward node reached."""
         self._outstanding = 0
-        late = any(group.grads is not None for group in self.groups)  # used outside the module's own forward
+        late = any(
+            param.has_grad for group in self.groups for param in group.params
+        )  # used outside the module's own forward
         if self._took_part or late:
             self._finish_backward()
         elif self.reshard_after_backward:
