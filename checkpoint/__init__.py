@@ -9,6 +9,14 @@ from vescale_fsdp.checkpoint.loading import LoadReport, load
 from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.reader import CheckpointReader, StoredTensor, read_state
 from vescale_fsdp.checkpoint.saving import save
+from vescale_fsdp.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from vescale_fsdp.checkpoint.verifying import Problem, VerifyReport, verify
 
 __all__ = [
@@ -18,8 +26,14 @@ __all__ = [
     "Problem",
     "StoredTensor",
     "VerifyReport",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "load",
     "read_state",
     "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
     "verify",
 ]

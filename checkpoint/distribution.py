@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange, contiguous_strides
-from vescale_fsdp.layout import GroupLayout
+from vescale_fsdp.layout import GroupLayout, TensorSlot
 from vescale_fsdp.placement import RaggedShard
 
 __all__ = [
@@ -195,10 +195,21 @@ class LayoutCut(_FlatCut):
         self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
     ) -> Iterator[int]:
         layout = layouts[self.layout]
-        start = layout.slots[self.slot].offset
-        yield from range(
-            (start + flat.start) // layout.shard_numel, (start + flat.stop - 1) // layout.shard_numel + 1
-        )
+        slot = layout.slots[self.slot]
+        if slot.is_scattered:
+            yield from self._scattered_coordinates(slot, flat)
+            return
+        first, last = slot.offset + flat.start, slot.offset + flat.stop - 1
+        yield from range(first // layout.shard_numel, last // layout.shard_numel + 1)
+
+    def _scattered_coordinates(self, slot: TensorSlot, flat: FlatRange) -> Iterator[int]:
+        start = 0
+        for run in slot.runs:
+            shared = flat.intersect(FlatRange(start, start + run.numel)).shift(-start)
+            if shared.numel:
+                first, last = shared.start // run.piece_numel, (shared.stop - 1) // run.piece_numel
+                yield from range(run.first_rank + first, run.first_rank + last + 1)
+            start += run.numel
 
     def to_json(self) -> list[Any]:
         return ["layout", self.layout, self.slot]

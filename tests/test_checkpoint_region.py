@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.distribution import (
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Patch, Region, Run, overlaps, runs_of_box
 from vescale_fsdp.geometry import Box, FlatRange
-from vescale_fsdp.layout import GroupLayout
+from vescale_fsdp.layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.planner import TensorSpec, plan_group
 
 
@@ -111,6 +111,9 @@ def test_regular_rank_sets_stay_small() -> None:
 
 def _distributions() -> tuple[list[tuple[tuple[int, ...], Distribution, int]], tuple[GroupLayout, ...]]:
     layout = plan_group([TensorSpec("a", (7, 6), "float32", 6), TensorSpec("b", (5,), "float32", 1)], 4)
+    whole = TensorSlot("a", (5, 4), "float32", 4, 0)
+    scattered = TensorSlot("u", (6, 5), "float32", 5, 24, (PieceRun(2, 3, 10, 0),))
+    second = GroupLayout(5, 12, (whole, scattered))
     two = (Axis(4, 1),)
     grid = (Axis(2, 3), Axis(3, 1))
     cases: list[tuple[tuple[int, ...], tuple[Axis, ...], tuple[Cut, ...], int]] = [
@@ -122,9 +125,10 @@ def _distributions() -> tuple[list[tuple[tuple[int, ...], Distribution, int]], t
         ((7, 6), grid, (ShardCut(1), ShardCut(0)), 6),
         ((7, 6), grid, (ShardCut(0), ShardCut(0)), 6),
         ((4, 6), (Axis(2, 2), Axis(2, 1)), (ShardCut(1), UnitsCut((0,), ((1, 1), (1, 3)))), 4),
+        ((6, 5), (Axis(5, 1),), (LayoutCut(1, 1),), 5),
         ((), (), (), 2),
     ]
-    return [(shape, Distribution(axes, cuts), size) for shape, axes, cuts, size in cases], (layout,)
+    return [(shape, Distribution(axes, cuts), size) for shape, axes, cuts, size in cases], (layout, second)
 
 
 def test_regions_of_all_coordinates_tile_the_tensor() -> None:
