@@ -11,15 +11,18 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from tools.corpus import Batches, python_sources, read_corpus
-from tools.llama import Llama, LlamaShape, initial_weight
+from tools.llama import Llama, LlamaShape, start_weights
 
 SHAPE = LlamaShape(hidden_size=48, num_layers=2, num_heads=6, num_kv_heads=2, head_size=10, mlp_size=72)
 
 
 def _model(shape: LlamaShape) -> Llama:
     model = Llama(shape)
-    weights = {name: initial_weight(name, tuple(p.shape)) * 5 for name, p in model.named_parameters()}
-    model.load_state_dict(weights)
+    torch.manual_seed(0)
+    start_weights(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param *= 5  # far from the start, where all logits are near zero
     return model
 
 
@@ -51,14 +54,15 @@ def test_default_size() -> None:
     assert 1e6 < numel < 3e6
 
 
-def test_initial_weights_depend_on_the_name_alone() -> None:
-    """Asked twice, a parameter starts the same; another name or seed starts elsewhere; norms start at one."""
-    first = initial_weight("a.weight", (4, 5))
+def test_start_weights() -> None:
+    """Norms start at one, matrices at their deviation: 0.02, less where they end in a residual."""
+    model = Llama(SHAPE)
+    start_weights(model)
+    block = model.get_submodule("model.layers.1")
 
-    assert torch.equal(first, initial_weight("a.weight", (4, 5)))
-    assert not torch.equal(first, initial_weight("b.weight", (4, 5)))
-    assert not torch.equal(first, initial_weight("a.weight", (4, 5), seed=1))
-    assert torch.equal(initial_weight("norm.weight", (4,)), torch.ones(4))
+    assert torch.equal(block.get_parameter("input_layernorm.weight"), torch.ones(48))
+    assert block.get_parameter("self_attn.q_proj.weight").std().item() == pytest.approx(0.02, rel=0.1)
+    assert block.get_parameter("mlp.down_proj.weight").std().item() == pytest.approx(0.007, rel=0.1)
 
 
 def test_corpus_is_python() -> None:

@@ -10,7 +10,6 @@ so that a model built on the meta device needs nothing but its weights.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Llama", "LlamaBlock", "LlamaShape", "initial_weight"]
+__all__ = ["Llama", "LlamaBlock", "LlamaShape", "start_weights"]
 
 
 @dataclass(frozen=True)
@@ -176,15 +175,16 @@ class Llama(nn.Module):
         return self.lm_head(self.model(tokens))
 
 
-def initial_weight(fqn: str, shape: tuple[int, ...], *, seed: int = 0) -> Tensor:
-    """The fp32 start value of one parameter, from its name alone: the same on every rank and world size.
+def start_weights(model: nn.Module) -> None:
+    """Fill in start values, in place: norms one, matrices normal, narrower where they end in a residual.
 
-    Norm weights are one; matrices are normal with deviation 0.02, those that end in a residual narrower, all
-    drawn from a generator of their own.
+    On a sharded model every rank draws for its own elements alone, and the model is the same on any number
+    of ranks (`vescale_fsdp.manual_seed`); on a plain one torch's generator draws.
     """
-    if len(shape) == 1:
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}:{fqn}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    scale = 0.007 if fqn.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-    return torch.randn(shape, generator=generator) * scale
+    for name, param in model.named_parameters():
+        if param.ndim == 1:
+            nn.init.ones_(param)
+        else:
+            nn.init.normal_(
+                param, std=0.007 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            )

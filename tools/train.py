@@ -12,8 +12,8 @@ What a run leaves in its folder:
     summary.json       digests of the final weights, sizes, times
     logits.safetensors logits of the sharded model for one prompt, in its compute dtype
 
-Ranks see shares of one global batch and weights start from their names, so that the number of ranks changes
-nothing but the order in which floats are added up.
+Ranks see shares of one global batch, and the start weights do not depend on who draws them, so that the number
+of ranks changes nothing but the order in which floats are added up.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tools.corpus import Batches, read_corpus
-from tools.llama import Llama, LlamaShape, initial_weight
-from vescale_fsdp import FSDPModule, Granularity, MixedPrecisionPolicy, RaggedShard, Rows, fully_shard
+from tools.llama import Llama, LlamaShape, start_weights
+from vescale_fsdp import FSDPModule, Granularity, MixedPrecisionPolicy, Rows, fully_shard, manual_seed
 
 __all__ = ["PROMPT", "SHAPE", "Trainer", "digests", "main"]
 
@@ -133,19 +133,9 @@ def shard(shape: LlamaShape, mesh: DeviceMesh, granularity: Granularity) -> Llam
         fully_shard(block, mesh=mesh, granularity=granularity, mp_policy=policy)
     fully_shard(model, mesh=mesh, granularity=granularity, mp_policy=policy)
     model.to_empty(device=mesh.device_type)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            fill(param, initial_weight(name, tuple(param.shape)))
+    manual_seed(0)
+    start_weights(model)
     return model
-
-
-def fill(param: Tensor, full: Tensor) -> None:
-    """Copy a rank's piece of a full tensor into its sharded parameter."""
-    assert isinstance(param, DTensor)
-    (placement,) = param.placements
-    assert isinstance(placement, RaggedShard)
-    start, stop = placement.piece(param.shape, param.device_mesh.get_local_rank())
-    param.to_local().copy_(full.flatten()[start:stop])
 
 
 def digests(model: nn.Module) -> dict[str, str]:
