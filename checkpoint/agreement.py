@@ -13,16 +13,28 @@ from __future__ import annotations
 import secrets
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Structure
-from vescale_fsdp.errors import CheckpointError, VescaleError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = ["Agreement", "Coordinator", "GroupCoordinator", "SoloCoordinator", "coordinator_for"]
+
+
+_FAILURE, _DAMAGE = 1, 2
+
+
+def _severity(error: Exception | None) -> int:
+    """0, or how bad an error is: all ranks raise the worst kind, so that they decide alike what to do next."""
+    if error is None:
+        return 0
+    return _DAMAGE if isinstance(error, CorruptCheckpointError) else _FAILURE
 
 
 class Agreement(NamedTuple):
@@ -57,8 +69,8 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def all_true(self, value: bool) -> bool:
-        """Whether a value is true on all ranks."""
+    def common(self, items: list[Hashable]) -> set[Hashable]:
+        """Items that all ranks have."""
 
 
 class SoloCoordinator(Coordinator):
@@ -78,8 +90,8 @@ class SoloCoordinator(Coordinator):
         if error is not None:
             raise error
 
-    def all_true(self, value: bool) -> bool:
-        return value
+    def common(self, items: list[Hashable]) -> set[Hashable]:
+        return set(items)
 
 
 class GroupCoordinator(Coordinator):
@@ -100,9 +112,9 @@ class GroupCoordinator(Coordinator):
         digest = structure.digest if structure is not None else bytes(16)
         words = list(struct.unpack("<4I", digest))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
-        found = self._max([int(error is not None), blob_bytes, save_id, *words, *(-word for word in words)])
+        found = self._max([_severity(error), blob_bytes, save_id, *words, *(-word for word in words)])
         if found[0]:
-            self._raise_gathered(error, "describing the state")
+            self._raise_gathered(error, found[0], "describing the state")
         assert structure is not None
         name = f"{found[2]:016x}"
         if all(high == -low for high, low in zip(found[3:7], found[7:11], strict=True)):
@@ -130,18 +142,20 @@ class GroupCoordinator(Coordinator):
         return classes
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
-        if self._max([int(error is not None)])[0]:
-            self._raise_gathered(error, doing)
+        (worst,) = self._max([_severity(error)])
+        if worst:
+            self._raise_gathered(error, worst, doing)
 
-    def _raise_gathered(self, error: Exception | None, doing: str) -> None:
+    def _raise_gathered(self, error: Exception | None, worst: int, doing: str) -> None:
         texts: list[str | None] = [None] * self.world_size
         text = None if error is None else f"{type(error).__name__}: {error}"
         dist.all_gather_object(texts, text, group=self._group)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-        if isinstance(error, VescaleError):
+        if isinstance(error, VescaleError) and _severity(error) == worst:
             raise error
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-        raise CheckpointError(
+        kind = CorruptCheckpointError if worst == _DAMAGE else CheckpointError
+        raise kind(
             explain(
                 f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
                 expected="all ranks to succeed",
@@ -151,8 +165,14 @@ class GroupCoordinator(Coordinator):
             )
         ) from error
 
-    def all_true(self, value: bool) -> bool:
-        return not self._max([int(not value)])[0]
+    def common(self, items: list[Hashable]) -> set[Hashable]:
+        digest = xxhash.xxh3_64_intdigest(repr(sorted(items, key=repr)).encode()) >> 2
+        high, low = self._max([digest, -digest])
+        if high == -low:
+            return set(items)
+        everyone: list[list[Hashable]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(everyone, items, group=self._group)
+        return set(items).intersection(*everyone)
 
 
 _groups: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

@@ -30,7 +30,7 @@ from vescale_fsdp.checkpoint.region import Region, whole_region
 from vescale_fsdp.checkpoint.sinks import Target
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.tree import Json
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
 __all__ = ["LoadReport", "Loader", "Verify", "load"]
 
@@ -81,7 +81,7 @@ def load(
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
-        CorruptCheckpointError: on the ranks that find damage; all others get a CheckpointError.
+        CorruptCheckpointError: on all ranks, if any of them finds damage or cannot read.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     loader = Loader(open_storage(path), coordinator_for(process_group), verify)
@@ -106,6 +106,8 @@ class Loader:
                 prepared = self._prepare(plan, state, strict, include)
                 if self.verify == "before":
                     plan.prove()
+            except OSError as caught:
+                error = _unreadable(self.storage, caught)
             except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
                 error = caught
             self.coordinator.raise_together(error, f"preparing to load {self.storage.where}")
@@ -116,6 +118,8 @@ class Loader:
                 for target in targets:
                     target.finish()
                 found.finish()
+            except OSError as caught:
+                error = _unreadable(self.storage, caught)
             except Exception as caught:  # noqa: BLE001  see above
                 error = caught
             self.coordinator.raise_together(error, f"loading {self.storage.where}")
@@ -230,6 +234,18 @@ class Loader:
                 merge = found.per_rank[name].merge
                 assert merge is not None
                 found.per_rank_values[name] = merge(values, rank, world)
+
+
+def _unreadable(storage: Storage, error: OSError) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "The storage could not deliver the checkpoint.",
+            expected="readable files",
+            got=f"{type(error).__name__}: {error}",
+            where=storage.where,
+            todo="restore an older step, or repair the storage",
+        )
+    )
 
 
 def _some(names: Sequence[str]) -> str:

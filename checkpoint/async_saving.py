@@ -1,0 +1,181 @@
+"""`async_save`: the trainer waits for one copy into a reused staging buffer; everything else is behind it.
+
+    trainer              staging buffer            worker thread
+    ---------------      --------------------      ---------------------------------------------
+    walk the state
+    copy             ->  this rank's tensors
+    train on                                  ->   agree, hash, write, meet, commit (see `saving`)
+    handle.wait()                             <-   done, or the error
+
+The buffer is allocated once (pinned if there is a GPU) and belongs to the save until it ends, so a second save
+waits for the first: back-pressure instead of unbounded memory. All saves of a process run on one worker
+thread, in the order in which they were started, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.storage import Storage, open_storage
+from vescale_fsdp.checkpoint.structure import TakenState, take_state
+from vescale_fsdp.checkpoint.tree import Json
+
+__all__ = ["AsyncSaver", "SaveHandle", "Stager", "async_save"]
+
+_ALIGN_BYTES = 64
+_worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
+
+
+class SaveHandle:
+    """A save that goes on behind training."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not. Never blocks."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the checkpoint is committed and durable.
+
+        Raises:
+            CheckpointError: what went wrong; nothing was committed then.
+            TimeoutError: if it takes longer than ``timeout_s``.
+        """
+        self._future.result(timeout_s)
+
+    def error(self) -> BaseException | None:
+        """What went wrong, or None; blocks until the save has ended."""
+        return self._future.exception()
+
+
+class Stager:
+    """Copies this rank's tensors into one buffer that is kept from save to save."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._buffer.numel()
+
+    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous CPU copies; valid until the next call."""
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+        if self._buffer.numel() < end:
+            # Filled once: the first touch of fresh pages costs more than the copy itself.
+            self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        staged = []
+        devices = set()
+        for tensor, start in zip(tensors, starts, strict=True):
+            nbytes = tensor.numel() * tensor.element_size()
+            into = self._buffer[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
+            staged.append(into)
+            if nbytes:
+                _copy(into, tensor)
+            if tensor.device.type != "cpu":
+                devices.add(tensor.device)
+        for device in devices:
+            torch.get_device_module(device).current_stream(device).synchronize()
+        return staged
+
+
+def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Bits of one tensor to another; without waiting where the source is on a device."""
+    if tensor.dtype.itemsize == 1:  # copy kernels do not know all one-byte dtypes
+        into, tensor = into.view(torch.uint8), tensor.view(torch.uint8)
+    into.copy_(tensor, non_blocking=tensor.device.type != "cpu")
+
+
+class AsyncSaver:
+    """Saves behind training, at most one at a time.
+
+    Args:
+        coordinator: the ranks that save together; its group must serve nothing else.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self._stager = Stager()
+        self._last: SaveHandle | None = None
+
+    def start(
+        self,
+        storage: Storage,
+        state: Any,
+        *,
+        user: Json = None,
+        overwrite: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> SaveHandle:
+        """Copy the state and return; the save goes on. ``after`` is called when it is committed."""
+        self.drain()
+        taken, error = None, None
+        with torch.no_grad():
+            try:
+                taken = self._stage(take_state(state, rank_of=self.coordinator.rank_of))
+            except Exception as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
+                error = caught
+        saver = Saver(storage, self.coordinator, overwrite=overwrite)
+
+        def work() -> None:
+            with torch.no_grad():
+                saver.write(taken, error, user)
+                if after is not None:
+                    after()
+
+        self._last = SaveHandle(_worker.submit(work))
+        return self._last
+
+    def drain(self) -> None:
+        """Wait until no save is in flight; its error, if any, stays with its handle."""
+        if self._last is not None:
+            self._last.error()
+
+    def _stage(self, taken: TakenState) -> TakenState:
+        names = list(taken.locals_by_name)
+        per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
+        staged = self._stager.stage([*taken.locals_by_name.values(), *per_rank])
+        rest = iter(staged[len(names) :])
+        copies = {
+            name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
+        }
+        return TakenState(taken.structure, dict(zip(names, staged, strict=False)), copies)
+
+
+_default_savers: dict[int, AsyncSaver] = {}
+
+
+def async_save(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    user: Json = None,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle:
+    """Like `save`, but returns as soon as the state is copied; a collective.
+
+    If the previous call's save still runs, this one waits for it first. Arguments as for `save`.
+
+    Returns:
+        A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
+    """
+    coordinator = coordinator_for(process_group, use="async")
+    saver = _default_savers.setdefault(id(process_group), AsyncSaver(coordinator))
+    saver.drain()
+    saver.coordinator = coordinator
+    return saver.start(open_storage(path), state, user=user, overwrite=overwrite)

@@ -1,0 +1,228 @@
+"""Crashes and errors in the middle of a save: old or new, never a mix; all ranks hear of it; nothing hangs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint_states import assert_equal, erase, mixed_state, plain
+from tests.distributed import run_ranks
+from tests.faulty_storage import FaultyStorage, disk_full, read_only
+from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
+from vescale_fsdp.checkpoint.agreement import SoloCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.local import LocalStorage
+from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.errors import CheckpointError
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000, 100), value), "b": torch.full((7,), value), "step": int(value)}
+
+
+def _fails(saver: Saver, state: Any, number: int | None) -> bool:
+    """Whether a save raises, and if so, exactly the storage's error."""
+    try:
+        saver.save(state)
+    except OSError as error:
+        if error.errno != number:
+            raise
+        return True
+    return False
+
+
+@pytest.mark.parametrize("error", [disk_full, read_only])
+def test_every_operation_may_fail(error: Any, tmp_path: Path) -> None:
+    """Whichever operation of a save fails, the path holds the old or the new checkpoint, whole."""
+    save(tmp_path / "c", _state(1.0))
+    outcomes = set()
+    for fail_at in range(1000):
+        storage = FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=fail_at, error=error)
+        saver = Saver(storage, SoloCoordinator(), overwrite=True, stripe_bytes=64 << 10)
+        failed = _fails(saver, _state(2.0 + fail_at), error().errno)
+        reader = read_state(tmp_path / "c")
+        value = float(reader["w"].read()[0, 0])
+        assert torch.equal(torch.full((1000, 100), value), reader["w"].read())
+        assert torch.equal(torch.full((7,), value), reader["b"].read())
+        assert verify(tmp_path / "c").ok
+        outcomes.add((failed, value == 2.0 + fail_at))
+        if not failed:
+            break
+    assert outcomes >= {(True, False), (False, True)}
+    assert fail_at > 12
+    assert len(list((tmp_path / "c").glob("data-*"))) == 1
+
+
+def _fails_on_one_rank(path: Path, bad_rank: int, kind: str) -> str:
+    storage: Any = LocalStorage(path)
+    state = mixed_state()
+    if dist.get_rank() == bad_rank:
+        if kind == "raises":
+            state["bad"] = _Explodes()
+        else:
+            storage = FaultyStorage(storage, fail_at=1)
+    elif kind == "raises":
+        state["bad"] = torch.optim.lr_scheduler.LambdaLR(
+            torch.optim.SGD([torch.zeros(1, requires_grad=True)]), lambda step: 1.0
+        )
+    try:
+        Saver(storage, coordinator_for(), overwrite=False).save(state)
+    except Exception as error:  # noqa: BLE001  whatever it is, the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class _Explodes:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("half a state")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("kind", ["raises", "disk full"])
+def test_one_rank_fails_and_all_hear_of_it(kind: str, tmp_path: Path) -> None:
+    """An error on one rank is raised on every rank, names that rank, and nothing is committed."""
+    for bad_rank in (0, 1, 2):
+        texts = run_ranks(3, _fails_on_one_rank, tmp_path / f"{bad_rank}", bad_rank, kind)
+        for text in texts:
+            assert text.startswith("CheckpointError") and f"rank {bad_rank}" in text
+            assert ("half a state" if kind == "raises" else "No space left") in text
+        assert not (tmp_path / f"{bad_rank}" / "manifest.json").exists()
+        assert not list((tmp_path / f"{bad_rank}").glob("data-*"))
+
+
+def _async_fails(path: Path) -> str:
+    storage: Any = LocalStorage(path)
+    if dist.get_rank() == 1:
+        storage = FaultyStorage(storage, fail_at=1)
+    handle = async_save(storage, mixed_state())
+    try:
+        handle.wait(30)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_errors_of_an_async_save_surface(tmp_path: Path) -> None:
+    """An error behind training is raised by wait() on every rank."""
+    texts = run_ranks(2, _async_fails, tmp_path / "c")
+
+    assert all("No space left" in text and "rank 1" in text for text in texts)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def _disagree(path: Path, kind: str) -> str:
+    state = mixed_state(block_rows=2 if kind == "layout" and dist.get_rank() == 1 else 1)
+    if kind == "value":
+        state["step"] = dist.get_rank()
+    if kind == "dtype" and dist.get_rank() == 1:
+        state["stock"]["plain"] = state["stock"]["shared"] = state["stock"]["plain"].float()
+    try:
+        save(path, state)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("layout", "model/"), ("value", "step"), ("dtype", "stock/plain")]
+)
+def test_ranks_that_disagree_are_told_where(kind: str, names: str, tmp_path: Path) -> None:
+    """Ranks with different layouts or values get an error that names the first difference."""
+    for text in run_ranks(2, _disagree, tmp_path / "c", kind):
+        assert "Ranks disagree" in text and f"where: {names}" in text
+    assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("data-*"))
+
+
+_SIZE = (256, 4096)  # 4 MiB
+
+
+def _save_for_ever(root: str, pipe: Connection, first: int) -> None:
+    manager = CheckpointManager(root, keep_last=2)
+    for step in range(first, first + 10_000):
+        pipe.send(step)
+        manager.save(step, {"w": torch.full(_SIZE, float(step)), "v": torch.full((9,), float(step))})
+
+
+def test_sigkill_at_fifty_moments(tmp_path: Path) -> None:
+    """Killed at any moment of a save, the newest committed step restores whole, and it is the one before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "vescale_fsdp.checkpoint"])
+    moments = random.Random(0)
+    first, torn = 0, 0
+    for _ in range(50):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_save_for_ever, args=(str(tmp_path / "run"), theirs, first))
+        process.start()
+        theirs.close()
+        started = ours.recv()
+        target = started + moments.randint(1, 3)
+        while started < target:
+            assert ours.poll(60)
+            started = ours.recv()
+        time.sleep(moments.uniform(0, 0.02))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        while ours.poll():
+            try:
+                started = ours.recv()
+            except EOFError:
+                break
+        manager = CheckpointManager(tmp_path / "run")
+        state = {"w": torch.zeros(_SIZE), "v": torch.zeros(9)}
+        restored = manager.restore(state)
+        assert restored is not None and not restored.skipped
+        assert restored.step in (started - 1, started)
+        assert torch.equal(state["w"], torch.full(_SIZE, float(restored.step)))
+        assert torch.equal(state["v"], torch.full((9,), float(restored.step)))
+        torn += restored.step == started - 1
+        first = restored.step + 1
+    assert torn > 10  # else the moments were not inside saves
+
+
+def _die_while_saving(path: Path) -> str:
+    state = mixed_state()
+    save(path / "good", state)
+    if dist.get_rank() == 1:
+        storage = FaultyStorage(LocalStorage(path / "torn"), fail_at=1, error=_kill_self)
+    else:
+        storage = FaultyStorage(LocalStorage(path / "torn"))
+    try:
+        Saver(storage, coordinator_for()).save(state)
+    except Exception as error:  # noqa: BLE001  gloo and we both may be first to notice
+        (path / f"rank{dist.get_rank()}").write_text(type(error).__name__)
+    return "alive"
+
+
+def _kill_self() -> Exception:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
+    """When one rank is killed in a save, the others get an error, and the step is not committed."""
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_ranks(2, _die_while_saving, tmp_path, timeout_s=40)
+
+    assert (tmp_path / "rank0").read_text()
+    assert not (tmp_path / "torn" / "manifest.json").exists()
+    run_ranks(3, _load_good, tmp_path / "good")
+
+
+def _load_good(path: Path) -> None:
+    state = mixed_state()
+    expected = plain(state)
+    erase(state)
+    load(path, state)
+    assert assert_equal(expected, plain(state)) > 1000
