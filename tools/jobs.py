@@ -33,11 +33,19 @@ class Job:
         ranks: processes to start on this machine.
         arguments: what the module's command line takes.
         log: file for everything the ranks print.
+        folder: where it runs, and where modules are looked up besides the installed ones.
         timeout_s: the job is killed and fails after that time.
     """
 
     def __init__(
-        self, module: str, ranks: int, arguments: list[str], log: Path, timeout_s: float = 240
+        self,
+        module: str,
+        ranks: int,
+        arguments: list[str],
+        log: Path,
+        *,
+        folder: Path = ROOT,
+        timeout_s: float = 240,
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
@@ -48,9 +56,10 @@ class Job:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]  # 0: any free port
         torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
         self.command = [*torchrun, "--nproc-per-node", str(ranks), "-m", module, *arguments]
-        self.process = subprocess.Popen(
-            self.command, cwd=ROOT, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
+        with log.open("w") as sink:
+            self.process = subprocess.Popen(
+                self.command, cwd=folder, env=environment, stdout=sink, stderr=subprocess.STDOUT
+            )
 
     def wait(self) -> None:
         """Wait for a job that should succeed.
