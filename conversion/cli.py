@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -20,10 +21,12 @@ from tqdm import tqdm
 
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits, Progress
+from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.inspection import describe, format_bytes, format_description
 from vescale_fsdp.conversion.open_source import KINDS, open_source
 from vescale_fsdp.conversion.sizes import parse_bytes
+from vescale_fsdp.conversion.verification import verify
 from vescale_fsdp.errors import ConversionError, VescaleError
 
 __all__ = ["cli", "main"]
@@ -109,6 +112,62 @@ def inspect_command(src: str, kind: str | None, trust_pickle: bool, as_json: boo
     click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
 
 
+@cli.command("verify")
+@click.argument("src")
+@_source_options
+@click.option("--quick", is_flag=True, help="Headers and metadata only; do not read the data.")
+@_json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def verify_command(
+    src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
+) -> None:
+    """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    with progress_bar(0 if quick else source.nbytes, quiet=quiet) as progress:
+        report = verify(source, deep=not quick, progress=progress)
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+    else:
+        for problem in report.problems:
+            click.echo(problem)
+        read = f"{format_bytes(report.nbytes)} read, {report.checksums} checksums compared"
+        click.echo(f"{report.tensors} tensors, {read}: {len(report.problems)} problems")
+    sys.exit(1 if report.problems else 0)
+
+
+@cli.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--rtol", type=float, default=0.0, help="Relative tolerance; bitwise without one.")
+@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
+@click.option("--model-only", is_flag=True, help="Leave optimizer and other tensors alone.")
+@_json_option
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def diff_command(
+    a: str,
+    b: str,
+    rtol: float,
+    atol: float,
+    ignore_dtype: bool,
+    model_only: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
+    left, right = open_source(a), open_source(b)
+    with progress_bar(left.nbytes + right.nbytes, quiet=quiet) as progress:
+        tolerance = Tolerance(rtol, atol, ignore_dtype)
+        found, compared = diff(left, right, tolerance=tolerance, model_only=model_only, progress=progress)
+    if as_json:
+        click.echo(json.dumps({"compared": compared, "differences": [d.to_json() for d in found]}, indent=2))
+    else:
+        for difference in found:
+            click.echo(f"{difference.kind:<7} {difference.name}: {difference.text}")
+        click.echo(f"{compared} tensors compared, {len(found)} differences")
+    sys.exit(1 if found else 0)
+
+
 @cli.command("to-hf")
 @_convert_options
 @click.option(
@@ -163,7 +222,7 @@ def _convert(
     )
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
-    with _progress_bar(source.nbytes, quiet=quiet) as progress:
+    with progress_bar(source.nbytes, quiet=quiet) as progress:
         report = convert(source, out, target_kind, options, source_url=src, progress=progress)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -174,7 +233,7 @@ def _convert(
 
 
 @contextmanager
-def _progress_bar(total_bytes: int, *, quiet: bool) -> Iterator[Progress]:
+def progress_bar(total_bytes: int, *, quiet: bool) -> Iterator[Progress]:
     """Bytes on stderr; nothing if that is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None

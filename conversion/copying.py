@@ -6,7 +6,7 @@ are computed from checksums of tensors before them (zip directories need those).
 writes it at the offset the plan gives; nothing else is held, so memory is the buffers, whatever the size of
 the model or of its largest tensor.
 
-    512 MiB budget, 4 threads -> 4 buffers of 16 MiB     64 MiB budget, 8 threads -> 8 buffers of 2 MiB
+    512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
 
 Files that accept writes in any order share all threads; files that are streams take one thread each.
 """
@@ -44,7 +44,7 @@ __all__ = [
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
 
-_MAX_BUFFER_BYTES = 16 * 2**20  # 16 MiB: larger ones read no faster
+_MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: larger ones read no faster
 _MIN_BUFFER_BYTES = 2**20
 # A view that changes its tensor needs scratch as large as the buffer, up to three times (read, work, result).
 _BUFFERS_PER_THREAD = 4

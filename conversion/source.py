@@ -111,7 +111,7 @@ class Source:
                 self._read_part(tensor.info, chunk, part, out[index])
 
     def _read_part(self, info: TensorInfo, chunk: StoredChunk, part: Box, view: np.ndarray) -> None:
-        offset, strides = self._locate(info, chunk)
+        offset, strides = self.locate(info, chunk)
         first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, strides, strict=True))
         itemsize = info.dtype.itemsize
         self._read_strided(chunk.file, offset + first * itemsize, part.sizes, strides, view)
@@ -147,7 +147,7 @@ class Source:
             file, offset + half * strides[dim] * itemsize, high, strides, view[(*whole, slice(half, None))]
         )
 
-    def _locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
+    def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
         """Byte offset of a chunk's first item in its file, and its strides there."""
         if not chunk.is_archive:
             return chunk.offset, chunk.strides or contiguous_strides(chunk.box.sizes)

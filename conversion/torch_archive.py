@@ -36,6 +36,7 @@ _UNKNOWN_32 = 0xFFFFFFFF  # "see the zip64 field"
 class _ZipRecord:
     header_offset: int
     nbytes: int
+    crc: int
     is_stored: bool
 
 
@@ -66,6 +67,16 @@ class TorchArchive:
             raise self._damaged(f"a record for storage {key}", "no such record")
         record = self._records[name]
         return self._data_offset(record), record.nbytes
+
+    @property
+    def storage_keys(self) -> list[str]:
+        """The keys of all storages."""
+        start = f"{self._prefix}/data/"
+        return [name.removeprefix(start) for name in self._records if name.startswith(start)]
+
+    def storage_crc(self, key: str) -> int:
+        """CRC-32 of a storage's bytes, as they were written."""
+        return self._records[f"{self._prefix}/data/{key}"].crc
 
     def tensor_offset(self, ref: TensorRef) -> int:
         """Byte offset, within the archive, of a tensor's first item; checks that all its items are there."""
@@ -139,7 +150,7 @@ class TorchArchive:
                 header_offset = next(values) if wide[2] else header_offset
             except StopIteration:
                 raise self._damaged("a complete zip64 field", repr(extra)) from None
-        return _ZipRecord(header_offset, nbytes, head[4] == 0)
+        return _ZipRecord(header_offset, nbytes, head[7], head[4] == 0)
 
     def _directory_range(self) -> tuple[int, int]:
         at = self._tail.rfind(b"PK\x05\x06")

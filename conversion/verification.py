@@ -1,0 +1,147 @@
+"""Is this checkpoint whole? Everything its format can tell, down to the checksums of the data.
+
+Opening a source already proves that metadata, file sizes, headers and index agree and that chunks tile
+every tensor. This reads the rest: every record of every archive against what the metadata says of it, every
+byte against the checksums the format has. Formats without checksums are read once, so that at least the
+disk has spoken.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from vescale_fsdp.conversion.copying import Progress
+from vescale_fsdp.conversion.hf_layout import INDEX_FILE, is_weight_file
+from vescale_fsdp.conversion.source import Source
+from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor
+from vescale_fsdp.conversion.torch_archive import TorchArchive
+from vescale_fsdp.conversion.view import SourceView, read_range
+from vescale_fsdp.errors import VescaleError
+
+__all__ = ["VerifyReport", "verify"]
+
+_READ_BYTES = 4 * 2**20  # 4 MiB
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found.
+
+    Args:
+        tensors: tensors looked at.
+        nbytes: bytes of them that were read.
+        checksums: data records whose checksum was compared.
+        problems: one text each; empty if all is well.
+    """
+
+    tensors: int
+    nbytes: int
+    checksums: int
+    problems: tuple[str, ...]
+
+
+def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: None) -> VerifyReport:
+    """Check an opened source; problems are collected, not raised.
+
+    Args:
+        source: the checkpoint.
+        deep: read all data and compare checksums, not just headers.
+        progress: called with bytes read since the last call.
+    """
+    problems: list[str] = []
+    checked = _Checker(source, problems, progress)
+    for name, tensor in source.tensors.items():
+        checked.guard(name, lambda tensor=tensor: checked.tensor(tensor, deep=deep))  # type: ignore[misc]
+    for name, value in source.values.items():
+        checked.guard(name, value)
+    problems += _folder_problems(source)
+    return VerifyReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
+
+
+class _Checker:
+    def __init__(self, source: Source, problems: list[str], progress: Progress) -> None:
+        self._source, self._problems, self._progress = source, problems, progress
+        self.nbytes = 0
+        self.checksums = 0
+
+    def guard(self, name: str, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except VescaleError as error:
+            self._problems.append(f"{name}: {error}")
+
+    def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
+        for chunk in tensor.chunks:
+            self._source.locate(tensor.info, chunk)
+        if not deep:
+            return
+        archives = [chunk for chunk in tensor.chunks if chunk.is_archive]
+        for chunk in archives:
+            self._archive(tensor.info.name, chunk)
+        if not archives:
+            self._read(tensor)
+
+    def _archive(self, name: str, chunk: StoredChunk) -> None:
+        store = self._source.store
+        archive = TorchArchive(
+            lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
+            chunk.nbytes,
+            where=f"{name} in {store.url}/{chunk.file} at byte {chunk.offset}",
+            trust=self._source.trust_pickle,
+        )
+        for key in archive.storage_keys:
+            start, nbytes = archive.storage_range(key)
+            crc = 0
+            for data in _pieces(store.read, chunk.file, chunk.offset + start, nbytes):
+                crc = zlib.crc32(data, crc)
+                self._count(len(data))
+            self.checksums += 1
+            if crc != archive.storage_crc(key):
+                self._problems.append(
+                    f"{name}: the data of {chunk.file} at byte {chunk.offset + start} does not have the checksum "
+                    f"it was saved with (expected {archive.storage_crc(key):08x}, got {crc:08x}); "
+                    "use another copy, unless it was saved with torch's crc32 option off"
+                )
+
+    def _read(self, tensor: StoredTensor) -> None:
+        info = tensor.info
+        view = SourceView(self._source, info.name, info.name)
+        step = _READ_BYTES // info.dtype.itemsize
+        buffer = np.empty(min(_READ_BYTES, info.nbytes), dtype=np.uint8)
+        for start in range(0, info.numel, step):
+            self._count(read_range(view, start, min(start + step, info.numel), buffer).nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._progress(nbytes)
+
+
+def _pieces(read: Callable[[str, int, int], bytes], file: str, offset: int, nbytes: int) -> Iterator[bytes]:
+    for start in range(offset, offset + nbytes, _READ_BYTES):
+        yield read(file, start, min(_READ_BYTES, offset + nbytes - start))
+
+
+def _folder_problems(source: Source) -> list[str]:
+    """What loaders of a Hugging Face folder would trip over although every file is sound."""
+    if source.kind != "hf":
+        return []
+    found = []
+    used = {chunk.file for tensor in source.tensors.values() for chunk in tensor.chunks} | {INDEX_FILE}
+    stale = [file for file in source.store.list_files() if is_weight_file(file) and file not in used]
+    if stale:
+        found.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
+    if source.store.size(INDEX_FILE) is not None:
+        index = json.loads(source.store.read_file(INDEX_FILE))
+        total = (
+            index.get("metadata", {}).get("total_size") if isinstance(index.get("metadata"), dict) else None
+        )
+        if total != source.nbytes:
+            found.append(
+                f"{INDEX_FILE} says total_size {total}, the files hold {source.nbytes}; write it anew"
+            )
+    return found

@@ -1,0 +1,123 @@
+"""verify finds damage, diff finds differences, and both find nothing where there is nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from tests.dtype_zoo import zoo
+from vescale_fsdp.conversion.cli import cli
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.difference import Tolerance, diff
+from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.verification import verify
+
+
+def _dcp(path: Path, tensors: dict[str, Any]) -> Path:
+    dcp.save({"model": tensors, "step": 1}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_verify_accepts_what_torch_and_we_write(tmp_path: Path) -> None:
+    """Sound checkpoints of every format, ours and torch's: no problem, every byte read."""
+    tensors = zoo()
+    total = sum(t.nbytes for t in tensors.values())
+    source = _dcp(tmp_path / "dcp", tensors)
+    torch.save({"model": tensors}, tmp_path / "theirs.pt")
+    for kind, target in (("dcp", "again"), ("torch", "ours.pt"), ("hf", "hf")):
+        convert(open_source(str(source)), str(tmp_path / target), kind)
+    for name in ("dcp", "again", "theirs.pt", "ours.pt", "hf"):
+        report = verify(open_source(str(tmp_path / name)))
+        assert report.problems == () and report.nbytes == total, name
+        assert (report.checksums > 80) == (name in ("dcp", "again")), name
+
+
+def test_verify_finds_every_flipped_bit_of_the_data(tmp_path: Path) -> None:
+    """One bit of a tensor's bytes in a .distcp file: a problem that names tensor, file and place."""
+    source = _dcp(tmp_path / "dcp", {"w": torch.zeros(5000), "b": torch.ones(3)})
+    file = source / "__0_0.distcp"
+    good = file.read_bytes()
+    start = good.index(b"\0" * 20_000)
+    for at in (start, start + 9_999, start + 19_999):
+        bad = bytearray(good)
+        bad[at] ^= 0x10
+        file.write_bytes(bad)
+        report = verify(open_source(str(source)))
+        assert len(report.problems) == 1
+        assert "model.w" in report.problems[0] and "__0_0.distcp" in report.problems[0]
+        assert verify(open_source(str(source)), deep=False).problems == ()
+
+
+def test_verify_finds_stale_weights_and_a_wrong_total(tmp_path: Path) -> None:
+    """What loaders do not check: files the index does not name, and its total_size."""
+    source = _dcp(tmp_path / "dcp", {f"w{i}": torch.ones(400) for i in range(3)})
+    save_file({"w": torch.ones(2)}, tmp_path / "old.safetensors")
+    out = tmp_path / "out"
+    convert(open_source(str(source)), str(out), "hf", ConvertOptions(max_shard_bytes=1600))
+    assert verify(open_source(str(out))).problems == ()
+    (out / "model-00009-of-00009.safetensors").write_bytes((tmp_path / "old.safetensors").read_bytes())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index["metadata"]["total_size"] = 7
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    problems = verify(open_source(str(out))).problems
+    assert len(problems) == 2
+    assert "00009-of-00009" in problems[0] and "total_size 7" in problems[1]
+
+
+def test_diff_across_formats(tmp_path: Path) -> None:
+    """A model equals itself in another format under another prefix; a change of one value is found."""
+    tensors = zoo()
+    source = _dcp(tmp_path / "dcp", tensors)
+    convert(open_source(str(source)), str(tmp_path / "hf"), "hf")
+    found, compared = diff(open_source(str(source)), open_source(str(tmp_path / "hf")))
+    assert found == () and compared == len(tensors)
+    changed = {**tensors, "float32.matrix": tensors["float32.matrix"].clone(), "new": torch.ones(1)}
+    changed["float32.matrix"][2, 3] += 1
+    changed["int8.vector"] = tensors["int8.vector"].to(torch.int16)
+    changed["bool.cube"] = torch.zeros(2, dtype=torch.bool)
+    del changed["int64.scalar"]
+    torch.save({"state_dict": changed}, tmp_path / "b.pt")
+    found, _ = diff(open_source(str(source)), open_source(str(tmp_path / "b.pt")), model_only=True)
+    assert {(d.name, d.kind) for d in found} == {
+        ("float32.matrix", "value"),
+        ("int8.vector", "dtype"),
+        ("bool.cube", "shape"),
+        ("int64.scalar", "only_a"),
+        ("new", "only_b"),
+    }
+    assert next(d for d in found if d.kind == "value").text.startswith("1 of 30 values")
+
+
+def test_diff_with_tolerances(tmp_path: Path) -> None:
+    """bfloat16 against float32: different bitwise, equal as numbers within the rounding error."""
+    weights = {"w": torch.randn(1000), "nan": torch.tensor([float("nan"), float("inf")])}
+    a = open_source(str(_dcp(tmp_path / "a", weights)))
+    b = open_source(str(_dcp(tmp_path / "b", {n: w.bfloat16() for n, w in weights.items()})))
+    assert [d.kind for d in diff(a, b)[0]] == ["dtype", "dtype"]
+    loose = Tolerance(rtol=2**-7, ignore_dtype=True)
+    assert diff(a, b, tolerance=loose)[0] == ()
+    tight = Tolerance(rtol=2**-12, ignore_dtype=True)
+    assert [d.name for d in diff(a, b, tolerance=tight)[0]] == ["w"]
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    """verify and diff: 0 if all is well, 1 if not, results on stdout."""
+    a = str(_dcp(tmp_path / "a", {"w": torch.ones(3)}))
+    b = str(_dcp(tmp_path / "b", {"w": torch.zeros(3)}))
+    run = CliRunner()
+    assert run.invoke(cli, ["verify", a]).exit_code == 0
+    assert run.invoke(cli, ["diff", a, a]).exit_code == 0
+    different = run.invoke(cli, ["diff", a, b, "--json"])
+    assert different.exit_code == 1
+    assert json.loads(different.stdout)["differences"][0]["kind"] == "value"
+    data = tmp_path / "a" / "__0_0.distcp"
+    one = torch.ones(3).numpy().tobytes()
+    data.write_bytes(data.read_bytes().replace(one, b"\1" + one[1:]))
+    broken = run.invoke(cli, ["verify", a])
+    assert broken.exit_code == 1 and "checksum" in broken.stdout
