@@ -194,6 +194,14 @@ def to_torch_command(**arguments: Any) -> None:
     _convert("torch", **arguments)
 
 
+@cli.command("to-zarr")
+@_convert_options
+@_prefix_option
+def to_zarr_command(**arguments: Any) -> None:
+    """Write SRC to OUT as a zarr v3 group, one array per tensor."""
+    _convert("zarr", **arguments)
+
+
 def _convert(
     target_kind: str,
     *,
@@ -223,7 +231,7 @@ def _convert(
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
     with progress_bar(source.nbytes, quiet=quiet) as progress:
-        report = convert(source, out, target_kind, options, source_url=src, progress=progress)
+        report = convert(source, out, target_kind, options, progress=progress)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:

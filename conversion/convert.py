@@ -18,11 +18,12 @@ from vescale_fsdp.conversion.ties import find_tied_twins
 from vescale_fsdp.conversion.to_dcp import plan_dcp
 from vescale_fsdp.conversion.to_hf import plan_hf
 from vescale_fsdp.conversion.to_torch import plan_torch
+from vescale_fsdp.conversion.to_zarr import plan_zarr
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
 
-TARGETS = ("hf", "dcp", "torch")
+TARGETS = ("hf", "dcp", "torch", "zarr")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,6 @@ def convert(
     kind: str,
     options: ConvertOptions | None = None,
     *,
-    source_url: str | None = None,
     progress: Progress = lambda _: None,
 ) -> ConvertReport:
     """Write ``source`` to ``target`` in another format.
@@ -111,7 +111,6 @@ def convert(
         target: local path or fsspec URL.
         kind: one of `TARGETS`.
         options: defaults throughout if None.
-        source_url: what the target must not touch; default the source's folder.
         progress: called with bytes written since the last call, from several threads.
 
     Raises:
@@ -120,8 +119,7 @@ def convert(
     """
     chosen = options or ConvertOptions()
     report = _plan(source, target, kind, chosen)
-    url = source_url or source.url
-    outcome = run_plan(report.plan, target, source_url=url, options=chosen.run, progress=progress)
+    outcome = run_plan(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
     return ConvertReport(**{**vars(report), "outcome": outcome})
 
 
@@ -145,6 +143,8 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         plan = plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
     elif kind == "dcp":
         plan = plan_dcp(state, options.max_shard_bytes)
+    elif kind == "zarr":
+        plan = plan_zarr(state)
     elif kind == "torch":
         plan = plan_torch(state, split_file(target)[1])
     else:

@@ -14,7 +14,6 @@ Files that accept writes in any order share all threads; files that are streams 
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import xxhash
 
-from vescale_fsdp.conversion.crc import combine_crc32
+from vescale_fsdp.conversion.crc import Crc
 from vescale_fsdp.conversion.store import OutputFile
 from vescale_fsdp.conversion.view import TensorView, read_range
 from vescale_fsdp.errors import ConversionError, explain
@@ -106,7 +105,7 @@ class TensorPart:
     view: TensorView
     start: int
     stop: int
-    with_crc32: bool = False
+    crc: Crc | None = None  # to be known to computed parts
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +115,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class ComputedPart:
-    """Bytes made from the CRC-32 of tensor parts before it, keyed by their index in the file."""
+    """Bytes made from the CRCs of tensor parts before it, keyed by their index in the file."""
 
     nbytes: int
     make: Callable[[dict[int, int]], bytes]
@@ -180,10 +179,10 @@ class _WorkingFile:
         offset = self.plan.offsets[index] + (start - part.start) * part.view.info.dtype.itemsize
         self.out.write_at(offset, data.data)
         digest = xxhash.xxh3_64_intdigest(data.data)
-        crc = zlib.crc32(data.data) if part.with_crc32 else 0
+        crc = part.crc.of(data.data) if part.crc else 0
         with self._lock:
             self._digests.append((offset, digest))
-            if part.with_crc32:
+            if part.crc:
                 self._crcs.setdefault(index, []).append((start, crc, data.nbytes))
             self._left -= 1
             return data.nbytes, self._left == 0
@@ -207,10 +206,10 @@ class _WorkingFile:
     def _part_crcs(self) -> dict[int, int]:
         found = {i: 0 for i, part in enumerate(self.plan.parts) if isinstance(part, TensorPart)}
         for index, pieces in self._crcs.items():
-            crc = 0
+            part = self.plan.parts[index]
+            assert isinstance(part, TensorPart) and part.crc is not None
             for _, piece_crc, nbytes in sorted(pieces):
-                crc = combine_crc32(crc, piece_crc, nbytes)
-            found[index] = crc
+                found[index] = part.crc.combine(found[index], piece_crc, nbytes)
         return found
 
     def digest(self) -> str:

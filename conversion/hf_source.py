@@ -21,8 +21,7 @@ def open_safetensors(store: Store, file: str) -> Source:
         CorruptCheckpointError: if it is damaged.
     """
     tensors, metadata = read_header(store, file)
-    facts = {"file": file, "metadata": json.dumps(metadata)}
-    return Source("safetensors", store, tensors, facts=facts)
+    return Source("safetensors", store, tensors, facts={"metadata": json.dumps(metadata)}, file=file)
 
 
 def open_hf_folder(store: Store) -> Source:

@@ -6,12 +6,14 @@ from vescale_fsdp.conversion.dcp_source import METADATA_FILE, open_dcp
 from vescale_fsdp.conversion.hf_source import open_hf_folder, open_safetensors
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
+from vescale_fsdp.conversion.to_zarr import ROOT_FILE
 from vescale_fsdp.conversion.torch_source import is_torch_file, open_torch
+from vescale_fsdp.conversion.zarr_source import open_zarr
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["KINDS", "open_source"]
 
-KINDS = ("dcp", "hf", "safetensors", "torch")
+KINDS = ("dcp", "hf", "safetensors", "torch", "zarr")
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -36,6 +38,8 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     if found == "safetensors":
         parent, name = split_file(url)
         return open_safetensors(open_store(parent), name)
+    if found == "zarr":
+        return open_zarr(folder)
     if found == "torch":
         parent, name = split_file(url)
         return open_torch(open_store(parent), name, trust_pickle=trust_pickle)
@@ -46,6 +50,8 @@ def _detect(folder: Store, url: str) -> str:
     files = folder.list_files()
     if METADATA_FILE in files:
         return "dcp"
+    if ROOT_FILE in files:
+        return "zarr"
     if any(file.endswith((".safetensors", ".safetensors.index.json")) and "/" not in file for file in files):
         return "hf"
     if files:
@@ -71,7 +77,7 @@ def _detect(folder: Store, url: str) -> str:
 def _unknown(url: str, got: str) -> str:
     return explain(
         "this is no checkpoint of a known kind",
-        expected="a DCP folder (with .metadata), a Hugging Face folder, a .safetensors or torch.save file",
+        expected="a DCP, Hugging Face or zarr folder, a .safetensors or a torch.save file",
         got=got,
         where=url,
         todo="pass the folder that was given to dcp.save, or name the format with --from",

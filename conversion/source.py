@@ -8,7 +8,7 @@ asked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,9 +23,12 @@ from vescale_fsdp.conversion.unpickle import TensorRef
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
 
-__all__ = ["Source", "StoredValue"]
+__all__ = ["BoxReader", "Source", "StoredValue"]
 
 _COVER_BYTES = 4 * 2**20  # 4 MiB: largest scratch read for items that are not one run in the file
+
+
+BoxReader = Callable[[Box], np.ndarray]
 
 
 class StoredValue(Protocol):
@@ -45,6 +48,9 @@ class Source:
         tensors: by flattened name, in the order of the format.
         values: everything else, by flattened name.
         paths: where a flattened name sits in the nested state it came from; absent names are at the root.
+        trust_pickle: whether pickles may import what they name.
+        readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
+        file: name of the one file that is the whole checkpoint; empty for a folder.
         facts: lines worth telling people (``inspect`` prints them).
     """
 
@@ -55,12 +61,14 @@ class Source:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     trust_pickle: bool = False
+    readers: Mapping[str, BoxReader] = field(default_factory=dict)
+    file: str = ""
     _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
-        """Where the checkpoint is."""
-        return self.store.url
+        """Where the checkpoint is: the folder, or the file if it is one file."""
+        return f"{self.store.url}/{self.file}" if self.file else self.store.url
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +78,9 @@ class Source:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when files of the source are replaced: their names, sizes and times of change."""
-        files = sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
+        files = sorted(
+            {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks if chunk.file}
+        )
         stamps = [f"{file} {self.store.stamp(file)}" for file in files]
         return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
@@ -103,6 +113,9 @@ class Source:
             CorruptCheckpointError: if files are missing, truncated or not what the metadata says.
         """
         tensor = self.tensors[name]
+        if name in self.readers:
+            out[...] = self.readers[name](box).view(out.dtype)
+            return
         for chunk in tensor.chunks:
             part = box.intersect(chunk.box)
             if part is not None:
@@ -111,6 +124,9 @@ class Source:
                 self._read_part(tensor.info, chunk, part, out[index])
 
     def _read_part(self, info: TensorInfo, chunk: StoredChunk, part: Box, view: np.ndarray) -> None:
+        if not chunk.file:
+            view[...] = np.zeros((), dtype=view.dtype)
+            return
         offset, strides = self.locate(info, chunk)
         first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, strides, strict=True))
         itemsize = info.dtype.itemsize
@@ -157,7 +173,7 @@ class Source:
         return self._located[key]
 
     def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
-        where = f"tensor {info.name} in {self.url}/{chunk.file} at byte {chunk.offset}"
+        where = f"tensor {info.name} in {self.store.url}/{chunk.file} at byte {chunk.offset}"
         archive = TorchArchive(
             lambda offset, nbytes: self.store.read(chunk.file, chunk.offset + offset, nbytes),
             chunk.nbytes,

@@ -46,7 +46,7 @@ class StoredChunk:
 
     Args:
         box: which part of the tensor.
-        file: relative name of the file.
+        file: relative name of the file; empty if the box is all zeros and stored nowhere.
         offset: of the first element's byte, or of the enclosing archive if ``is_archive``.
         nbytes: length of what lies there.
         strides: in items, of the box in the file; None for row-major.

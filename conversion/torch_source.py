@@ -65,7 +65,7 @@ def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source
             tensors[name] = _stored(archive, file, name, leaf)
         else:
             values[name] = _constant(leaf)
-    return Source("torch", store, tensors, values, paths, {"file": file}, trust_pickle)
+    return Source("torch", store, tensors, values, paths, {}, trust_pickle, file=file)
 
 
 def _stored(archive: TorchArchive, file: str, name: str, ref: TensorRef) -> StoredTensor:

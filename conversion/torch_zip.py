@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.conversion.copying import ComputedPart, FixedPart, Part, TensorPart
+from vescale_fsdp.conversion.crc import CRC32
 
 __all__ = ["plan_archive"]
 
@@ -82,7 +83,7 @@ class _Plan:
         record = self._record(name, part.nbytes, None, bytes_follow=True)
         self._add(FixedPart(_local_header(record)))
         index = record.part_index
-        self._add(TensorPart(part.view, part.start, part.stop, with_crc32=True))
+        self._add(TensorPart(part.view, part.start, part.stop, crc=CRC32))
         nbytes = part.nbytes
         size = 24 if record.is_wide else 16
         self._add(ComputedPart(size, lambda crcs: _descriptor(crcs[index], nbytes)))

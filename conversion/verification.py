@@ -77,7 +77,8 @@ class _Checker:
 
     def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
         for chunk in tensor.chunks:
-            self._source.locate(tensor.info, chunk)
+            if chunk.file:
+                self._source.locate(tensor.info, chunk)
         if not deep:
             return
         archives = [chunk for chunk in tensor.chunks if chunk.is_archive]

@@ -24,7 +24,7 @@ from tests.distributed import cpu_mesh, run_ranks
 from tests.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
-from vescale_fsdp.conversion.crc import combine_crc32
+from vescale_fsdp.conversion.crc import CRC32, CRC32C
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
@@ -34,7 +34,7 @@ SMALL = CopyLimits(memory_budget_bytes=4 * 2**20, threads=2)
 
 def _convert(source: Path, target: Path, kind: str, **options: Any) -> ConvertReport:
     chosen = ConvertOptions(**options, run=RunOptions(limits=SMALL))
-    return convert(open_source(str(source)), str(target), kind, chosen, source_url=str(source))
+    return convert(open_source(str(source)), str(target), kind, chosen)
 
 
 def _training_state() -> dict[str, Any]:
@@ -73,7 +73,8 @@ def _same(a: Any, b: Any) -> bool:
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_crc_of_two_pieces(a: bytes, b: bytes) -> None:
     """The CRC of a whole follows from those of its pieces."""
-    assert combine_crc32(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    assert CRC32.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    assert CRC32C.combine(CRC32C.of(a), CRC32C.of(b), len(b)) == CRC32C.of(a + b)
 
 
 def test_torch_reads_our_torch_file(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def _write(kind: str, tensors: dict[str, torch.Tensor], path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("middle", ["dcp", "torch", "hf"])
+@pytest.mark.parametrize("middle", ["dcp", "torch", "hf", "zarr"])
 @pytest.mark.parametrize("source", ["dcp", "torch", "hf"])
 def test_round_trips_keep_every_bit(tmp_path: Path, source: str, middle: str) -> None:
     """source -> middle -> Hugging Face equals what safetensors writes for the zoo, byte for byte."""
