@@ -41,6 +41,7 @@ ORDER = (
     "redistribute",
     "dcp_hooks",
     "dtensor",
+    "holding",
     "operands",
     "philox",
     "random",

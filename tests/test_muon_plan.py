@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.optim.holding import Holding
+from vescale_fsdp.holding import Holding
 from vescale_fsdp.optim.matrices import Matrix, matrices_of
 from vescale_fsdp.optim.muon_plan import TakingPart, plan_step
 from vescale_fsdp.optim.ownership import assign_owners, newton_schulz_flops

@@ -20,7 +20,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from vescale_fsdp.errors import CheckpointError, LayoutError, explain
-from vescale_fsdp.optim.holding import local_grad, local_tensor
+from vescale_fsdp.holding import local_grad, local_tensor
 from vescale_fsdp.optim.state import Held, check_state, copy_state
 
 __all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates"]

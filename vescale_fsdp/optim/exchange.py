@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.geometry import FlatRange
-from vescale_fsdp.optim.holding import Holding
+from vescale_fsdp.holding import Holding
 from vescale_fsdp.optim.matrices import Matrix
 from vescale_fsdp.torch_private import foreach_copy_
 

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.granularity import Element, Granularity, Whole
+from vescale_fsdp.holding import local_grad, local_tensor
 from vescale_fsdp.optim.base import AdamWOptions, StructuredOptimizer, check_rates
 from vescale_fsdp.optim.exchange import Ranks
-from vescale_fsdp.optim.holding import local_grad, local_tensor
 from vescale_fsdp.optim.matrices import matrices_of
 from vescale_fsdp.optim.muon_plan import MuonPlan, plan_step
 from vescale_fsdp.optim.muon_step import Job, run_step, taking_part_of

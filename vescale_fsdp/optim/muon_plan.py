@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.holding import Holding
 from vescale_fsdp.optim.exchange import WIRE_DTYPE, Bucket, Ranks, Travel
-from vescale_fsdp.optim.holding import Holding
 from vescale_fsdp.optim.matrices import Matrix
 from vescale_fsdp.optim.ownership import assign_owners, newton_schulz_flops
 

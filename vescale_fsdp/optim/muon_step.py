@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.geometry import FlatRange
+from vescale_fsdp.holding import Holding, holding_of, local_tensor
 from vescale_fsdp.optim.exchange import WIRE_DTYPE, Bucket, Pending, start_exchange
-from vescale_fsdp.optim.holding import Holding, holding_of, local_tensor
 from vescale_fsdp.optim.matrices import Matrix, matrices_of
 from vescale_fsdp.optim.muon_plan import MuonPlan, TakingPart
 from vescale_fsdp.optim.newton_schulz import NewtonSchulz

@@ -16,11 +16,10 @@ import torch
 
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.granularity import Element, Granularity
+from vescale_fsdp.holding import contiguous_holding_of, local_grad, local_tensor, zeros_beside
 from vescale_fsdp.optim.base import AdamWOptions, StructuredOptimizer, check_rates
 from vescale_fsdp.optim.factor_grid import Block, FactorGrid, factor_grid_of, granularity_of
-from vescale_fsdp.optim.holding import contiguous_holding_of, local_grad, local_tensor
 from vescale_fsdp.optim.shampoo_math import accumulate, graft, inverse_root
-from vescale_fsdp.optim.state import zeros_beside
 
 __all__ = ["Shampoo"]
 

@@ -13,46 +13,18 @@ are made once, when the optimizer is built, and loading copies values into them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, explain
-from vescale_fsdp.optim.holding import Holding, holding_of, local_tensor
-from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.holding import holding_of, local_tensor
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Held", "check_state", "copy_state", "zeros_beside"]
-
-
-def zeros_beside(
-    param: torch.Tensor, holding: Holding, shape: tuple[int, ...], piece_numels: Sequence[int]
-) -> torch.Tensor:
-    """An fp32 state tensor of another shape than its parameter, cut where the parameter is cut.
-
-    Args:
-        param: the parameter.
-        holding: how it lies.
-        shape: global shape of the state tensor.
-        piece_numels: elements of the state tensor that belong to each shard's piece of the parameter.
-
-    Returns:
-        Zeros: a plain tensor beside plain parameters, else a DTensor on the parameter's mesh.
-    """
-    local = torch.zeros(piece_numels[holding.shard_rank], dtype=torch.float32, device=param.device)
-    if not isinstance(param, DTensor):
-        return local.view(shape)
-    mesh = param.device_mesh
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    if holding.axis is None:
-        return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
-    placements[holding.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
-    return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
+__all__ = ["Held", "check_state", "copy_state"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,19 +14,22 @@ Replicate on every other mesh axis is allowed (HSDP): those ranks are *replicas*
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.geometry import FlatRange, numel_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Holding", "contiguous_holding_of", "holding_of", "local_grad", "local_tensor"]
+__all__ = ["Holding", "contiguous_holding_of", "holding_of", "local_grad", "local_tensor", "zeros_beside"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,36 @@ def _chunk_numels(shape: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
     rows, row_numel = shape[0], numel_of(shape[1:])
     chunk = -(-rows // num_shards)
     return tuple(max(0, min(chunk, rows - rank * chunk)) * row_numel for rank in range(num_shards))
+
+
+def zeros_beside(
+    param: torch.Tensor,
+    holding: Holding,
+    shape: tuple[int, ...],
+    piece_numels: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Zeros of another shape than a parameter, cut where the parameter is cut: scales, factors, ...
+
+    Args:
+        param: the parameter.
+        holding: how it lies.
+        shape: global shape of the new tensor.
+        piece_numels: elements of the new tensor that belong to each shard's piece of the parameter.
+        dtype: of the new tensor.
+
+    Returns:
+        A plain tensor beside plain parameters, else a DTensor on the parameter's mesh.
+    """
+    local = torch.zeros(piece_numels[holding.shard_rank], dtype=dtype, device=param.device)
+    if not isinstance(param, DTensor):
+        return local.view(shape)
+    mesh = param.device_mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if holding.axis is None:
+        return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
+    placements[holding.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
+    return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
 
 
 def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
