@@ -1,0 +1,145 @@
+"""Block codecs: weights as 8-bit floats and one scale per block, in the formats that matrix units read.
+
+    codec               block      scale                        value
+    Fp8Blocks(128,128)  128 x 128  fp32, amax / 448             code * scale      DeepSeek's weights
+    Fp8Blocks(1, 128)   1 x 128    fp32                         code * scale      its activations
+    Mxfp8()             1 x 32     E8M0, 2^(floor(log2 amax)-8) code * scale      OCP Microscaling 1.0
+
+Codes are e4m3 (``float8_e4m3fn``), kept as uint8 so that every collective carries them; ``.view(torch.float8_e4m3fn)``
+is what kernels want, as ``.view(torch.float8_e8m0fnu)`` is for MX scales. Both formats were checked against torchao's
+reference functions. Short blocks at the edges are quantised as they are.
+
+A block that holds a NaN or an infinity decodes to NaN: a broken weight stays visible.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.granularity import Tiles
+from vescale_fsdp.quantize.grid import BlockGrid, grid_of
+
+__all__ = ["BlockCodec", "Fp8Blocks", "Mxfp8"]
+
+_E4M3_MAX = 448.0
+_E4M3_MAX_EXPONENT = 8  # of 256, the largest power of two in e4m3
+_LEAST_AMAX = 1e-12
+_E8M0_BIAS = 127
+_E8M0_NAN = 255
+
+
+@dataclass(frozen=True)
+class BlockCodec(ABC):
+    """How a tensor becomes codes and scales. Subclasses are final, frozen values.
+
+    Args:
+        rows, cols: size of a block.
+    """
+
+    rows: int
+    cols: int
+
+    scale_dtype: ClassVar[torch.dtype]
+    """dtype in which scales are stored and sent."""
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.cols) < 1:
+            raise LayoutError(
+                explain(
+                    "A block has at least one element.",
+                    expected="rows >= 1 and cols >= 1",
+                    got=f"{self.rows} x {self.cols}",
+                    where=type(self).__name__,
+                )
+            )
+
+    @property
+    def granularity(self) -> Tiles:
+        """What keeps the blocks of a parameter whole: ``fully_shard(model, granularity=codec.granularity)``."""
+        return Tiles(self.rows, self.cols)
+
+    def grid(self, shape: tuple[int, ...]) -> BlockGrid:
+        """The blocks of a tensor of this shape."""
+        return grid_of(shape, self.granularity)
+
+    @abstractmethod
+    def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the largest magnitudes of blocks (fp32): what values are multiplied by (fp32), and stored scales."""
+
+    @abstractmethod
+    def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
+        """What codes are multiplied by (fp32), for stored scales."""
+
+    def encode(self, flat: torch.Tensor, grid: BlockGrid) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of a run of whole bands.
+
+        Args:
+            flat: 1-D, any floating-point dtype.
+            grid: of the tensor that the run belongs to.
+
+        Returns:
+            uint8 codes like ``flat``, and 1-D scales of ``scale_dtype``, one per block.
+        """
+        tiles = grid.tiled(flat).float()
+        factors, scales = self.scales_of(tiles.abs().amax((1, 3)))
+        scaled = (tiles * factors[:, None, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX)
+        codes = grid.untiled(scaled, flat.numel()).to(torch.float8_e4m3fn).view(torch.uint8)
+        return codes, scales.reshape(-1)
+
+    def decode(
+        self, codes: torch.Tensor, scales: torch.Tensor, grid: BlockGrid, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Inverse of `encode`, up to rounding: 1-D, of ``dtype``."""
+        factors = self.factors_of(scales.view(-1, grid.scales_per_band))
+        tiles = grid.tiled(codes.view(torch.float8_e4m3fn).float())
+        return grid.untiled(tiles * factors[:, None, :, None], codes.numel()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(BlockCodec):
+    """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations."""
+
+    rows: int = 128
+    cols: int = 128
+
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # As torchao's kernels: the quotient in fp64, its fp32 value, and that one's reciprocal is stored.
+        factors = (_E4M3_MAX / amax.clamp(min=_LEAST_AMAX).double()).float()
+        return factors, factors.reciprocal()
+
+    def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales
+
+
+@dataclass(frozen=True)
+class Mxfp8(BlockCodec):
+    """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down)."""
+
+    rows: int = 1
+    cols: int = 32
+
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The exponent field of an fp32 number is its biased floor(log2); E8M0 has the same bias.
+        exponent = (amax.view(torch.int32) >> 23) & 0xFF
+        biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)
+        scales = torch.where(amax.isfinite(), biased, _E8M0_NAN).to(torch.uint8)
+        # Not the reciprocal of a scale: the least one, 2^-127, is a number that some devices flush to 0.
+        return _power_of_two(scales, sign=-1), scales
+
+    def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return _power_of_two(scales, sign=1)
+
+
+def _power_of_two(scales: torch.Tensor, sign: int) -> torch.Tensor:
+    """2^(sign * (scale - 127)) in fp32; NaN for the E8M0 code of NaN."""
+    power = torch.exp2(sign * (scales.float() - _E8M0_BIAS))
+    return torch.where(scales == _E8M0_NAN, torch.nan, power)
