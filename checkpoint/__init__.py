@@ -6,6 +6,7 @@ See FORMAT.md for what lies on disk.
 """
 
 from vescale_fsdp.checkpoint.async_saving import SaveHandle, async_save
+from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
 from vescale_fsdp.checkpoint.loading import LoadReport, load
 from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
 from vescale_fsdp.checkpoint.per_rank import PerRank
@@ -28,6 +29,10 @@ __all__ = [
     "LoadReport",
     "PerRank",
     "Problem",
+    "RaggedLoadPlanner",
+    "RaggedReader",
+    "RaggedSavePlanner",
+    "RaggedWriter",
     "RamTier",
     "Restored",
     "SaveHandle",

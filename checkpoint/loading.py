@@ -35,6 +35,7 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 __all__ = ["LoadReport", "Loader", "Verify", "load"]
 
 Verify = Literal["before", "while", "never"]
+Strict = bool | Literal["missing"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class Loader:
     coordinator: Coordinator
     verify: Verify = "before"
 
-    def load(self, state: Any, *, strict: bool, include: tuple[str, ...] | None) -> LoadReport:
-        """All steps in turn."""
+    def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
+        """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         plan = ReadPlan(self.storage)
         prepared, error = None, None
         try:
@@ -128,7 +129,7 @@ class Loader:
         return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
 
     def _prepare(
-        self, plan: ReadPlan, state: Any, strict: bool, include: tuple[str, ...] | None
+        self, plan: ReadPlan, state: Any, strict: Strict, include: tuple[str, ...] | None
     ) -> tuple[CheckpointReader, Match, list[Target]]:
         """Everything that can fail before a byte is overwritten."""
         reader = CheckpointReader(self.storage)
@@ -145,7 +146,7 @@ class Loader:
         self._per_rank(reader, found)
         return reader, found, targets
 
-    def _prove_match(self, found: Match, strict: bool) -> None:
+    def _prove_match(self, found: Match, strict: Strict) -> None:
         if found.problems:
             name, expected, got = found.problems[0]
             raise CheckpointError(
@@ -157,7 +158,7 @@ class Loader:
                     todo="build the state as it was when it was saved",
                 )
             )
-        if strict and (found.missing or found.unexpected):
+        if strict and (found.missing or (strict != "missing" and found.unexpected)):
             raise CheckpointError(
                 explain(
                     "The state and the checkpoint do not hold the same leaves.",

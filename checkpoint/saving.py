@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.checkpoint.writing import write_rank_file
 from vescale_fsdp.errors import CheckpointError, explain
 
-__all__ = ["Saver", "save"]
+__all__ = ["Saver", "commit_manifest", "save"]
 
 
 def save(
@@ -89,18 +89,28 @@ class Saver:
     def write(self, taken: TakenState | None, error: Exception | None, user: Json) -> None:
         """Agree, write and commit what was taken. ``error`` is what taking it raised."""
         with ExitStack() as held:
-            blob = b""
-            try:
-                if error is None and taken is not None:
-                    dump_json(user)
-                    blob = pack_blob(taken.per_rank)
-                    self._claim(held)
-            except Exception as caught:  # noqa: BLE001  see above
-                error = caught
-            manifest = self._plan(taken, len(blob), error, user)
-            assert taken is not None
-            self._write_own(manifest, taken, blob)
-            self._commit(manifest)
+            self._commit(self.write_uncommitted(taken, error, user, held))
+
+    def write_uncommitted(
+        self, taken: TakenState | None, error: Exception | None, user: Json, held: ExitStack
+    ) -> Manifest:
+        """Agree and write this rank's file; what is returned is yet to be committed by rank 0.
+
+        Args:
+            held: on rank 0, gets the folder's lock; to be closed after the commit.
+        """
+        blob = b""
+        try:
+            if error is None and taken is not None:
+                dump_json(user)
+                blob = pack_blob(taken.per_rank)
+                self._claim(held)
+        except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+            error = caught
+        manifest = self._plan(taken, len(blob), error, user)
+        assert taken is not None
+        self._write_own(manifest, taken, blob)
+        return manifest
 
     def _claim(self, held: ExitStack) -> None:
         """On rank 0: keep other jobs out, and refuse to replace a checkpoint unasked."""

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -47,6 +50,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "autograd_engine_callback",
+    "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
     "is_wrapper",
@@ -58,6 +62,7 @@ __all__ = [
     "pytree",
     "register_foreach_type",
     "restore_version",
+    "unflatten_state_dict",
     "zeropower_via_newtonschulz",
 ]
 
