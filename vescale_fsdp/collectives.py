@@ -1,16 +1,24 @@
 """The collectives of this package, each in the one spelling that torch 2.11-2.15 and gloo and NCCL share.
 
 Every function starts its collective and returns the work to wait on; the buffers must live until then.
+
+gloo's own all-gather and reduce-scatter work on copies: they need the whole buffer a second time, and take
+about three times as long as what gloo does in place. So an in-place gather is a broadcast of every rank's
+slice there, and a reduction is an all-reduce of the buffer of which each rank keeps its slice. Measured on two
+ranks of one machine (torch 2.13, 30 MB, tools/bench_collectives.py): gather 14 instead of 46 ms, reduction 33
+instead of 122 ms, and no extra memory instead of 30 MB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
+    "Work",
     "all_gather_into",
     "all_reduce_in_place",
     "all_to_all_into",
@@ -26,7 +34,42 @@ _all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Block the caller (on an accelerator: its current stream) until the collective is done."""
+
+
+class _AllOf:
+    """Several collectives under way, as one."""
+
+    def __init__(self, works: list[dist.Work | None]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+
+
+class _KeepSlice:
+    """An all-reduce under way of which this rank keeps one slice."""
+
+    def __init__(self, work: dist.Work | None, kept: torch.Tensor, into: torch.Tensor) -> None:
+        self._work, self._kept, self._into = work, kept, into
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._into.copy_(self._kept)
+
+
+def _is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
     """Gather equal shards into ``full``, rank-major; ``shard`` may be this rank's slice of ``full``.
 
     Args:
@@ -37,23 +80,31 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
     Returns:
         The work to wait on.
     """
+    in_place = shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    if in_place and _is_gloo(group, full.device.type):
+        slices = full.split(shard.numel()) if shard.numel() else ()
+        return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
     return _all_gather(full, shard, group=group, async_op=True)
 
 
 def reduce_scatter_into(
     shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> dist.Work | None:
+) -> Work | None:
     """Reduce ``full`` over the ranks and leave this rank's part in ``shard``.
 
     Args:
         shard: 1-D [shard_numel], written.
-        full: 1-D [num_ranks * shard_numel], read.
+        full: 1-D [num_ranks * shard_numel], read; its contents are undefined afterwards.
         op: SUM or AVG.
         group: the ranks that take part.
 
     Returns:
         The work to wait on.
     """
+    if _is_gloo(group, full.device.type):
+        first = dist.get_rank(group) * shard.numel()
+        work = dist.all_reduce(full, op, group=group, async_op=True)
+        return _KeepSlice(work, full[first : first + shard.numel()], shard)
     return _reduce_scatter(shard, full, op=op, group=group, async_op=True)
 
 

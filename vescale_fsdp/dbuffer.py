@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
+from vescale_fsdp.collectives import Work
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_private import restore_version
 
 __all__ = ["DBuffer"]
 
-Gather = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
+Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
 
 
 class DBuffer:
@@ -40,7 +40,7 @@ class DBuffer:
         self.layout = layout
         self.flat = flat
         self._views: dict[str, torch.Tensor] = {}
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self._version = flat._version
         self._nbytes = flat.untyped_storage().nbytes()
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from vescale_fsdp.collectives import all_to_all_into
+from vescale_fsdp.collectives import Work, all_to_all_into
 from vescale_fsdp.geometry import Box, boxes_of_range, numel_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.spec import chunk_range, local_shape
@@ -59,7 +59,7 @@ def exchange(
     want: Placement,
     shape: tuple[int, ...],
     group: dist.ProcessGroup,
-) -> Generator[dist.Work | None, None, torch.Tensor]:
+) -> Generator[Work | None, None, torch.Tensor]:
     """Steps of the all-to-all from one cut to the other.
 
     Args:

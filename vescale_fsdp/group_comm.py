@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from vescale_fsdp.collectives import Work
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.redistribute import all_gather_into, reduce_scatter_into
 
@@ -39,7 +40,7 @@ class AllGather(Protocol):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
 
 
@@ -56,7 +57,7 @@ class ReduceScatter(Protocol):
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
 
 
@@ -106,13 +107,13 @@ class GroupComm:
 
     # -- collectives ----------------------------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work | None:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
         """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
         if self.custom_all_gather is not None:
             return self.custom_all_gather(full, shard, self.shard_group, async_op=True)
         return all_gather_into(full, shard, self.shard_group)
 
-    def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> dist.Work | None:
+    def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
         """Start the all-gather of what the smaller group kept between forward and backward."""
         assert self._part_mesh is not None
         return all_gather_into(full, part, self._part_mesh.get_group(1))
@@ -129,7 +130,7 @@ class GroupComm:
             return self.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work | None:
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
         """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``."""
         before = self._divide_before(full.dtype)
         if before != 1:

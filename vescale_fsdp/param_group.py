@@ -31,10 +31,10 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from vescale_fsdp.collectives import Work
 from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
@@ -82,7 +82,7 @@ class ReducedShard(NamedTuple):
 
     shard: torch.Tensor  # 1-D [S], reduce dtype
     source: DBuffer  # kept until the reduction has read it
-    work: dist.Work | None
+    work: Work | None
 
 
 class ParamGroup:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from vescale_fsdp.collectives import (
+    Work,
     all_gather_into,
     all_reduce_in_place,
     broadcast_in_place,
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 # The steps of a move: each work that has to end before it can go on is yielded; the new local is returned.
-_Steps = Generator[dist.Work | None, None, torch.Tensor]
+_Steps = Generator[Work | None, None, torch.Tensor]
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -116,7 +117,7 @@ class Move:
     def __init__(self, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
         _check_reachable(source, target)
         self._steps = _moves(local.detach(), source, target)
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self._result: torch.Tensor | None = None
         self._advance()
 
