@@ -30,7 +30,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -71,6 +72,13 @@ class _Worker(NamedTuple):
     process: BaseProcess
     pipe: Connection
     stack_file: Path
+
+
+class _Failure(NamedTuple):
+    """Why a rank failed, and when: what fails first is the cause, what fails after it a victim."""
+
+    at_s: float  # time.monotonic(), the same clock for all processes of a machine
+    text: str
 
 
 class _Call(NamedTuple):
@@ -162,10 +170,12 @@ class _Pool:
             theirs.close()
             self._workers.append(_Worker(process, ours, stack_file))
 
-    def _collect(self, workers: list[_Worker], timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
-        """Results and tracebacks by rank, in order of arrival, until all are in or time is up."""
+    def _collect(
+        self, workers: list[_Worker], timeout_s: float
+    ) -> tuple[dict[int, Any], dict[int, _Failure]]:
+        """Results and failures by rank, until all are in or time is up."""
         results: dict[int, Any] = {}
-        errors: dict[int, str] = {}
+        errors: dict[int, _Failure] = {}
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout_s
         while waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -173,18 +183,16 @@ class _Pool:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    returned, value = pickle.loads(pipe.recv_bytes())
+                    answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     workers[rank].process.join(1.0)
-                    returned, value = (
-                        False,
-                        f"the process died with exit code {workers[rank].process.exitcode}",
-                    )
-                if returned:
-                    results[rank] = value
-                else:
-                    errors[rank] = value
+                    code = workers[rank].process.exitcode
+                    answer = _Failure(0.0, f"the process died with exit code {code}")  # never a victim
+                if isinstance(answer, _Failure):
+                    errors[rank] = answer
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+                else:
+                    results[rank] = answer
         return results, errors
 
     def _dump_stacks(self, workers: list[_Worker]) -> str:
@@ -221,11 +229,13 @@ class _Pool:
             self._folder = None
 
 
-def _rank_error(errors: dict[int, str], missing: list[int], stacks: str) -> RankError:
-    """One error out of all failed ranks; the first to fail is usually the cause, the rest its victims."""
-    first, *others = errors
-    lines = [f"rank {first} failed:\n{errors[first]}"]
-    lines += [f"rank {rank} failed after that: {errors[rank].strip().splitlines()[-1]}" for rank in others]
+def _rank_error(errors: dict[int, _Failure], missing: list[int], stacks: str) -> RankError:
+    """One error out of all failed ranks; the first to fail is the cause, the rest its victims."""
+    first, *others = sorted(errors, key=lambda rank: errors[rank].at_s)
+    lines = [f"rank {first} failed:\n{errors[first].text}"]
+    lines += [
+        f"rank {rank} failed after that: {errors[rank].text.strip().splitlines()[-1]}" for rank in others
+    ]
     if missing:
         lines.append(f"ranks {missing} did not return within {_GRACE_S} s after that\n{stacks}")
     return RankError(first, "\n".join(lines))
@@ -253,26 +263,36 @@ def _serve(pipe: Connection, stack_file: str, parent_pid: int) -> None:
 
 
 def _answer(call: _Call, payload: bytes) -> bytes:
-    """Run one call; (True, result) or (False, traceback), pickled."""
+    """Run one call; what it returns, or a `_Failure`, pickled."""
     try:
         sys.path[:] = call.sys_path  # pytest adds folders as it collects
         fn, args = pickle.loads(payload)
-        store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(call.store_prefix, store),
-            rank=call.rank,
-            world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout_s + 60),  # a hang is ours to report, not gloo's
-        )
-        try:
-            torch.manual_seed(0)
-            return pickle.dumps((True, fn(*args)))
-        finally:
-            # Closes the connections, so that ranks waiting for this one fail as well instead of hanging.
-            dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001  whatever it is, SystemExit included, it belongs to the test that caused it
-        return pickle.dumps((False, traceback.format_exc()))
+        with _process_group(call):
+            try:
+                torch.manual_seed(0)
+                return pickle.dumps(fn(*args))
+            except BaseException:  # noqa: BLE001  whatever it is, it belongs to the test that caused it
+                # Before the connections close, which makes the other ranks fail as well.
+                return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
+    except BaseException:  # noqa: BLE001  as above
+        return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
+
+
+@contextmanager
+def _process_group(call: _Call) -> Iterator[None]:
+    """A default process group for one call; closing it wakes ranks that wait for this one."""
+    store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(call.store_prefix, store),
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.timeout_s + 60),  # a hang is ours to report, not gloo's
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _die_with_parent(parent_pid: int) -> None:
