@@ -379,6 +379,6 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     states = _states_of(list(modules))
     for module in modules[1:]:
         for state in module._states():
-            state.comm = states[0].comm
+            state.join(states[0].comm)
             if state.schedule is not None:
                 state.schedule.comm = states[0].comm

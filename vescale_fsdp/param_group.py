@@ -116,6 +116,7 @@ class ParamGroup:
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
+        self.make_room: Callable[[], None] = _nothing  # called before a gradient buffer is allocated
         self._spare_grads: DBuffer | None = None  # the last such buffer, its storage freed
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -309,6 +310,7 @@ class ParamGroup:
     def _grad_buffer(self) -> DBuffer:
         if self.grads is not None:
             return self.grads
+        self.make_room()
         self.grads, self._spare_grads = self._spare_grads, None
         if self.grads is None or self.grads.flat.dtype is not self.reduce_dtype:
             flat = self.comm.allocate_grads(self.layout.numel, self.reduce_dtype, self.device)
@@ -396,6 +398,10 @@ class ParamGroup:
             param.has_grad = False
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def _nothing() -> None:
+    """The default of `ParamGroup.make_room`."""
 
 
 class _GradHook:

@@ -97,6 +97,16 @@ class CommContext:
         with _on(self.reduce_stream):
             self.in_flight.append((group, group.start_reduce()))
 
+    def make_room(self) -> None:
+        """Before a gradient buffer is allocated: on the CPU, let go of the one still being reduced.
+
+        There a wait costs little, since the cores that would overlap with it do the reduction. On an
+        accelerator the reduction runs beside the next unit's backward, and its buffer with it.
+        """
+        if self.reduce_stream is None:
+            while self.in_flight:
+                self.finish_reduction()
+
     def finish_reduction(self) -> None:
         """Finish the oldest reduction in flight."""
         group, reduced = self.in_flight.pop(0)

@@ -117,10 +117,16 @@ class FSDPState:
             state.label = name or type(module).__name__
         for state in below:
             state.schedule = self.schedule
-            state.comm = self.comm
+            state.join(self.comm)
             self.schedule.units.append(state)
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = state is not self
+
+    def join(self, comm: CommContext) -> None:
+        """Use these streams and this bound on what is in flight."""
+        self.comm = comm
+        for group in self.groups:
+            group.make_room = comm.make_room
 
     # -- forward --------------------------------------------------------------------------------------
 
