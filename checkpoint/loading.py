@@ -101,7 +101,8 @@ class Loader:
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         plan = ReadPlan(self.storage)
-        prepared, error = None, None
+        prepared = None
+        error: Exception | None = None
         try:
             try:
                 prepared = self._prepare(plan, state, strict, include)
