@@ -203,7 +203,7 @@ class _Run:
         for name, out in self._outputs.items():
             if name not in finished:
                 out.abort()
-                if name in self._mine.finished:  # a stream that was closed has published its object
-                    self._store.remove(self._store.working_name(name))
+                if not self._store.renames and name not in self._old_files:
+                    self._store.remove(name)  # a stream that was closed has published its object
         if not finished:
             self._store.remove(self._mine.name)

@@ -274,10 +274,14 @@ class _RemoteOutput(OutputFile):
         self._stream.close()
 
     def abort(self) -> None:
-        # fsspec's buffered files know how to drop an upload; closing one would publish a torn object.
-        discard = getattr(self._stream, "discard", None)
-        if discard is not None and not self._stream.closed:
-            discard()
+        if self._stream.closed:
+            return
+        if isinstance(self._stream, fsspec.spec.AbstractBufferedFile):
+            # Closing would publish a torn object, and so would the finaliser of a file that is not closed.
+            self._stream.discard()
+            self._stream.closed = True
+        else:
+            self._stream.close()  # file systems without uploads: the caller removes the file
 
 
 class RemoteStore(Store):

@@ -23,6 +23,7 @@ __all__ = ["ReadRange", "TorchArchive"]
 
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
 
+_HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data
 _TAIL_BYTES = 4096  # holds the whole directory of a one-tensor archive; larger ones take a second read
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -49,7 +50,8 @@ class TorchArchive:
 
     def __init__(self, read: ReadRange, nbytes: int, *, where: str, trust: bool = False) -> None:
         self._read_raw, self.nbytes, self._where, self._trust = read, nbytes, where, trust
-        self._tail_offset = max(0, nbytes - _TAIL_BYTES)
+        is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES
+        self._tail_offset = 0 if is_small else nbytes - _TAIL_BYTES
         self._tail = self._read_raw(self._tail_offset, nbytes - self._tail_offset)
 
     @cached_property
@@ -105,7 +107,13 @@ class TorchArchive:
             raise self._damaged(f"records within its {self.nbytes} bytes", f"one at {offset}+{nbytes}")
         if offset >= self._tail_offset:
             return self._tail[offset - self._tail_offset : offset - self._tail_offset + nbytes]
+        if offset + nbytes <= _HEAD_BYTES:
+            return self._head[offset : offset + nbytes]
         return self._read_raw(offset, nbytes)
+
+    @cached_property
+    def _head(self) -> bytes:
+        return self._read_raw(0, _HEAD_BYTES)
 
     def _record_bytes(self, name: str) -> bytes:
         record = self._records[name]

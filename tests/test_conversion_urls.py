@@ -1,0 +1,127 @@
+"""fsspec URLs at both ends: a real S3 protocol server on loopback, and fsspec's memory file system."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load, load_file
+
+from tests.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.copying import CopyLimits
+from vescale_fsdp.conversion.execution import RunOptions
+from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.store import open_store
+from vescale_fsdp.conversion.verification import verify
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+
+LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """URL of a bucket on an S3 server that runs for these tests."""
+    server_module = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = server_module.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }
+    old = {key: os.environ.get(key) for key in settings}
+    os.environ.update(settings)
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield "s3://bucket"
+    server.stop()
+    for key, value in old.items():
+        if value is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = value
+
+
+@pytest.fixture(params=["memory", "s3"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A prefix of its own on each kind of remote store."""
+    if request.param == "memory":
+        return f"memory://{tmp_path.name}"
+    found: str = request.getfixturevalue("s3")
+    return f"{found}/{tmp_path.name}"
+
+
+def _state() -> dict[str, torch.Tensor]:
+    # A few of each kind: every tensor costs requests, and the server is slow.
+    return {
+        **{name: t for name, t in zoo().items() if "float" in name and "8" not in name},
+        "big": make_tensor((3000, 1500), torch.float32),
+    }
+
+
+def _convert(source: str, target: str, kind: str = "hf", **options: object) -> None:
+    run = RunOptions(overwrite=bool(options.pop("overwrite", False)), limits=LIMITS)
+    convert(open_source(source), target, kind, ConvertOptions(**options, run=run))  # type: ignore[arg-type]
+
+
+def test_both_ends_remote(remote: str, tmp_path: Path) -> None:
+    """Local DCP -> remote DCP -> remote Hugging Face -> remote torch file -> local: no bit lost."""
+    tensors = _state()
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    _convert(str(tmp_path / "dcp"), f"{remote}/dcp", "dcp")
+    assert verify(open_source(f"{remote}/dcp")).problems == ()
+    _convert(f"{remote}/dcp", f"{remote}/hf", max_shard_bytes=4_000_000)
+    _convert(f"{remote}/hf", f"{remote}/a.pt", "torch")
+    _convert(f"{remote}/a.pt", f"{remote}/zarr", "zarr")
+    _convert(f"{remote}/zarr", str(tmp_path / "out"))
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(loaded) == sorted(tensors)
+    assert all(same_bytes(loaded[name], value) for name, value in tensors.items())
+    names = open_store(f"{remote}/hf").list_files()
+    assert "model.safetensors.index.json" in names and not any("vescale" in name for name in names)
+
+
+def test_a_failed_upload_leaves_no_object(remote: str, tmp_path: Path) -> None:
+    """Damage in the source found in the middle: no object of the result exists afterwards."""
+    state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(6)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    data = tmp_path / "dcp" / "__0_0.distcp"
+    raw = bytearray(data.read_bytes())
+    at = raw.rfind(b"FloatStorage")
+    raw[at : at + 12] = b"HalfStorage\n"
+    data.write_bytes(raw)
+    with pytest.raises((CorruptCheckpointError, ConversionError)):
+        _convert(str(tmp_path / "dcp"), f"{remote}/out", max_shard_bytes=1_500_000)
+    assert open_store(f"{remote}/out").list_files() == []
+
+
+def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path) -> None:
+    """Not empty, over the source, inside it; and --overwrite removes stale weights."""
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    _convert(str(tmp_path / "dcp"), f"{remote}/dcp", "dcp")
+    with pytest.raises(ConversionError, match="--overwrite"):
+        _convert(str(tmp_path / "dcp"), f"{remote}/dcp")
+    for place in (f"{remote}/dcp", f"{remote}/dcp/inside", remote):
+        with pytest.raises(ConversionError, match="outside of the source"):
+            _convert(f"{remote}/dcp", place, overwrite=True)
+    store = open_store(f"{remote}/out")
+    store.write_file("pytorch_model.bin", b"old")
+    store.write_file("notes.txt", b"mine")
+    _convert(f"{remote}/dcp", f"{remote}/out", overwrite=True)
+    assert open_store(f"{remote}/out").list_files() == ["model.safetensors", "notes.txt"]
+    weights = load(open_store(f"{remote}/out").read_file("model.safetensors"))
+    assert torch.equal(weights["w"], torch.ones(3))
+
+
+def test_unknown_protocols_say_so() -> None:
+    """A URL nobody knows is an error that names it."""
+    with pytest.raises(ConversionError, match="nonsense://x"):
+        open_source("nonsense://x/y")
