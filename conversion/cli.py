@@ -202,6 +202,18 @@ def to_zarr_command(**arguments: Any) -> None:
     _convert("zarr", **arguments)
 
 
+@cli.command("to-vescale")
+@_convert_options
+@_prefix_option
+@click.option(
+    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Laid out for so many ranks."
+)
+@click.option("--granularity", default="element", show_default=True, help="Such as rows:32 or tiles:128x128.")
+def to_vescale_command(**arguments: Any) -> None:
+    """Write SRC to OUT as a native checkpoint."""
+    _convert("native", **arguments)
+
+
 def _convert(
     target_kind: str,
     *,

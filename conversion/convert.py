@@ -17,13 +17,15 @@ from vescale_fsdp.conversion.store import split_file
 from vescale_fsdp.conversion.ties import find_tied_twins
 from vescale_fsdp.conversion.to_dcp import plan_dcp
 from vescale_fsdp.conversion.to_hf import plan_hf
+from vescale_fsdp.conversion.to_native import plan_native
 from vescale_fsdp.conversion.to_torch import plan_torch
 from vescale_fsdp.conversion.to_zarr import plan_zarr
 from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.granularity import parse_granularity
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
 
-TARGETS = ("hf", "dcp", "torch", "zarr")
+TARGETS = ("hf", "dcp", "torch", "zarr", "native")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ConvertOptions:
         dtype: casts, as texts for `CastRules.parse`.
         include, exclude: name patterns of the result.
         max_shard_bytes: limit of tensor bytes per data file.
+        ranks, granularity: what a native checkpoint is laid out for.
         run: overwrite, resume, part, memory and threads.
     """
 
@@ -47,6 +50,8 @@ class ConvertOptions:
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     max_shard_bytes: int = 5 * 10**9
+    ranks: int = 1
+    granularity: str = "element"
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -143,6 +148,8 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         plan = plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
     elif kind == "dcp":
         plan = plan_dcp(state, options.max_shard_bytes)
+    elif kind == "native":
+        plan = plan_native(state, options.ranks, parse_granularity(options.granularity))
     elif kind == "zarr":
         plan = plan_zarr(state)
     elif kind == "torch":

@@ -164,7 +164,8 @@ class _Run:
 
     def _copy(self, todo: Sequence[FilePlan]) -> None:
         def create(name: str) -> OutputFile:
-            self._outputs[name] = self._store.create(name)
+            out = self._store.create(name)
+            self._outputs[name] = self._plan.wrap(name, out) if self._plan.wrap else out
             return self._outputs[name]
 
         limits = self._options.limits
@@ -172,7 +173,7 @@ class _Run:
             todo,
             limits,
             create=create,
-            in_order=not self._store.renames,
+            in_order=self._plan.wrap is not None or not self._store.renames,
             progress=self._progress,
             on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
         )

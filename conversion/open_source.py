@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME
 from vescale_fsdp.conversion.dcp_source import METADATA_FILE, open_dcp
 from vescale_fsdp.conversion.hf_source import open_hf_folder, open_safetensors
+from vescale_fsdp.conversion.native_source import open_native
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
 from vescale_fsdp.conversion.to_zarr import ROOT_FILE
@@ -13,7 +15,7 @@ from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["KINDS", "open_source"]
 
-KINDS = ("dcp", "hf", "safetensors", "torch", "zarr")
+KINDS = ("native", "dcp", "hf", "safetensors", "torch", "zarr")
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -31,6 +33,8 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
     found = kind or _detect(folder, url)
+    if found == "native":
+        return open_native(folder)
     if found == "dcp":
         return open_dcp(folder, trust_pickle=trust_pickle)
     if found == "hf":
@@ -48,6 +52,8 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
 
 def _detect(folder: Store, url: str) -> str:
     files = folder.list_files()
+    if MANIFEST_NAME in files:
+        return "native"
     if METADATA_FILE in files:
         return "dcp"
     if ROOT_FILE in files:
@@ -77,7 +83,7 @@ def _detect(folder: Store, url: str) -> str:
 def _unknown(url: str, got: str) -> str:
     return explain(
         "this is no checkpoint of a known kind",
-        expected="a DCP, Hugging Face or zarr folder, a .safetensors or a torch.save file",
+        expected="a native, DCP, Hugging Face or zarr folder, a .safetensors or a torch.save file",
         got=got,
         where=url,
         todo="pass the folder that was given to dcp.save, or name the format with --from",

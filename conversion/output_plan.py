@@ -14,6 +14,7 @@ from functools import cached_property
 import xxhash
 
 from vescale_fsdp.conversion.copying import FilePlan, TensorPart
+from vescale_fsdp.conversion.store import OutputFile
 
 __all__ = ["ClosingFile", "OutputPlan"]
 
@@ -35,6 +36,7 @@ class OutputPlan:
         files: data files.
         closing: small files, the decisive one last.
         is_stale: whether an old file in the target must go when this plan is published.
+        wrap: put around each output file, which is then written front to back.
         single_file: the target is this one file rather than a folder.
     """
 
@@ -43,6 +45,7 @@ class OutputPlan:
     closing: tuple[ClosingFile, ...]
     is_stale: Callable[[str], bool]
     single_file: bool = False
+    wrap: Callable[[str, OutputFile], OutputFile] | None = None
 
     @cached_property
     def tensor_nbytes(self) -> int:

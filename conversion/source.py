@@ -51,6 +51,7 @@ class Source:
         trust_pickle: whether pickles may import what they name.
         readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
         file: name of the one file that is the whole checkpoint; empty for a folder.
+        omitted: entries that this package cannot carry over (values that differ per rank).
         facts: lines worth telling people (``inspect`` prints them).
     """
 
@@ -63,6 +64,7 @@ class Source:
     trust_pickle: bool = False
     readers: Mapping[str, BoxReader] = field(default_factory=dict)
     file: str = ""
+    omitted: tuple[str, ...] = ()
     _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property

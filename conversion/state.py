@@ -90,7 +90,7 @@ def model_state(source: Source, prefix: str | None = None) -> State:
     """The model alone, under its own names."""
     model = find_model(source, prefix)
     views = {new: SourceView(source, old, new) for old, new in model.names.items()}
-    left_out = (*model.optimizer, *model.others)
+    left_out = (*model.optimizer, *model.others, *source.omitted)
     return State(views, {}, {}, model, frozenset(views), left_out)
 
 
@@ -121,4 +121,5 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         )
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}
-    return State(views, values, paths, model, frozenset(names[name] for name in model.names))
+    is_model = frozenset(names[name] for name in model.names)
+    return State(views, values, paths, model, is_model, source.omitted)

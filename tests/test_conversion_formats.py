@@ -196,7 +196,7 @@ def _write(kind: str, tensors: dict[str, torch.Tensor], path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("middle", ["dcp", "torch", "hf", "zarr"])
+@pytest.mark.parametrize("middle", ["dcp", "torch", "hf", "zarr", "native"])
 @pytest.mark.parametrize("source", ["dcp", "torch", "hf"])
 def test_round_trips_keep_every_bit(tmp_path: Path, source: str, middle: str) -> None:
     """source -> middle -> Hugging Face equals what safetensors writes for the zoo, byte for byte."""
