@@ -60,7 +60,7 @@ def test_collectives_of_a_group_on_128_ranks() -> None:
     assert 0 < empty < WORLD
     values = expected(layout)
 
-    @spawn_threads_and_init_comms(world_size=WORLD)
+    @spawn_threads_and_init_comms(world_size=WORLD)  # type: ignore[untyped-decorator]
     def run(self: object) -> None:
         gather_and_reduce(layout, values)
 

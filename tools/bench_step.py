@@ -7,9 +7,9 @@
                                                                memory of such a rank, no communication
 
 Time: all rivals live in the same processes and take turns, step by step; medians over the steps. Memory:
-each rival in processes of its own; on the CPU the growth of the resident set's high-water mark over what
-the process held before the model was built (with glibc's mmap threshold fixed, for all), on a GPU the allocator's peaks. Hooks: a chain of tiny layers,
-time per unit beyond the plain chain's.
+each rival in processes of its own. On the CPU it is the growth of the resident set's high-water mark over
+what the process held before the model was built, with glibc's mmap threshold fixed for all; on a GPU the
+allocator's peaks. Hooks: a chain of tiny layers, time per unit beyond the plain chain's.
 """
 
 from __future__ import annotations
