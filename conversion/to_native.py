@@ -81,18 +81,18 @@ def _plan_layouts(
         fqn = str(state.path(name)[-1])
         unit = _UNIT.match(fqn)
         key = (unit[1] if unit else "", info.dtype.name)
-        spec = TensorSpec(fqn, info.shape, info.dtype.name, granularity.block_numel(info.shape))
+        inside = fqn[unit.end() :] if unit else fqn  # as in training: equal layers have equal layouts
+        spec = TensorSpec(inside, info.shape, info.dtype.name, granularity.block_numel(info.shape))
         groups.setdefault(key, []).append(spec)
         names.setdefault(key, []).append(name)
-    layouts: list[GroupLayout] = []
+    numbers: dict[GroupLayout, int] = {}
     slots: dict[str, LayoutCut] = {}
     for key, specs in groups.items():
         layout = plan_group(specs, num_ranks)
         order = {slot.fqn: place for place, slot in enumerate(layout.slots)}
         for name, spec in zip(names[key], specs, strict=True):
-            slots[name] = LayoutCut(len(layouts), order[spec.fqn])
-        layouts.append(layout)
-    return layouts, slots
+            slots[name] = LayoutCut(numbers.setdefault(layout, len(numbers)), order[spec.fqn])
+    return list(numbers), slots
 
 
 @dataclass
