@@ -70,6 +70,25 @@ def _is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
 
 
+# What gloo and NCCL both move as it is; other dtypes (bool, int16, float8, ..) travel as bytes.
+_COMMON = frozenset(
+    (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    )
+)
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in _COMMON else tensor.view(torch.uint8)
+
+
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
     """Gather equal shards into ``full``, rank-major; ``shard`` may be this rank's slice of ``full``.
 
@@ -85,7 +104,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
     if in_place and _is_gloo(group, full.device.type):
         slices = full.split(shard.numel()) if shard.numel() else ()
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
-    return _all_gather(full, shard, group=group, async_op=True)
+    return _all_gather(_movable(full), _movable(shard), group=group, async_op=True)
 
 
 def reduce_scatter_into(
@@ -127,8 +146,14 @@ def all_to_all_into(
     Returns:
         The work to wait on.
     """
+    scale = received.element_size() if received.dtype not in _COMMON else 1
     return dist.all_to_all_single(
-        received, sent, list(received_numels), list(sent_numels), group=group, async_op=True
+        _movable(received),
+        _movable(sent),
+        [scale * numel for numel in received_numels],
+        [scale * numel for numel in sent_numels],
+        group=group,
+        async_op=True,
     )
 
 
@@ -148,14 +173,14 @@ def reduce_in_place(
 
 def broadcast_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, owner: int) -> dist.Work | None:
     """Give every rank of the group what ``owner`` has in ``tensor``."""
-    return dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
+    return dist.broadcast(_movable(tensor), group=group, group_src=owner, async_op=True)
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)  # backends lack bool and other dtypes
+    flat = tensor.detach().contiguous().view(-1)
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
     work = all_gather_into(full, flat, group)
     if work is not None:
         work.wait()
-    return full.view(tensor.dtype).view(-1, *tensor.shape)
+    return full.view(-1, *tensor.shape)

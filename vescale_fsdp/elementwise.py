@@ -25,9 +25,18 @@ from vescale_fsdp.operands import (
     summed,
     wrap_result,
 )
-from vescale_fsdp.spec import make_spec
+from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.spec import inner_box, make_spec, ragged_axis
 
-__all__ = ["elementwise", "foreach", "like_factory", "new_factory", "non_finite_check", "same_shape_view"]
+__all__ = [
+    "elementwise",
+    "foreach",
+    "like_factory",
+    "masked_put",
+    "new_factory",
+    "non_finite_check",
+    "reshape_view",
+]
 
 aten = torch.ops.aten
 
@@ -78,22 +87,33 @@ def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
 
 
-def same_shape_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of the very same global shape; every other shape is refused."""
+def reshape_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of another shape: the same flat range of the tensor, spoken of in other dims."""
     tensor: RaggedDTensor = args[0]
-    wanted = _wanted_shape(tensor, args[1])
-    if wanted != tensor.shape:
-        raise refuse(func, tensor._spec, f"a view of shape {tuple(wanted)} would cut it differently")
-    local = tensor._local_tensor
-    return wrap_result(func, local.view_as(local), tensor)
+    shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
+    if shape == tensor.shape:
+        local = tensor._local_tensor
+        return wrap_result(func, local.view_as(local), tensor)
+    axis, placement = ragged_axis(tensor.placements)
+    if not shape or inner_box(tensor._spec).sizes != tuple(tensor.shape):
+        why = "0-d tensors are not ragged" if not shape else "another mesh axis cuts its dims"
+        raise refuse(func, tensor._spec, f"a view of shape {tuple(shape)}: {why}")
+    cut = RaggedShard.from_piece_numels(shape, placement.piece_numels(tensor.shape))
+    placements = [cut if other == axis else p for other, p in enumerate(tensor.placements)]
+    spec = make_spec(tensor.device_mesh, placements, shape, tensor.dtype)
+    return RaggedDTensor.wrap(tensor._local_tensor.view(-1), spec)
 
 
-def _wanted_shape(tensor: RaggedDTensor, sizes: Any) -> torch.Size:
-    sizes = list(sizes)
-    if sizes.count(-1) == 1 and len(sizes) == tensor.ndim:  # the one open size can only be the tensor's own
-        index = sizes.index(-1)
-        sizes[index] = tensor.shape[index]
-    return torch.Size(sizes)
+def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = value`` with a mask of x's own shape and cut, and one value for all."""
+    named = bind(func, args, kwargs)
+    tensor, indices, value = named["self"], named["indices"], named["values"]
+    mask = indices[0] if len(indices) == 1 else None
+    whole = isinstance(mask, RaggedDTensor) and mask.dtype == torch.bool and mask.shape == tensor.shape
+    if not whole or value.ndim or named.get("accumulate", False) or not isinstance(tensor, RaggedDTensor):
+        like = first_ragged((tensor, *indices, value))
+        raise refuse(func, like._spec if like is not None else None, "indexing other than x[mask] = number")
+    return elementwise(aten.masked_fill_.Tensor, (tensor, mask, value), {})
 
 
 def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,14 +1,13 @@
 """Which rule carries out which operator on ragged tensors: the dispatch table, and the document made from it.
 
 `rule_of` decides for one operator; `FAMILIES` says what each rule promises. The table in OPERATORS.md is
-written by ``python -m vescale_fsdp.operators`` from the very functions that dispatch uses, so it cannot
+written by ``python tools/operators_table.py`` from the very functions that dispatch uses, so it cannot
 promise what the code does not do (tests/test_dtensor_operators.py compares them).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,18 +42,22 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
         "lists and fused optimizer steps",
         "As elementwise, on every tensor of a list; lists may mix ragged and plain tensors.",
     ),
-    elementwise.like_factory: ("copies and new tensors like it", "The result is cut like the input."),
+    elementwise.like_factory: ("copies and tensors like it", "The result is cut like the input."),
     elementwise.new_factory: (
         "new tensors of a given shape",
         "Ragged for the tensor's own shape, replicated for others (new_empty: own shape only).",
     ),
-    elementwise.same_shape_view: ("views", "Of the tensor's own shape only."),
+    elementwise.reshape_view: (
+        "views",
+        "Of any shape (not 0-d); of the tensor's own shape only where another mesh axis cuts it too.",
+    ),
+    elementwise.masked_put: ("indexing", "`x[mask] = number`, with a mask of x's shape and cut."),
     elementwise.non_finite_check: ("gradient scaler", "The verdict is agreed over the mesh."),
     reductions.reduction: (
         "reductions",
         "Over all dims, over dims that every piece holds whole, or (sum, mean, norm) over its whole rows.",
     ),
-    reductions.foreach_norm: ("norms of lists", "One DTensor per tensor; infinity norms share a collective."),
+    reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
     reductions.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),
     reductions.equal: ("equality", "One answer, agreed over the mesh."),
     reductions.all_close: ("closeness", "One answer, agreed over the mesh."),
@@ -101,7 +104,8 @@ _BY_NAME: dict[str, Rule] = {
         ("_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"), elementwise.like_factory
     ),
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), elementwise.new_factory),
-    **dict.fromkeys(("_unsafe_view", "view"), elementwise.same_shape_view),
+    **dict.fromkeys(("_unsafe_view", "squeeze", "unsqueeze", "view"), elementwise.reshape_view),
+    "index_put_": elementwise.masked_put,
     **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
     "_amp_foreach_non_finite_check_and_unscale_": elementwise.non_finite_check,
     **dict.fromkeys(
@@ -210,7 +214,7 @@ def operator_table() -> str:
     lines = [
         "# Operators on ragged tensors",
         "",
-        "Written by `python -m vescale_fsdp.operators` from the dispatch table; a test compares the two.",
+        "Written by `python tools/operators_table.py` from the dispatch table; a test compares the two.",
         f"Operators are those of torch {torch.__version__.split('+')[0]}. What is not listed raises",
         "`UnsupportedOpError`, a `NotImplementedError` that names operator, placement and the way out.",
         "",
@@ -221,7 +225,3 @@ def operator_table() -> str:
         listed = ", ".join(f"`{name}`" for name in sorted(names.get(rule, ())))
         lines.append(f"| {family} | {promise} | {listed} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    (Path(__file__).parent / "OPERATORS.md").write_text(operator_table())

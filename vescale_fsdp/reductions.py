@@ -1,12 +1,13 @@
 """Rules of operators that look along dims: reductions over all dims, and anything along dims that are whole.
 
-    over all dims     the piece's part, combined over the mesh:
-                        sums, means, norms    a 0-d DTensor, Partial until somebody needs the value
-                        max, min, any, all,   gathered from all ranks and combined there, so that a nan on
-                        inf-norms, argmax     one rank is a nan for all (an all-reduce with MAX may lose it)
+    over all dims     each rank's answer for its piece, gathered and combined: a replicated DTensor. A nan on
+                      one rank is a nan for all (an all-reduce with MAX may lose it)
     along some dims   every piece holds these dims whole (its cuts lie between them): the result is ragged,
                       with the tensor's own cut; this is also how softmax, cumsum and sort are done
-    over leading dims sums, means and norms of pieces that hold whole rows: the rows' part, Partial
+    over leading dims sums, means and norms of pieces that hold whole rows: an all-reduce of the rows' part
+
+No result is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
+out wrong in the next operator (seen in cosine_embedding_loss). A list of norms costs one collective.
 
 Everything else is refused: a sum along rows that are cut in the middle would need its neighbours.
 """
@@ -18,16 +19,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.collectives import gathered
+from vescale_fsdp.collectives import all_reduce_in_place, gathered
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.geometry import numel_of
 from vescale_fsdp.operands import bind, is_partial, localise, refuse, summed
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.spec import inner_box, make_spec, ragged_axis
-from vescale_fsdp.torch_private import NormPartial
 
 __all__ = ["all_close", "along_dims", "equal", "foreach_norm", "reduction"]
 
@@ -87,15 +87,11 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     )
 
 
-def _partial(local: torch.Tensor, tensor: RaggedDTensor, partial: Placement) -> DTensor:
-    """A stock DTensor whose value is the reduction of ``local`` over every axis that cuts the tensor."""
-    placements = [Replicate() if p.is_replicate() else partial for p in tensor.placements]
-    spec = make_spec(tensor.device_mesh, placements, local.shape, local.dtype)
-    return DTensor(local.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
-
-
 def _replicated(local: torch.Tensor, tensor: RaggedDTensor) -> DTensor:
-    return _partial(local, tensor, Replicate())
+    """A stock DTensor that every rank holds whole."""
+    mesh = tensor.device_mesh
+    spec = make_spec(mesh, [Replicate()] * mesh.ndim, local.shape, local.dtype)
+    return DTensor(local.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
@@ -110,14 +106,16 @@ def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor
 def _sum(call: _Call) -> DTensor:
     total = torch.nansum if call.func._schema.name == "aten::nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
-    return _partial(local, call.tensor, Partial("sum"))
+    answers = _gather_answers(local, call.tensor)
+    return _replicated(answers.sum(0, dtype=local.dtype), call.tensor)
 
 
 def _mean(call: _Call) -> DTensor:
-    total = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
-    if not (total.is_floating_point() or total.is_complex()):
+    local = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
+    if not (local.is_floating_point() or local.is_complex()):
         call.func(call.tensor._local_tensor)  # raises torch's own error for integers
-    return _partial(total / call.tensor.numel(), call.tensor, Partial("sum"))
+    total = _gather_answers(local, call.tensor).sum(0)
+    return _replicated(total / call.tensor.numel(), call.tensor)
 
 
 def _prod(call: _Call) -> DTensor:
@@ -169,7 +167,8 @@ def _logsumexp(call: _Call) -> DTensor:
 
 
 def _count_nonzero(call: _Call) -> DTensor:
-    return _partial(torch.count_nonzero(call.tensor._local_tensor), call.tensor, Partial("sum"))
+    local = torch.count_nonzero(call.tensor._local_tensor)
+    return _replicated(_gather_answers(local, call.tensor).sum(0), call.tensor)
 
 
 def _arg_extreme(call: _Call, largest: bool) -> DTensor:
@@ -250,8 +249,11 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
-def _norm_partial(order: float) -> Placement:
-    return NormPartial(order) if order else Partial("sum")  # torch's norm has no order 0
+def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of a whole from the norms of its parts: [num_parts, ..] -> [..]."""
+    if order == 0:
+        return norms.sum(0)  # counts of elements that are not zero
+    return torch.linalg.vector_norm(norms, order, dim=0)
 
 
 def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order: float) -> None:
@@ -262,15 +264,12 @@ def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order:
 def _norm(call: _Call) -> DTensor:
     order, dtype = _order(call.options), call.options.get("dtype")
     _check_norm_order(call.func, call.tensor, order)
-    local = _local_norm(call.tensor._local_tensor, order, dtype)
-    if not math.isinf(order):
-        return _partial(local, call.tensor, _norm_partial(order))
-    answers = _gather_answers(local, call.tensor)
-    return _replicated(answers.max() if order > 0 else answers.min(), call.tensor)
+    answers = _gather_answers(_local_norm(call.tensor._local_tensor, order, dtype), call.tensor)
+    return _replicated(_norm_of_norms(answers, order), call.tensor)
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Norms of a list of tensors. Infinity norms of tensors cut over the same axes share a collective."""
+    """Norms of a list of tensors. Tensors cut over the same mesh axes share one collective."""
     named = bind(func, args, kwargs)
     tensors, order, dtype = named["self"], _order(named), named.get("dtype")
     norms: list[Any] = [None] * len(tensors)
@@ -280,19 +279,14 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             norms[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
         elif is_partial(tensor):
             raise refuse(func, tensor._spec, "a tensor of the list holds sums that are not done")
-        elif math.isinf(order):
-            cut = tuple(not p.is_replicate() for p in tensor.placements)
-            together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
         else:
             _check_norm_order(func, tensor, order)
-            local = _local_norm(tensor._local_tensor, order, dtype)
-            norms[index] = _partial(local, tensor, _norm_partial(order))
+            cut = tuple(not p.is_replicate() for p in tensor.placements)
+            together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     for indices in together.values():
-        first = tensors[indices[0]]
         own = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices])
-        answers = _gather_answers(own, first)
-        best = answers.amax(0) if order > 0 else answers.amin(0)
-        for index, value in zip(indices, best.unbind(), strict=True):
+        answers = _gather_answers(own, tensors[indices[0]])
+        for index, value in zip(indices, _norm_of_norms(answers, order).unbind(), strict=True):
             norms[index] = _replicated(value, tensors[index])
     return norms
 
@@ -413,21 +407,29 @@ def _over_leading_dims(call: _Call) -> DTensor:
     rows = tensor._local_tensor.reshape(-1, *tensor.shape[depth:])
     name = call.func._schema.name.removeprefix("aten::")
     dtype = call.options.get("dtype")
-    placement: Placement = Partial("sum")
-    if name in ("linalg_vector_norm", "norm"):
-        order = _order(call.options)
-        _check_norm_order(call.func, tensor, order)
-        if math.isinf(order):
-            raise refuse(call.func, tensor._spec, "an infinity norm over leading dims")
-        placement = _norm_partial(order)
-        local = torch.linalg.vector_norm(rows, order, dim=0, dtype=dtype)
-    else:
-        local = rows.sum(0, dtype=dtype)
+    if name in ("sum", "mean"):
+        local = _summed_over_ranks(rows.sum(0, dtype=dtype), tensor)
         if name == "mean":
             local = local / numel_of(tensor.shape[:depth])
+    else:
+        order = _order(call.options)
+        if order <= 0 or math.isinf(order):
+            raise refuse(call.func, tensor._spec, f"a norm of order {order} over leading dims")
+        norms = torch.linalg.vector_norm(rows, order, dim=0, dtype=dtype)
+        local = _summed_over_ranks(norms**order, tensor) ** (1 / order)
     if call.keepdim:
         local = local.view(*(1,) * depth, *tensor.shape[depth:])
-    return _partial(local, tensor, placement)
+    return _replicated(local, tensor)
+
+
+def _summed_over_ranks(local: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
+    total = local.clone(memory_format=torch.contiguous_format)
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            work = all_reduce_in_place(total, dist.ReduceOp.SUM, tensor.device_mesh.get_group(axis))
+            if work is not None:
+                work.wait()
+    return total
 
 
 # -- comparisons of whole tensors -----------------------------------------------------------------------

@@ -97,6 +97,11 @@ def foreach_types() -> Sequence[type]:
     return tuple(_optim_types)
 
 
+def utility_types() -> Sequence[type]:
+    """Types that gradient clipping treats as plain tensors (for tests)."""
+    return tuple(_util_types)
+
+
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors, with casts, in as few kernels as there can be."""
     # torch 2.11-2.13: foreach functions are documented but still spelled as private.
