@@ -64,16 +64,16 @@ class DBuffer:
             self._views[slot.fqn] = found
         return found
 
-    def start_gather(self, own: torch.Tensor, gather: Gather, *, at: FlatRange) -> None:
+    def start_gather(self, own: torch.Tensor, gather: Gather, *, at: FlatRange | None) -> None:
         """Start filling the buffer with what each rank holds. One cast if the dtypes differ, else no copy.
 
         Args:
             own: 1-D, this rank's contribution, in any dtype and on any device.
             gather: the collective, as ``gather(full, own)``.
-            at: where the contribution lies in the buffer.
+            at: where the contribution lies in the buffer; None: the gather takes it as it is, without a cast.
         """
         with torch.no_grad():
-            if own.dtype != self.flat.dtype or own.device != self.flat.device:
+            if at is not None and (own.dtype != self.flat.dtype or own.device != self.flat.device):
                 mine = self.flat[at.start : at.stop]
                 mine.copy_(own, non_blocking=True)
                 own = mine

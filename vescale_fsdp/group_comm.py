@@ -12,20 +12,36 @@ the root of the number of ranks *before* summing, lest the sum overflows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.collectives import Work
+from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.redistribute import all_gather_into, reduce_scatter_into
 
-__all__ = ["AllGather", "GroupComm", "ReduceScatter"]
+__all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
+
+Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
+"""``gather(full, shard)``: start to fill 1-D ``full`` with all ranks' shards; the work ends when it is filled."""
+
+
+@dataclass(frozen=True)
+class GatherPolicy(MixedPrecisionPolicy, ABC):
+    """A mixed precision that brings its own gather, one that may send weights in fewer bits."""
+
+    @abstractmethod
+    def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
+        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: the usual one."""
 
 
 class AllGather(Protocol):

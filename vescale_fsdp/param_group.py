@@ -39,7 +39,7 @@ from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.geometry import FlatRange
-from vescale_fsdp.group_comm import GroupComm
+from vescale_fsdp.group_comm import Gather, GatherPolicy, GroupComm
 from vescale_fsdp.layout import GroupLayout, TensorSlot
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.redistribute import make_spec
@@ -126,6 +126,9 @@ class ParamGroup:
         first = next(iter(params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [self._shard_param(slot, params[slot.fqn], owners[slot.fqn]) for slot in layout.slots]
+        self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
+        if isinstance(mp_policy, GatherPolicy):
+            self.policy_gather = mp_policy.gather_of(layout, comm, self.compute_dtype)
 
     # -- construction ---------------------------------------------------------------------------------
 
@@ -224,6 +227,8 @@ class ParamGroup:
             assert self._part is not None
             self.full.start_gather(self._part, self.comm.gather_parts, at=self._part_range())
             self._part = None
+        elif self.policy_gather is not None:
+            self.full.start_gather(self.shard, self.policy_gather, at=None)
         else:
             self.full.start_gather(self.shard, self.comm.gather, at=self.layout.shard_range(self.comm.rank))
         self.state = GroupState.GATHERING

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.collectives import Work, all_to_all_into
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.holding import Holding
 from vescale_fsdp.optim.matrices import Matrix
@@ -134,7 +135,7 @@ class Pending(NamedTuple):
 
     received: torch.Tensor  # 1D [sum(receive_numels)], bf16
     sent: torch.Tensor
-    work: dist.Work | None
+    work: Work | None
 
     def wait(self) -> torch.Tensor:
         """What arrived, in order of the sending ranks."""
@@ -151,7 +152,5 @@ def start_exchange(
     if parts:
         foreach_copy_(list(sent.split([part.numel() for part in parts])), list(parts))
     received = torch.empty(sum(transfer.receive_numels), dtype=WIRE_DTYPE, device=device)
-    work = dist.all_to_all_single(
-        received, sent, transfer.receive_numels, transfer.send_numels, group=group, async_op=True
-    )
+    work = all_to_all_into(received, sent, transfer.receive_numels, transfer.send_numels, group)
     return Pending(received, sent, work)
