@@ -143,6 +143,8 @@ class Wire(TorchDispatchMode):
         self.sent_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let the DTensor unfold, so that the collectives inside come by here
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             name = func._schema.name.split("::")[1]
             if "wait" not in name:
