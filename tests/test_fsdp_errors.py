@@ -9,7 +9,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from tests import models
 from tests.distributed import cpu_mesh, run_ranks
@@ -49,6 +50,40 @@ def mistakes() -> None:
 def test_misuse_of_fully_shard() -> None:
     """Containers, scalars, strided parameters, wrong rules, double wraps, deep copies."""
     run_ranks(1, mistakes)
+
+
+def tied_across_units() -> None:
+    model = models.build()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fully_shard(model.blocks[0], mesh=cpu_mesh())
+    with pytest.raises(ValueError, match="pass those modules as a list"):
+        fully_shard(model.blocks[1], mesh=cpu_mesh())
+    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight"):
+        fully_shard(model, mesh=cpu_mesh())
+    together = models.build()
+    together.blocks[1].up.weight = together.blocks[0].up.weight
+    fully_shard([together.blocks[0], together.blocks[1]], mesh=cpu_mesh())
+    assert together.blocks[0].up.weight is together.blocks[1].up.weight
+
+
+def test_parameters_tied_across_units_are_refused() -> None:
+    """Sharding each side alone would untie them in silence."""
+    run_ranks(1, tied_across_units)
+
+
+def placement_functions() -> None:
+    mesh = cpu_mesh()
+    fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: None)
+    with pytest.raises(NotImplementedError, match="Shard of one of the 2 dims"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(2))
+    with pytest.raises(NotImplementedError, match="slice them out"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))
+
+
+def test_placement_functions_and_mesh_dims() -> None:
+    """torch's shard_placement_fn is asked and checked; dp_mesh_dims is refused with the way out."""
+    run_ranks(1, placement_functions)
 
 
 def order_mistakes() -> None:

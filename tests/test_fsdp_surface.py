@@ -387,3 +387,23 @@ def test_profiler_labels() -> None:
             assert f"FSDP::{label} (blocks.1)" in found, sorted(found)
         assert "FSDP::forward_prefetch for blocks.1" in found
         assert "FSDP::backward_prefetch for blocks.0" in found
+
+
+def chunked_loss() -> None:
+    model, reference = shard(models.build()), models.build()
+    rank = dist.get_rank()
+    for step in range(2):
+        out = model(models.batch(step, rank))
+        for part in range(2):
+            model.set_is_last_backward(part == 1)
+            out[2 * part : 2 * part + 2].pow(2).sum().backward(retain_graph=part == 0)
+        for r in range(2):
+            (reference(models.batch(step, r)).pow(2).sum() / 2).backward()
+    for name, param in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_several_backwards_of_one_forward() -> None:
+    """A loss taken in chunks: gradients of all backwards add up."""
+    run_ranks(2, chunked_loss)

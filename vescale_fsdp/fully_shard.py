@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, resolve_granularity
@@ -29,6 +29,7 @@ from vescale_fsdp.unit import FSDPState, attach_state, state_of
 
 __all__ = ["fully_shard"]
 
+_TAKEN = "_vescale_fsdp_taken_as"  # set on an original parameter: the name under which a unit took it
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
 
 
@@ -81,7 +82,9 @@ def fully_shard(
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
         reshard_after_forward: whether to free full parameters after the forward; None means yes, except
             for the root. A number keeps them between forward and backward over groups of so many ranks.
-        shard_placement_fn, dp_mesh_dims: torch's; not supported yet.
+        shard_placement_fn: torch's, asked for each parameter. None and ``Shard(dim)`` are accepted and change
+            nothing: people choose the dim to save padding or copies, and a planned layout has neither.
+        dp_mesh_dims: torch's; not supported yet.
         mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
         offload_policy: torch's class; with `CPUOffloadPolicy` shards, gradients and the optimizer live on
             the host.
@@ -99,7 +102,7 @@ def fully_shard(
         LifecycleError: if a module is sharded twice.
         LayoutError: if no layout can be made.
     """
-    _refuse_unsupported(shard_placement_fn, dp_mesh_dims)
+    _refuse_mesh_dims(dp_mesh_dims)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     for each in modules:
         _check_module(each)
@@ -109,10 +112,16 @@ def fully_shard(
     device = _device_of(mesh)
     ignored = ignored_params or set()
     _move_buffers(modules, ignored, device)
+    buckets = _bucket_params(modules, ignored)
+    if shard_placement_fn is not None:
+        _check_placements(shard_placement_fn, buckets)
     groups = [
         _build_group(bucket, GroupComm(mesh, part_size), mp_policy, offload_policy, granularity, device)
-        for bucket in _bucket_params(modules, ignored)
+        for bucket in buckets
     ]
+    for bucket in buckets:
+        for fqn, param in bucket.params.items():
+            vars(param)[_TAKEN] = fqn
     state = FSDPState(modules, groups, mp_policy, reshard, device)
     for each in modules:
         attach_state(each, state)
@@ -121,16 +130,31 @@ def fully_shard(
     return module
 
 
-def _refuse_unsupported(shard_placement_fn: object, dp_mesh_dims: object) -> None:
-    asked = {"shard_placement_fn": shard_placement_fn, "dp_mesh_dims": dp_mesh_dims}
-    for name, given in asked.items():
-        if given is not None:
+def _refuse_mesh_dims(dp_mesh_dims: object) -> None:
+    if dp_mesh_dims is not None:
+        raise UnsupportedOpError(
+            explain(
+                "fully_shard does not support dp_mesh_dims.",
+                expected="mesh= with the data-parallel axes only",
+                got=dp_mesh_dims,
+                todo='slice them out of the full mesh by name: mesh["replicate", "shard"]',
+            )
+        )
+
+
+def _check_placements(function: Callable[[nn.Parameter], Any], buckets: list[_Bucket]) -> None:
+    for bucket in buckets:
+        for fqn, param in bucket.params.items():
+            wanted = function(param)
+            if wanted is None or (isinstance(wanted, Shard) and -param.ndim <= wanted.dim < param.ndim):
+                continue
             raise UnsupportedOpError(
                 explain(
-                    f"fully_shard does not support {name} yet.",
-                    expected="the default",
-                    got=name,
-                    todo="leave it out; README lists what is supported",
+                    "shard_placement_fn asks for what fully_shard cannot do.",
+                    expected=f"None, or Shard of one of the {param.ndim} dims",
+                    got=wanted,
+                    where=fqn,
+                    todo="say what must stay whole with granularity=; give experts their own mesh and call",
                 )
             )
 
@@ -269,6 +293,17 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
                 got=f"placements {param.placements}",
                 where=fqn,
                 todo="pass it in ignored_params, or shard it before other parallelisms",
+            )
+        )
+    taken_by = vars(param).get(_TAKEN)
+    if taken_by is not None:
+        raise LayoutError(
+            explain(
+                "A parameter is shared by modules of two units; each would train its own copy.",
+                expected="all modules that share a parameter in one unit",
+                got=f"one that fully_shard has already taken as {taken_by!r}",
+                where=fqn,
+                todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
             )
         )
     if param.ndim == 0:

@@ -226,7 +226,6 @@ class ParamGroup:
         if self.state is GroupState.PARTLY_SHARDED:
             assert self._part is not None
             self.full.start_gather(self._part, self.comm.gather_parts, at=self._part_range())
-            self._part = None
         elif self.policy_gather is not None:
             self.full.start_gather(self.shard, self.policy_gather, at=None)
         else:
@@ -273,6 +272,7 @@ class ParamGroup:
             return
         assert self.full is not None
         self.full.wait_gather()
+        self._part = None  # not earlier: the gather reads it, on another stream
         for param in self.params:
             assert param.unsharded is not None
             param.unsharded.requires_grad_(param.sharded.requires_grad)
