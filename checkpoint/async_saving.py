@@ -15,6 +15,7 @@ thread, in the order in which they were started, which is the same on all ranks.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -31,6 +32,7 @@ from vescale_fsdp.checkpoint.tree import Json
 __all__ = ["AsyncSaver", "SaveHandle", "Stager", "async_save"]
 
 _ALIGN_BYTES = 64
+_HEAD_START_S = 0.005
 _worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
 
 
@@ -132,6 +134,8 @@ class AsyncSaver:
         saver = Saver(storage, self.coordinator, overwrite=overwrite)
 
         def work() -> None:
+            # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
+            time.sleep(_HEAD_START_S)
             with torch.no_grad():
                 saver.write(taken, error, user)
                 if after is not None:

@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.describe import Describer
 from vescale_fsdp.checkpoint.dtypes import dtype_named
 from vescale_fsdp.checkpoint.matching import Match, TensorRead, match
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.reader import CheckpointReader
 from vescale_fsdp.checkpoint.reading import ReadPlan
 from vescale_fsdp.checkpoint.region import Region, whole_region
@@ -105,7 +106,8 @@ class Loader:
         error: Exception | None = None
         try:
             try:
-                prepared = self._prepare(plan, state, strict, include)
+                with gc_paused():
+                    prepared = self._prepare(plan, state, strict, include)
                 if self.verify == "before":
                     plan.prove()
             except OSError as caught:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from vescale_fsdp.checkpoint.storage import Buffer, FileReader, FileWriter, Storage
 
 __all__ = ["LocalStorage"]
@@ -85,6 +87,15 @@ class _LocalReader(FileReader):
         os.close(self._file)
 
 
+def _threads_per_rank() -> int:
+    """Threads that may copy at once: this rank's share of the cores, at most 4."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
+        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
+    else:
+        neighbours = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return max(1, min(4, len(os.sched_getaffinity(0)) // neighbours))
+
+
 class LocalStorage(Storage):
     """A folder of a file system.
 
@@ -96,7 +107,9 @@ class LocalStorage(Storage):
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.root = Path(root)
         self._durable = durable
-        self.max_threads = min(4, os.cpu_count() or 1)
+        self.read_threads = _threads_per_rank()
+        # Writes wait for the disk now and then: a second thread hashes meanwhile.
+        self.write_threads = max(2, self.read_threads)
 
     @property
     def where(self) -> str:

@@ -176,7 +176,7 @@ class ReadPlan:
         self._map(self._read_verified if verify else self._read, list(self._jobs(verify)))
 
     def _map(self, work, jobs) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-        threads = min(self._storage.max_threads, len(jobs))
+        threads = min(self._storage.read_threads, len(jobs))
         if threads <= 1:
             for job in jobs:
                 work(job)

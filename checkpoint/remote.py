@@ -104,7 +104,8 @@ class RemoteStorage(Storage):
 
     in_order = True
     max_gap_bytes = 1 << 20  # 1 MiB: less than a request's latency costs
-    max_threads = 8
+    write_threads = 1
+    read_threads = 8
 
     def __init__(self, url: str, **options: Any) -> None:
         self._url = url.rstrip("/")

@@ -66,7 +66,8 @@ class Storage(ABC):
 
     in_order: bool = False  # whether files can only be written from front to back
     max_gap_bytes: int = 64 << 10  # 64 KiB: it is cheaper to read over a gap of this size than to ask twice
-    max_threads: int = 4
+    write_threads: int = 4
+    read_threads: int = 4
 
     @property
     @abstractmethod

@@ -20,6 +20,7 @@ from vescale_fsdp.checkpoint.describe import Described, Describer
 from vescale_fsdp.checkpoint.distribution import Axes, Axis, Cut, Distribution, LayoutCut, cut_from_json
 from vescale_fsdp.checkpoint.dtypes import itemsize_of
 from vescale_fsdp.checkpoint.per_rank import PerRank
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.tree import Json, TreeSink, encode
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, explain
@@ -135,8 +136,8 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
         CheckpointError: for values or tensors that cannot be stored, naming the first.
     """
     taker = _Taker(Describer(rank_of))
-    tree = encode(state, "", taker)
-    return taker.taken(tree)
+    with gc_paused():
+        return taker.taken(encode(state, "", taker))
 
 
 class _Taken(NamedTuple):

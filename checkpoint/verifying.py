@@ -57,7 +57,7 @@ def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
         return VerifyReport((Problem("manifest.json", str(error)),), 0, 0)
     problems = _incomplete(manifest)
     num_bytes = 0
-    with ThreadPoolExecutor(storage.max_threads, thread_name_prefix="checkpoint-verify") as pool:
+    with ThreadPoolExecutor(storage.read_threads, thread_name_prefix="checkpoint-verify") as pool:
         checks = pool.map(lambda rank: _verify_file(storage, manifest, rank), range(manifest.world_size))
         for found, hashed in checks:
             problems += found

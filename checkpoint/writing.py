@@ -40,7 +40,7 @@ def write_rank_file(storage: Storage, image: FileImage) -> None:
     file = image.file
     writer = storage.create(file.name, file.total_bytes)
     try:
-        threads = 1 if storage.in_order else min(storage.max_threads, file.num_stripes)
+        threads = 1 if storage.in_order else min(storage.write_threads, file.num_stripes)
         if threads <= 1:
             checksums = [_write_stripe(writer, image, index) for index in range(file.num_stripes)]
         else:

@@ -45,7 +45,7 @@ class FaultyStorage(Storage):
     ) -> None:
         self.inner = inner
         self.num_operations = 0
-        self.max_threads = inner.max_threads
+        self.write_threads, self.read_threads = inner.write_threads, inner.read_threads
         self.in_order = inner.in_order
         self._fail_at, self._error, self._only, self._pause_s = fail_at, error, only, pause_s
         self._lock = threading.Lock()
