@@ -40,8 +40,16 @@ from tools.llama import Llama, LlamaShape
 from vescale_fsdp import fully_shard
 from vescale_fsdp.granularity import Flat, Tiles, Whole
 from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo, split_params
+from vescale_fsdp.torch_private import local_of
 
-SHAPE = LlamaShape(hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, head_size=32, mlp_size=704)
+SHAPES = {
+    "small": LlamaShape(
+        hidden_size=256, num_layers=8, num_heads=8, num_kv_heads=4, head_size=32, mlp_size=704
+    ),
+    "large": LlamaShape(
+        hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, head_size=64, mlp_size=2048
+    ),
+}
 RIVALS = ("ours", "ours on FSDP2", "ours, whole matrices", "torch.optim.Muon", "gather to all")
 
 
@@ -100,7 +108,9 @@ class GatherToAll:
             for param, buffer in zip(self.params, self.buffers, strict=True):
                 assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
                 buffer.lerp_(param.grad, 0.05)
-                update = param.grad.lerp(buffer, 0.95).to(torch.bfloat16).full_tensor()
+                nesterov = param.grad.lerp(buffer, 0.95).to(torch.bfloat16)
+                assert isinstance(nesterov, DTensor)
+                update = nesterov.full_tensor()
                 whole = nn.Parameter(torch.zeros_like(update, dtype=torch.float32))
                 whole.grad = update.float()
                 torch.optim.Muon([whole], lr=0.02, momentum=0.0, nesterov=False, weight_decay=0.0).step()
@@ -109,10 +119,10 @@ class GatherToAll:
                 local.mul_(1 - 0.002).add_(whole[start : start + len(local)])
 
 
-def matrices_on(rival: str, mesh: DeviceMesh) -> Any:
+def matrices_on(rival: str, mesh: DeviceMesh, scale: str) -> Any:
     """A rival's optimizer over the hidden matrices of the model, with gradients that stay."""
     torch.manual_seed(0)
-    model = Llama(SHAPE)
+    model = Llama(SHAPES[scale])
     if rival in ("torch.optim.Muon", "gather to all", "ours on FSDP2"):
         for layer in model.model.layers:
             torch_fully_shard(layer, mesh=mesh)
@@ -127,18 +137,19 @@ def matrices_on(rival: str, mesh: DeviceMesh) -> Any:
     generator = torch.Generator().manual_seed(1)
     for param in params:
         assert isinstance(param, DTensor)
-        param.grad = torch.zeros_like(param)
-        param.grad.to_local().normal_(generator=generator)
+        grad = torch.zeros_like(param)
+        local_of(grad).normal_(generator=generator)
+        param.grad = grad
     if rival == "torch.optim.Muon":
         return torch.optim.Muon(params, lr=0.02)
     return GatherToAll(params) if rival == "gather to all" else Muon(params, lr=0.02)
 
 
-def muon_worker(rank: int, world: int, port: int, steps: int, out: str) -> None:
+def muon_worker(rank: int, world: int, port: int, steps: int, out: str, scale: str) -> None:
     """Time and count all rivals' steps, by turns."""
     _join(rank, world, port)
     mesh = init_device_mesh("cpu", (world,))
-    optimizers = {rival: matrices_on(rival, mesh) for rival in RIVALS}
+    optimizers = {rival: matrices_on(rival, mesh, scale) for rival in RIVALS}
     seconds: dict[str, list[float]] = {rival: [] for rival in RIVALS}
     wires: dict[str, tuple[int, float]] = {}
     for number in range(steps + 1):
@@ -161,14 +172,14 @@ def muon_worker(rank: int, world: int, port: int, steps: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def muon_rows(world: int, steps: int) -> list[Row]:
+def muon_rows(world: int, steps: int, scale: str) -> list[Row]:
     """Muon on ``world`` ranks against its rivals."""
-    found = _spawn(muon_worker, world, steps)
+    found = _spawn(muon_worker, world, steps, scale)
     times, wires = found["seconds"], found["wires"]
     rows = []
     for ours in RIVALS[:3]:
         for rival in RIVALS[3:]:
-            case = f"Muon step, {world} ranks, {ours}"
+            case = f"Muon step, {scale}, {world} ranks, {ours}"
             # The target is three times as fast: a third of the time.
             target = "<= 0.333" if world == 4 and ours == "ours" and rival == "torch.optim.Muon" else None
             rows.append(Row(case, "time", "s", times[ours], times[rival], rival, target))
@@ -176,7 +187,13 @@ def muon_rows(world: int, steps: int) -> list[Row]:
             rows.append(Row(case, "collectives", "1", wires[ours][0], wires[rival][0], rival))
     whole = wires["ours, whole matrices"][0]
     rows.append(
-        Row(f"Muon, whole matrices, {world} ranks", "collectives in step()", "1", whole, target="<= 0")
+        Row(
+            f"Muon, whole matrices, {scale}, {world} ranks",
+            "collectives in step()",
+            "1",
+            whole,
+            target="<= 0",
+        )
     )
     return rows
 
@@ -185,7 +202,7 @@ def state_rows() -> list[Row]:
     """Bytes of AdamW's state per parameter that has 8-bit state, measured on the tensors."""
     rows = []
     for block, most in ((Flat(256), "<= 2.035"), (Flat(2048), "<= 2.008"), (Tiles(32, 32), "<= 2.01")):
-        params = [p for p in Llama(SHAPE).parameters() if p.ndim == 2]
+        params = [p for p in Llama(SHAPES["small"]).parameters() if p.ndim == 2]
         state = AdamW8bit(params, block=block).state
         held = sum(t.numel() * t.element_size() for parts in state.values() for t in parts.values())
         rows.append(
@@ -317,14 +334,14 @@ def _join(rank: int, world: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
 
 
-def _spawn(worker: Callable[..., None], world: int, steps: int) -> Any:
+def _spawn(worker: Callable[..., None], world: int, steps: int, *more: str) -> Any:
     """Run a worker on ``world`` ranks; what rank 0 wrote."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        mp.spawn(worker, (world, port, steps, str(out)), nprocs=world)
+        mp.spawn(worker, (world, port, steps, str(out), *more), nprocs=world)
         return json.loads(out.read_text())
 
 
@@ -333,13 +350,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="world sizes for Muon's step")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each rival")
+    parser.add_argument("--scale", choices=SHAPES, default="small", help="whose matrices Muon steps")
     parser.add_argument(
         "--curves", type=int, default=0, metavar="STEPS", help="train that many steps (0: not)"
     )
     parser.add_argument("--picture", type=Path, help="draw the loss curves into this file")
     parser.add_argument("--json", type=Path, help="write the rows into this file")
     options = parser.parse_args()
-    rows = [row for world in options.ranks for row in muon_rows(world, options.steps)]
+    rows = [row for world in options.ranks for row in muon_rows(world, options.steps, options.scale)]
     rows += state_rows()
     if options.curves:
         rows += curve_rows(2, options.curves, options.picture)
