@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.distributed import run_ranks
 from tests.optim_cases import full_tensors, full_value, laid_like
+from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.granularity import Flat, Tiles
@@ -102,31 +103,37 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-def save_run(kind: str, folder: Path, dtype: torch.dtype, flatten: bool) -> None:
-    """Three steps, then a stock DCP save."""
+def save_run(kind: str, folder: Path, dtype: torch.dtype, form: str) -> None:
+    """Three steps, then a save by stock DCP or in the native format."""
     model, optimizer = build(kind, True, 0, dtype)
     steps(model, optimizer, range(3))
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     state = {
         "model": model.state_dict(),
         "optim": get_optimizer_state_dict(model, optimizer, options=options),
     }
-    dcp.save(state, checkpoint_id=folder)
+    if form == "native":
+        native.save(folder, state)
+    else:
+        dcp.save(state, checkpoint_id=folder)
 
 
 def load_run(
-    kind: str, folders: list[Path], dtype: torch.dtype, flatten: bool
+    kind: str, folders: list[Path], dtype: torch.dtype, form: str
 ) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     """For each folder: another model loads it and takes one more step; everything before and after the step."""
     results = []
     for folder in folders:
         model, optimizer = build(kind, True, 7, dtype)
-        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
         state = {
             "model": model.state_dict(),
             "optim": get_optimizer_state_dict(model, optimizer, options=options),
         }
-        dcp.load(state, checkpoint_id=folder)
+        if form == "native":
+            native.load(folder, state)
+        else:
+            dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
         loaded = everything(model, optimizer)
@@ -135,9 +142,7 @@ def load_run(
     return results
 
 
-def round_trips(
-    kind: str, tmp_path: Path, dtype: torch.dtype, flatten: bool, worlds: tuple[int, ...]
-) -> None:
+def round_trips(kind: str, tmp_path: Path, dtype: torch.dtype, form: str, worlds: tuple[int, ...]) -> None:
     """Save on every world size, load each on every world size, compare with one process bit for bit."""
     model, optimizer = build(kind, False, 0, dtype)
     steps(model, optimizer, range(3))
@@ -147,9 +152,9 @@ def round_trips(
     assert any((before[name] != after[name]).any() for name in before if "/" in name)
     folders = [tmp_path / f"{world}" for world in worlds]
     for world, folder in zip(worlds, folders, strict=True):
-        run_ranks(world, save_run, kind, folder, dtype, flatten)
+        run_ranks(world, save_run, kind, folder, dtype, form)
     for world in worlds:
-        for results in run_ranks(world, load_run, kind, folders, dtype, flatten):
+        for results in run_ranks(world, load_run, kind, folders, dtype, form):
             assert len(results) == len(worlds)
             for loaded, stepped in results:
                 assert_equal(loaded, before)
@@ -167,19 +172,25 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_world_size_loads_every_other(kind: str, tmp_path: Path) -> None:
     """Saved on 1, 2, 3, 4 ranks and loaded on 1, 2, 3, 4: state and next step equal one process, bit for bit."""
-    round_trips(kind, tmp_path, torch.float32, False, WORLDS)
+    round_trips(kind, tmp_path, torch.float32, "dcp", WORLDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flattened_state_dicts_round_trip(kind: str, tmp_path: Path) -> None:
     """The flattened form that torchtitan saves works too."""
-    round_trips(kind, tmp_path, torch.float32, True, (2, 3))
+    round_trips(kind, tmp_path, torch.float32, "flat", (2, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_format_round_trips(kind: str, tmp_path: Path) -> None:
+    """vescale_fsdp.checkpoint saves and reshards the same state."""
+    round_trips(kind, tmp_path, torch.float32, "native", (1, 3, 4))
 
 
 @pytest.mark.parametrize("kind", ["adamw8bit", "shampoo"])
 def test_fp32_state_survives_bf16_parameters(kind: str, tmp_path: Path) -> None:
     """Scales, factors and counters beside bf16 parameters keep dtype and bits."""
-    round_trips(kind, tmp_path, torch.bfloat16, False, (1, 3))
+    round_trips(kind, tmp_path, torch.bfloat16, "dcp", (1, 3))
 
 
 def keys_run(kind: str) -> list[str]:

@@ -9,7 +9,13 @@ from types import ModuleType
 
 import pytest
 
-PACKAGES = ["vescale_fsdp", "vescale_fsdp.checkpoint", "vescale_fsdp.conversion"]
+PACKAGES = [
+    "vescale_fsdp",
+    "vescale_fsdp.checkpoint",
+    "vescale_fsdp.conversion",
+    "vescale_fsdp.optim",
+    "vescale_fsdp.quantize",
+]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
