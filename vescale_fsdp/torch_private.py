@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
