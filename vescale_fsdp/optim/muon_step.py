@@ -128,6 +128,7 @@ def _orthogonalise_everywhere(job: Job) -> None:
     assert isinstance(job.param, DTensor)
     spread = torch.zeros_like(job.param)
     local_tensor(spread, "update").copy_(job.update)
+    assert isinstance(spread, DTensor)
     update = spread.full_tensor()
     orthogonal = torch.zeros_like(update)
     for matrix in matrices_of(tuple(job.param.shape), job.group["row_splits"]):
