@@ -301,9 +301,10 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     for indices in together.values():
         own = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices])
-        answers = _gather_answers(own, tensors[indices[0]])
-        for index, value in zip(indices, _norm_of_norms(answers, order).unbind(), strict=True):
-            norms[index] = _replicated(value, tensors[index])
+        whole = _norm_of_norms(_gather_answers(own, tensors[indices[0]]), order).unbind()
+        first = _replicated(whole[0], tensors[indices[0]])
+        for index, value in zip(indices, whole, strict=True):
+            norms[index] = DTensor(value, first._spec, requires_grad=False)  # type: ignore[call-arg]
     return norms
 
 
