@@ -21,6 +21,7 @@ from vescale_fsdp.granularity import (
     Rows,
     Tiles,
     Whole,
+    check_patterns,
     parse_granularity,
     resolve_granularity,
 )
@@ -166,3 +167,25 @@ def test_text_with_a_bad_size_keeps_the_reason() -> None:
     """rows:0 is a granularity with a bad size, and the error says just that."""
     with pytest.raises(LayoutError, match="rows cannot be 0"):
         parse_granularity("rows:0")
+
+
+NAMES = ["self_attn.q_proj.weight", "mlp.up_proj.weight", "mlp.up_proj.bias", "norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "rule", [None, Rows(2), {"*.weight": Rows(2), "norm*": Element()}, lambda fqn, p: Rows(2)]
+)
+def test_patterns_that_match_are_accepted(rule: GranularityRule) -> None:
+    """Only mappings are checked, and each of their patterns must match something."""
+    check_patterns(rule, NAMES)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_near_names() -> None:
+    """A typing error would silently cut by element: the error names it and what it may have meant."""
+    with pytest.raises(LayoutError) as error:
+        check_patterns({"*.weight": Rows(2), "mlp.upproj.weight": Rows(4), "MLP.*": Rows(3)}, NAMES)
+
+    text = str(error.value)
+    assert "got: 'mlp.upproj.weight', 'MLP.*'" in text
+    assert "near 'mlp.upproj.weight': mlp.up_proj.weight" in text
+    assert "what to do: correct the pattern" in text

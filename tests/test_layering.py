@@ -48,7 +48,6 @@ ORDER = (
     "elementwise",
     "reductions",
     "operators",
-    "outer",
     "group_comm",
     "dbuffer",
     "param_group",

@@ -63,8 +63,10 @@ PAPER_TABLE = {
 def test_paper_table(rows: int) -> None:
     """The padding of a gpt-oss-120B layer is the paper's, with scattering off."""
     for num_shards, (unrelated, related) in PAPER_TABLE[rows].items():
-        found = plan_group(layer("gpt-oss-120B", Rows(rows)), num_shards)
-        matched = plan_group(layer("gpt-oss-120B", Rows(rows), o_proj=(4096, 2880)), num_shards)
+        found = plan_group(layer("gpt-oss-120B", Rows(rows)), num_shards, scatter="never")
+        matched = plan_group(
+            layer("gpt-oss-120B", Rows(rows), o_proj=(4096, 2880)), num_shards, scatter="never"
+        )
 
         for layout, percent in ((found, unrelated), (matched, related)):
             digits = 2 if percent < 1 else 1 if percent < 41 else 0
@@ -94,7 +96,7 @@ def smallest_in_order(sizes: list[tuple[int, int]], num_shards: int, align: int)
 @settings(max_examples=200)
 def test_small_groups_against_brute_force(sizes: list[tuple[int, int]], num_shards: int, align: int) -> None:
     """Not above the optimum of the given order, nor below the best of all orders or the lower bound."""
-    layout = plan_group(tensors(*sizes), num_shards, align_numel=align)
+    layout = plan_group(tensors(*sizes), num_shards, align_numel=align, scatter="never")
 
     every_order = (
         smallest_in_order(list(order), num_shards, align) for order in set(itertools.permutations(sizes))
@@ -116,7 +118,7 @@ def test_no_smaller_shard_exists_for_real_layers(model: str, rows: int) -> None:
     scanned = 0
     for num_shards in (8, 48, 64, 256, 512, 768, 1024, 8192):
         specs = layer(model, Rows(rows))
-        layout = plan_group(specs, num_shards)
+        layout = plan_group(specs, num_shards, scatter="never")
         long = (spec.block_numel for spec in specs if spec.numel >= 2 * layout.shard_numel)
         step = math.lcm(ALIGN_NUMEL, *long)
         least = -(-layout.payload_numel // num_shards // step) * step
@@ -137,7 +139,7 @@ def test_lower_bound_is_nearly_met(model: str) -> None:
         specs = layer(model, granularity)
         sizes = tuple((spec.numel, spec.block_numel) for spec in specs)
         for num_shards in SHARDS:
-            layout = plan_group(specs, num_shards)
+            layout = plan_group(specs, num_shards, scatter="never")
             assert layout.shard_numel <= 1.025 * least_shard(sizes, num_shards, ALIGN_NUMEL)
 
 
@@ -161,7 +163,7 @@ def test_rows_pad_less_than_one_step_per_rank(model: str) -> None:
     """
     checked = 0
     for num_shards in (1, 2, 4, *SHARDS):
-        layout = plan_group(layer(model, Rows(32)), num_shards)
+        layout = plan_group(layer(model, Rows(32)), num_shards, scatter="never")
         common_block = math.lcm(ALIGN_NUMEL, *(slot.block_numel for slot in layout.slots))
         blocks_per_rank = layout.payload_numel / num_shards / common_block
         if blocks_per_rank >= 1:
@@ -196,7 +198,7 @@ def test_scattering_removes_the_spikes_of_gpt_oss() -> None:
     assert max(powers) < 0.18
     assert sum(cost < 0.06 for cost in powers) == 7
     assert [num_shards for num_shards, cost in costs.items() if cost >= 0.18] == [856, 864]
-    assert plan_group(specs, 1024).padding_ratio > 1  # what it would be without
+    assert plan_group(specs, 1024, scatter="never").padding_ratio > 1  # what it would be without
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-120B", "DeepSeek-V3 grouped", "Qwen2.5-32B", "Llama-3-8B"])
@@ -234,7 +236,7 @@ def price(layout: GroupLayout) -> int:
 def test_scattered_layouts_hold_every_element_once(sizes: list[tuple[int, int]], num_shards: int) -> None:
     """Pieces of a plan with scattering cover each tensor in rank order, in whole blocks, disjoint in a shard."""
     layout = plan_group(tensors(*sizes), num_shards, align_numel=1, scatter="auto")
-    contiguous = plan_group(tensors(*sizes), num_shards, align_numel=1)
+    contiguous = plan_group(tensors(*sizes), num_shards, align_numel=1, scatter="never")
 
     assert price(layout) <= price(contiguous)
     for slot in layout.slots:

@@ -20,6 +20,7 @@ from vescale_fsdp.granularity import Element, Flat, Granularity, Rows, Tiles, Wh
 from vescale_fsdp.layout import GroupLayout, ModelLayout, TensorSlot
 from vescale_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from vescale_fsdp.operators import is_supported
+from vescale_fsdp.padding import PaddingPolicy, PaddingWarning
 from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.planner import TensorSpec, plan_group
 from vescale_fsdp.random import get_rng_state, manual_seed, set_rng_state
@@ -34,6 +35,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
+    "PaddingPolicy",
+    "PaddingWarning",
     "PendingTensor",
     "RaggedDTensor",
     "RaggedShard",

@@ -7,6 +7,9 @@ read them, and a reduce-scatter reads gradients from where they were written. No
     allocate()   freed -> allocated (contents undefined)
     free()       allocated -> freed (views keep their identity, autograd may hold them)
 
+A scattered tensor is the exception: it has holes in the buffer, so its full form is a small tensor of its own,
+filled from the pieces when a gather ends. Writing needs no such copy: `write` puts each piece in its place.
+
 Tensor objects are made once. What comes and goes is the storage beneath them (``resize_``), so a view that
 autograd saved in the forward is valid again once the buffer is gathered for the backward.
 """
@@ -40,6 +43,7 @@ class DBuffer:
         self.layout = layout
         self.flat = flat
         self._views: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
         self._work: Work | None = None
         self._version = flat._version
         self._nbytes = flat.untyped_storage().nbytes()
@@ -49,20 +53,56 @@ class DBuffer:
         storage = self.flat.untyped_storage()
         if storage.nbytes() != self._nbytes:
             storage.resize_(self._nbytes)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
 
     def free(self) -> None:
         """Give the storage back. The caller sees to it that no stream still uses it."""
         storage = self.flat.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
 
     def view(self, slot: TensorSlot) -> torch.Tensor:
-        """The full tensor of a slot: an n-d view of the buffer, the same object each time."""
+        """The full tensor of a slot, the same object each time: an n-d view of the buffer.
+
+        Of a scattered slot: a tensor of its own, with the values of the last gather after this call.
+        """
         found = self._views.get(slot.fqn)
         if found is None:
-            found = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            if slot.is_scattered:
+                self._copies[slot.fqn] = self.flat.new_empty(slot.numel)
+                found = self._copies[slot.fqn].view(slot.shape)
+            else:
+                found = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
             self._views[slot.fqn] = found
         return found
+
+    def pieces(self, slot: TensorSlot) -> list[torch.Tensor]:
+        """Where the elements of a slot lie in the buffer, in tensor order: views that hold them all.
+
+        One n-d view of a contiguous slot; for each run of a scattered one a 2-D view [ranks, piece_numel].
+        """
+        if not slot.is_scattered:
+            return [self.view(slot)]
+        size = self.layout.shard_numel
+        return [
+            self.flat[run.first_rank * size + run.local_offset :].as_strided(
+                (run.num_ranks, run.piece_numel), (size, 1)
+            )
+            for run in slot.runs
+        ]
+
+    def write(self, slot: TensorSlot, values: torch.Tensor, *, add: bool) -> None:
+        """Put the values of a full tensor into the buffer, or add them to what is there."""
+        pieces = self.pieces(slot)
+        parts = [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
+        for piece, part in zip(pieces, parts, strict=True):
+            if add:
+                piece.add_(part)
+            else:
+                piece.copy_(part)
 
     def start_gather(self, own: torch.Tensor, gather: Gather, *, at: FlatRange | None) -> None:
         """Start filling the buffer with what each rank holds. One cast if the dtypes differ, else no copy.
@@ -89,3 +129,20 @@ class DBuffer:
             self._work.wait()
             self._work = None
         restore_version(self.flat, self._version)
+        for fqn, copy in self._copies.items():
+            self._copy_out(self.layout.slot(fqn), copy)
+
+    @torch.no_grad()
+    def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
+        """Fill a scattered tensor from its pieces; for autograd no modification, as above."""
+        version = copy._version
+        pieces = self.pieces(slot)
+        for piece, part in zip(pieces, _split(copy, pieces), strict=True):
+            part.copy_(piece)
+        restore_version(copy, version)
+
+
+def _split(flat: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A 1-D tensor cut into parts of the shapes of its pieces."""
+    parts = flat.split([piece.numel() for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]

@@ -1,4 +1,4 @@
-"""fully_shard: the entry point. Same arguments as torch's, plus ``granularity``.
+"""fully_shard: the entry point. Same arguments as torch's, plus ``granularity`` and ``padding_policy``.
 
 It collects the parameters no earlier call has taken, groups them (one group per dtype and trainability, so
 that mixed dtypes in one unit need no care), asks the planner for a layout per group, and hands the result to
@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
-from vescale_fsdp.granularity import GranularityRule, resolve_granularity
+from vescale_fsdp.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.group_comm import GroupComm
+from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.module import FSDPModule
-from vescale_fsdp.outer import check_outer, local_part
+from vescale_fsdp.padding import PaddingPolicy, check_padding
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.planner import TensorSpec, plan_group
 from vescale_fsdp.unit import FSDPState, attach_state, state_of
@@ -46,6 +47,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
+    padding_policy: PaddingPolicy = ...,
 ) -> FSDPModule: ...
 
 
@@ -61,6 +63,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
     granularity: GranularityRule = ...,
+    padding_policy: PaddingPolicy = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -75,6 +78,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     granularity: GranularityRule = None,
+    padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
 ) -> Any:
     """Shard a module's parameters over a mesh; call it bottom-up, on each block and then on the root.
 
@@ -91,8 +95,10 @@ def fully_shard(
             the host.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
-            granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``.
-            None: cuts may fall between any two elements.
+            granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``;
+            every pattern must match one of its parameters, be it in a unit further in. None: cuts may
+            fall between any two elements.
+        padding_policy: whether tensors may be scattered, and the padding that warns or is refused.
 
     Returns:
         ``module``, whose class now also is an `FSDPModule` and whose parameters are `RaggedDTensor`.
@@ -101,7 +107,7 @@ def fully_shard(
         ValueError: for containers without a forward, 0-dim parameters, or a mesh of more than two axes.
         NotImplementedError: for what the runtime does not support.
         LifecycleError: if a module is sharded twice.
-        LayoutError: if no layout can be made.
+        LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
     """
     _refuse_mesh_dims(dp_mesh_dims)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
@@ -113,13 +119,16 @@ def fully_shard(
     device = _device_of(mesh)
     ignored = ignored_params or set()
     _move_buffers(modules, ignored, device)
-    buckets = _bucket_params(modules, ignored, mesh)
+    check_patterns(granularity, _names(modules))
+    buckets = _bucket_params(modules, ignored)
     if shard_placement_fn is not None:
         _check_placements(shard_placement_fn, buckets)
-    groups = [
-        _build_group(bucket, GroupComm(mesh, part_size), mp_policy, offload_policy, granularity, device)
-        for bucket in buckets
-    ]
+    groups = []
+    for bucket in buckets:
+        comm = GroupComm(mesh, part_size)
+        layout = _plan(bucket, comm.num_shards, granularity, padding_policy)
+        owned = (bucket.params, bucket.owners)
+        groups.append(ParamGroup(layout, comm, *owned, mp_policy, offload_policy, device))
     for bucket in buckets:
         for fqn, param in bucket.params.items():
             vars(param)[_TAKEN] = fqn
@@ -264,9 +273,7 @@ class _Bucket:
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
 
 
-def _bucket_params(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], mesh: DeviceMesh
-) -> list[_Bucket]:
+def _bucket_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[_Bucket]:
     """Parameters by (dtype, trainable), each once, with every attribute that holds it."""
     buckets: dict[tuple[torch.dtype, bool], _Bucket] = {}
     placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
@@ -279,7 +286,7 @@ def _bucket_params(
                 bucket.owners[fqn].append((module, name))
                 continue
             fqn = prefix + name
-            _check_param(fqn, param, mesh)
+            _check_param(fqn, param)
             bucket = buckets.setdefault((param.dtype, param.requires_grad), _Bucket())
             bucket.params[fqn] = param
             bucket.owners[fqn] = [(module, name)]
@@ -287,8 +294,17 @@ def _bucket_params(
     return list(buckets.values())
 
 
-def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    check_outer(fqn, param, mesh)
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise UnsupportedOpError(
+            explain(
+                "A parameter that is a DTensor already cannot be sharded yet.",
+                expected="plain parameters",
+                got=f"placements {param.placements}",
+                where=fqn,
+                todo="pass it in ignored_params, or shard it before other parallelisms",
+            )
+        )
     taken_by = vars(param).get(_TAKEN)
     if taken_by is not None:
         raise LayoutError(
@@ -322,22 +338,28 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         )
 
 
-def _build_group(
-    bucket: _Bucket,
-    comm: GroupComm,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    granularity: GranularityRule,
-    device: torch.device,
-) -> ParamGroup:
+def _names(modules: tuple[nn.Module, ...]) -> list[str]:
+    """Names of all parameters, those of units further in included."""
+    prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
+    return [
+        prefix + name
+        for prefix, module in zip(prefixes, modules, strict=True)
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    ]
+
+
+def _plan(
+    bucket: _Bucket, num_shards: int, granularity: GranularityRule, padding_policy: PaddingPolicy
+) -> GroupLayout:
     specs = [
         TensorSpec(
             fqn,
-            tuple(local_part(param).shape),
+            tuple(param.shape),
             str(param.dtype).removeprefix("torch."),
-            resolve_granularity(granularity, fqn, param).block_numel(tuple(local_part(param).shape)),
+            resolve_granularity(granularity, fqn, param).block_numel(tuple(param.shape)),
         )
         for fqn, param in bucket.params.items()
     ]
-    layout = plan_group(specs, comm.num_shards)
-    return ParamGroup(layout, comm, bucket.params, bucket.owners, mp_policy, offload_policy, device)
+    layout = plan_group(specs, num_shards, scatter=padding_policy.scatter)
+    check_padding(layout, padding_policy, warn=dist.get_rank() == 0)
+    return layout

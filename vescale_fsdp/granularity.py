@@ -18,9 +18,10 @@ inner matrices, so an expert can be cut between rows and a stack pads no more th
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ __all__ = [
     "Rows",
     "Tiles",
     "Whole",
+    "check_patterns",
     "parse_granularity",
     "resolve_granularity",
 ]
@@ -181,6 +183,33 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
             got=repr(found),
             where=f"parameter {fqn!r}",
             todo="pass a Granularity, a mapping of name patterns to them, or a function that returns one",
+        )
+    )
+
+
+def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
+    """Refuse a mapping with a pattern that matches no name: a typing error would silently cut by element.
+
+    Args:
+        rule: as for `resolve_granularity`; only mappings have patterns.
+        fqns: names of all parameters the rule is meant for.
+
+    Raises:
+        LayoutError: naming each such pattern and the names nearest to it.
+    """
+    if not isinstance(rule, Mapping):
+        return
+    unmatched = [p for p in rule if not any(fnmatch.fnmatchcase(fqn, p) for fqn in fqns)]
+    if not unmatched:
+        return
+    near = {pattern: difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) for pattern in unmatched}
+    raise LayoutError(
+        explain(
+            "A pattern of the granularity mapping matches no parameter.",
+            expected="patterns (fnmatch) that each match a name relative to the wrapped module",
+            got=", ".join(map(repr, unmatched)),
+            where="; ".join(f"near {p!r}: {', '.join(n) or list(fqns[:5])}" for p, n in near.items()),
+            todo="correct the pattern, or give each fully_shard call the patterns of its own module",
         )
     )
 

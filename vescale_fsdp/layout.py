@@ -28,6 +28,7 @@ nowhere and lies inside its buffer.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -269,10 +270,15 @@ class GroupLayout:
             if left.offset + left.numel > right.offset:
                 raise _overlap(left, right)
         scattered = [slot for slot in filled if slot.runs]
+        starts = [slot.offset for slot in whole] if scattered else []
         for index, slot in enumerate(scattered):
-            for other in (*whole, *scattered[:index]):
-                if any(self._run_meets(run, other) for run in slot.runs):
-                    raise _overlap(slot, other)
+            for run in slot.runs:
+                # Only slots that reach into the shards of these ranks can meet the run.
+                first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
+                stop = bisect_left(starts, (run.first_rank + run.num_ranks) * self.shard_numel)
+                for other in (*whole[max(first, 0) : stop], *scattered[:index]):
+                    if self._run_meets(run, other):
+                        raise _overlap(slot, other)
 
     def _run_meets(self, run: PieceRun, slot: TensorSlot) -> bool:
         if not slot.runs:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vescale_fsdp.layout import PieceRun
@@ -32,6 +31,7 @@ __all__ = [
 ]
 
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
+ANY_NUMBER = 1 << 62
 
 Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
@@ -45,20 +45,14 @@ class Pattern(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A pattern placed without gaps from ``start`` on."""
+    """A pattern placed without gaps on [start, stop) of the buffer."""
 
     start: int
+    stop: int
     sizes: tuple[Size, ...]
-    repeats: int
-
-    @property
-    def stop(self) -> int:
-        """End of the chunk in the buffer."""
-        return self.start + self.repeats * sum(numel for numel, _ in self.sizes)
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """Room for pieces: elements [start, stop) of the shard of each of ``num_ranks`` ranks."""
 
     first_rank: int
@@ -114,51 +108,48 @@ def place_in_order(
     cursor = 0
     chunks: list[Chunk] = []
     for sizes, repeats in patterns:
+        period = sum(numel for numel, _ in sizes)
         left = repeats
         while left:
             cursor += -cursor % align_numel
-            chunk = _place_many(cursor, sizes, left, shard_numel)
-            if chunk is None:
-                for numel, block in sizes:
+            fitting = _repeats_at(cursor, sizes, period, shard_numel) if left > 1 else 0
+            if fitting:
+                fitting = min(fitting, left)
+                chunks.append(Chunk(cursor, cursor + fitting * period, sizes))
+                cursor += fitting * period
+                left -= fitting
+            else:
+                for size in sizes:
+                    numel, block = size
                     start = _legal_start(
                         cursor + -cursor % align_numel, numel, block, shard_numel, align_numel
                     )
                     if start is None:
                         return None
-                    chunks.append(Chunk(start, ((numel, block),), 1))
                     cursor = start + numel
+                    chunks.append(Chunk(start, cursor, (size,)))
                 left -= 1
-            else:
-                chunks.append(chunk)
-                cursor = chunk.stop
-                left -= chunk.repeats
             if cursor > end_of_buffer:
                 return None
     return chunks
 
 
-def _place_many(start: int, sizes: tuple[Size, ...], repeats: int, shard_numel: int) -> Chunk | None:
-    """As many repetitions as go without a gap from an aligned start: all, those of this shard, or None."""
-    if repeats == 1:
-        return None
-    period = sum(numel for numel, _ in sizes)
+def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_numel: int) -> int:
+    """How often the sizes go without a gap from an aligned start: any number, or as many as this shard holds."""
     room = shard_numel - start % shard_numel
     offset = 0
     for numel, block in sizes:
         # Every start stays a number of blocks away from every boundary.
-        if shard_numel % block or period % block or (room - offset) % block:
-            break
+        if shard_numel % block or period_numel % block or (room - offset) % block:
+            return room // period_numel
         offset += numel
-    else:
-        return Chunk(start, sizes, repeats)
-    fitting = min(repeats, room // period)
-    return Chunk(start, sizes, fitting) if fitting else None
+    return ANY_NUMBER
 
 
 def starts_of(chunks: Iterable[Chunk]) -> Iterator[int]:
     """Start of every tensor, in the order in which they were placed."""
-    for start, sizes, repeats in chunks:
-        for _ in range(repeats):
+    for start, stop, sizes in chunks:
+        while start < stop:
             for numel, _ in sizes:
                 yield start
                 start += numel
@@ -188,9 +179,10 @@ def free_gaps(
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
         cursor += -cursor % align_numel
         if start - cursor >= least_numel:
-            gaps.extend(_gaps_between(cursor, start, shard_numel))
+            between = _gaps_between(cursor, start, shard_numel)
+            gaps.extend(gap for gap in between if gap.stop - gap.start >= least_numel)
         cursor = max(cursor, stop)
-    return [gap for gap in gaps if gap.stop - gap.start >= least_numel]
+    return gaps
 
 
 def _gaps_between(start: int, stop: int, shard_numel: int) -> Iterable[Gap]:
@@ -218,20 +210,21 @@ def place_scattered(
         The pieces and the gaps that remain, or None if the room does not suffice.
     """
     needed = -(-numel // block_numel) * block_numel
-    chosen: list[Gap] = []
+    chosen: set[Gap] = set()
     # The roomiest gaps first: few runs of pieces.
-    for gap in sorted(gaps, key=lambda gap: (-gap.num_ranks * gap.piece_numel(block_numel), gap.first_rank)):
-        if needed <= 0 or not gap.piece_numel(block_numel):
+    room = sorted((-gap.num_ranks * gap.piece_numel(block_numel), gap) for gap in gaps)
+    for minus_numel, gap in room:
+        if needed <= 0 or not minus_numel:
             break
         if all(gap.is_apart(other) for other in chosen):
-            chosen.append(gap)
-            needed -= gap.num_ranks * gap.piece_numel(block_numel)
+            chosen.add(gap)
+            needed += minus_numel
     if needed > 0:
         return None
     runs: list[PieceRun] = []
     remaining = [gap for gap in gaps if gap not in chosen]
     left = numel
-    for gap in sorted(chosen, key=lambda gap: gap.first_rank):
+    for gap in sorted(chosen):
         taken = _take(gap, left, block_numel)
         remaining.extend(_leave(gap, taken, align_numel))
         left -= sum(run.numel for run in taken)
@@ -260,4 +253,4 @@ def _leave(gap: Gap, taken: Sequence[PieceRun], align_numel: int) -> Iterable[Ga
             yield Gap(run.first_rank, run.num_ranks, start, gap.stop)
         rank = run.first_rank + run.num_ranks
     if rank < gap.first_rank + gap.num_ranks:
-        yield replace(gap, first_rank=rank, num_ranks=gap.first_rank + gap.num_ranks - rank)
+        yield gap._replace(first_rank=rank, num_ranks=gap.first_rank + gap.num_ranks - rank)

@@ -64,7 +64,7 @@ def plan_group(
     num_shards: int,
     *,
     align_numel: int = ALIGN_NUMEL,
-    scatter: Scatter = "never",
+    scatter: Scatter = "auto",
 ) -> GroupLayout:
     """Lay tensors into ``num_shards`` equal shards without cutting a block; keep the shards small.
 
@@ -74,8 +74,8 @@ def plan_group(
         tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.
         num_shards: ranks the group is sharded over, at least 1.
         align_numel: shard sizes and tensor starts are multiples of this many elements.
-        scatter: ``"never"`` keeps every tensor one run of the buffer, so that no gather ever copies;
-            ``"auto"`` scatters tensors where that costs less than the padding it avoids.
+        scatter: ``"auto"`` scatters tensors where that costs less than the padding it avoids; ``"never"``
+            keeps every tensor one run of the buffer, so that no gather ever copies.
 
     Returns:
         The layout; its slots are in the order of ``tensors``.

@@ -22,7 +22,7 @@ repeat, such as those of experts, are placed as one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -211,59 +211,60 @@ def pack_scattered(
         below_numel: only shards smaller than this are of interest.
     """
     kept = tuple(size for index, size in enumerate(sizes) if index not in scattered)
-    patterns = patterns_of(kept, align_numel)
 
-    def place(shard_numel: int) -> list[Chunk] | None:
-        chunks = place_in_order(patterns, num_shards, shard_numel, align_numel)
-        if (
-            chunks is None
-            or _fill_gaps(sizes, scattered, chunks, num_shards, shard_numel, align_numel) is None
-        ):
-            return None
-        return chunks
+    def place(shard_numel: int) -> _Mixed | None:
+        return _place_mixed(sizes, scattered, num_shards, shard_numel, align_numel)
 
-    found = _smallest_shard(
-        kept, place, _volume_bound(sizes, num_shards, align_numel), below_numel, align_numel
-    )
+    low = _volume_bound(sizes, num_shards, align_numel)
+    found = _smallest_shard(kept, place, low, below_numel, align_numel)
     if found is None:
         return None
-    shard_numel, chunks = found
-    largest_first = sorted(scattered, key=lambda index: (-sizes[index][0], index))
-    for index in largest_first[:MAX_PUT_BACK]:
-        fewer = scattered - {index}
-        patterns = patterns_of([size for i, size in enumerate(sizes) if i not in fewer], align_numel)
-        tried = place_in_order(patterns, num_shards, shard_numel, align_numel)
-        if tried and _fill_gaps(sizes, fewer, tried, num_shards, shard_numel, align_numel) is not None:
-            scattered, chunks = fewer, tried
-    pieces = _fill_gaps(sizes, scattered, chunks, num_shards, shard_numel, align_numel)
-    assert pieces is not None, "the last chunks that were taken had room for the rest"
-    starts = starts_of(chunks)
-    places = (pieces[index] if index in scattered else next(starts) for index in range(len(sizes)))
+    shard_numel, mixed = found
+    for index in _maybe_whole(sizes, scattered, shard_numel):
+        fewer = _place_mixed(sizes, scattered - {index}, num_shards, shard_numel, align_numel)
+        if fewer is not None:
+            mixed, scattered = fewer, scattered - {index}
+    starts = starts_of(mixed.chunks)
+    places = (mixed.pieces[index] if index in scattered else next(starts) for index in range(len(sizes)))
     return Packing(shard_numel, tuple(places))
 
 
-def _fill_gaps(
-    sizes: Sizes,
-    scattered: Collection[int],
-    chunks: Sequence[Chunk],
-    num_shards: int,
-    shard_numel: int,
-    align_numel: int,
-) -> dict[int, int | tuple[PieceRun, ...]] | None:
-    """Places of scattered tensors, largest block first, in what chunks leave free; None if they do not fit."""
-    if not scattered:
-        return {}
+def _maybe_whole(sizes: Sizes, scattered: Iterable[int], shard_numel: int) -> list[int]:
+    """Scattered tensors that could be contiguous for this S, were there room; the largest few."""
+    possible = [
+        index
+        for index in scattered
+        if shard_numel % sizes[index][1] == 0 or _least_cut_once(*sizes[index]) <= shard_numel
+    ]
+    return sorted(possible, key=lambda index: (-sizes[index][0], index))[:MAX_PUT_BACK]
+
+
+class _Mixed(NamedTuple):
+    """A placement with scattered tensors: the contiguous ones, and the pieces of the others by index."""
+
+    chunks: list[Chunk]
+    pieces: dict[int, int | tuple[PieceRun, ...]]
+
+
+def _place_mixed(
+    sizes: Sizes, scattered: frozenset[int], num_shards: int, shard_numel: int, align_numel: int
+) -> _Mixed | None:
+    """Contiguous tensors in definition order, then the others, largest block first, into what they leave."""
+    patterns = patterns_of([size for i, size in enumerate(sizes) if i not in scattered], align_numel)
+    chunks = place_in_order(patterns, num_shards, shard_numel, align_numel)
+    if chunks is None or not scattered:
+        return None if chunks is None else _Mixed(chunks, {})
+    spans = [(start, stop) for start, stop, _ in chunks]
     least_numel = min(sizes[index][1] for index in scattered)
-    spans = [(chunk.start, chunk.stop) for chunk in chunks]
     gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)
-    places: dict[int, int | tuple[PieceRun, ...]] = {}
+    pieces: dict[int, int | tuple[PieceRun, ...]] = {}
     for index in sorted(scattered, key=lambda index: (-sizes[index][1], index)):
         found = place_scattered(*sizes[index], gaps, align_numel)
         if found is None:
             return None
         runs, gaps = found
-        places[index] = _start_if_contiguous(runs, shard_numel)
-    return places
+        pieces[index] = _start_if_contiguous(runs, shard_numel)
+    return _Mixed(chunks, pieces)
 
 
 def _start_if_contiguous(runs: tuple[PieceRun, ...], shard_numel: int) -> int | tuple[PieceRun, ...]:
