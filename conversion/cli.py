@@ -24,6 +24,7 @@ from vescale_fsdp.conversion.copying import CopyLimits, Progress
 from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.inspection import describe, format_bytes, format_description
+from vescale_fsdp.conversion.key_rules import shipped_rules
 from vescale_fsdp.conversion.open_source import KINDS, open_source
 from vescale_fsdp.conversion.sizes import parse_bytes
 from vescale_fsdp.conversion.verification import verify
@@ -71,6 +72,11 @@ _convert_options = _options(
     click.argument("out"),
     _source_options,
     click.option("--model-prefix", help="What the model's names begin with in SRC, such as 'model.'."),
+    click.option(
+        "--assets",
+        "--config",
+        help="Folder with config.json, tokenizer, ...: goes along to-hf; key rules take sizes from it.",
+    ),
     click.option("--include", multiple=True, metavar="PATTERN", help="Only matching names (repeatable)."),
     click.option("--exclude", multiple=True, metavar="PATTERN", help="No matching names (repeatable)."),
     click.option(
@@ -79,6 +85,8 @@ _convert_options = _options(
         metavar="[PATTERN=]TYPE",
         help="Cast floats of the model; a pattern wins over the global type (repeatable).",
     ),
+    click.option("--rules", metavar="NAME|FILE", help=f"Key rules: {', '.join(shipped_rules())}, or TOML."),
+    click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="The side of the rules OUT shall be."),
     click.option(
         "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Limit per data file."
     ),
@@ -170,9 +178,6 @@ def diff_command(
 
 @cli.command("to-hf")
 @_convert_options
-@click.option(
-    "--assets", "--config", help="Folder whose config, tokenizer and other settings files go along."
-)
 def to_hf_command(**arguments: Any) -> None:
     """Write the model in SRC to OUT as a Hugging Face repository."""
     _convert("hf", **arguments)

@@ -10,7 +10,9 @@ from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.casting import CastRules, CastView
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
+from vescale_fsdp.conversion.key_rules import load_rules
 from vescale_fsdp.conversion.output_plan import OutputPlan
+from vescale_fsdp.conversion.rules_on_state import state_with_rules
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.state import State, model_state, whole_state
 from vescale_fsdp.conversion.store import split_file
@@ -38,6 +40,8 @@ class ConvertOptions:
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
         include, exclude: name patterns of the result.
+        rules: key rules: a shipped set's name or a TOML file; None to keep all names.
+        rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
         max_shard_bytes: limit of tensor bytes per data file.
         ranks, granularity: what a native checkpoint is laid out for.
         run: overwrite, resume, part, memory and threads.
@@ -49,6 +53,8 @@ class ConvertOptions:
     dtype: Sequence[str] = ()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    rules: str | None = None
+    rules_to: str | None = None
     max_shard_bytes: int = 5 * 10**9
     ranks: int = 1
     granularity: str = "element"
@@ -128,6 +134,11 @@ def convert(
     return ConvertReport(**{**vars(report), "outcome": outcome})
 
 
+def _own_config(source: Source) -> dict[str, Any]:
+    """The config.json beside the source's weights, if there is one."""
+    return Assets(source.store.url).config or {} if source.store.size(CONFIG_FILE) is not None else {}
+
+
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
     assets = Assets(options.assets)
     casts = CastRules.parse(options.dtype)
@@ -135,10 +146,15 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     tied: dict[str, str] = {}
     if kind == "hf":
         state = model_state(source, options.model_prefix)
-        tied, warnings = find_tied_twins(state.views, assets.config)
-        state = state.without(tied)
     else:
         state = whole_state(source, options.model_prefix, options.prefix)
+    if options.rules is not None:
+        to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
+        config = assets.config or _own_config(source)
+        state = state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
+    if kind == "hf":
+        tied, warnings = find_tied_twins(state.views, assets.config)
+        state = state.without(tied)
     state = state.filtered(options.include, options.exclude).with_model_views(casts.apply)
     if kind == "hf":
         if casts.default is not None:

@@ -1,0 +1,178 @@
+"""Key rules: how one framework's tensors become another's, as data.
+
+A rule file is TOML with names in [let], rules in [[rule]] and keys that may vanish in [[drop]]. It is
+written once, from Hugging Face's names ("hf") to another framework's ("ours"), and used both ways: every
+operation has an inverse.
+
+    format = 1
+    [let]
+    kv = "num_key_value_heads ?? num_attention_heads"
+    [[rule]]
+    hf   = "model.layers.{l}.self_attn.k_proj.weight"
+    ours = "layers.{l}.attention.wk.weight"
+    ops  = [{ rope = { heads = "kv" } }]
+    [[drop]]
+    hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
+
+``{l}`` stands for a whole number. ``optional = true`` lets a rule match nothing. ``tie = "NAME"`` makes our
+tensor from hf's NAME where hf leaves its own out (tied weights). Keys without a rule are an error unless
+the file says ``keep_others = true``.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from typing import Any
+
+from vescale_fsdp.conversion.operations import Operation, Stack, parse_operation
+from vescale_fsdp.conversion.store import open_store, split_file
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["KeyRule", "Pattern", "RuleSet", "load_rules", "shipped_rules"]
+
+_FORMAT = 1
+_CAPTURE = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name with captures of whole numbers, such as ``layers.{l}.w``."""
+
+    text: str
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of its captures."""
+        return frozenset(_CAPTURE.findall(self.text))
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        parts = _CAPTURE.split(self.text)
+        seen: set[str] = set()
+        found = ""
+        for place, part in enumerate(parts):
+            if place % 2 == 0:
+                found += re.escape(part)
+            else:
+                found += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
+                seen.add(part)
+        return re.compile(found)
+
+    def match(self, name: str) -> dict[str, int] | None:
+        """The captures, if the name fits."""
+        found = self._regex.fullmatch(name)
+        return {key: int(value) for key, value in found.groupdict().items()} if found else None
+
+    def fill(self, captures: Mapping[str, int]) -> str:
+        """The name with these captures."""
+        return _CAPTURE.sub(lambda found: str(captures[found[1]]), self.text)
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """One rule; proves that both sides speak of the same captures."""
+
+    hf: tuple[Pattern, ...]
+    ours: tuple[Pattern, ...]
+    ops: tuple[Operation, ...] = ()
+    optional: bool = False
+    tie: str | None = None
+
+    def __post_init__(self) -> None:
+        ours = [pattern.names for pattern in self.ours]
+        shared = {names | ({self.over} if self.over else set()) for names in ours}
+        if not self.hf or not self.ours or any(p.names not in shared for p in self.hf) or len(shared) != 1:
+            raise ConversionError(
+                explain(
+                    "the two sides of a rule do not fit together",
+                    expected="the same captures on both sides, and one more on hf's if a stack counts over it",
+                    got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
+                    todo="correct the rule",
+                )
+            )
+
+    @cached_property
+    def over(self) -> str | None:
+        """The capture that a stack counts, which hf's side alone has."""
+        return next((op.over for op in self.ops if isinstance(op, Stack)), None)
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """All rules of one file."""
+
+    name: str
+    lets: Mapping[str, str]
+    rules: tuple[KeyRule, ...]
+    drops_hf: tuple[Pattern, ...] = field(default=())
+    drops_ours: tuple[Pattern, ...] = field(default=())
+    keep_others: bool = False  # keys that no rule matches keep their names
+
+
+def shipped_rules() -> tuple[str, ...]:
+    """Names of the rule files that come with the package."""
+    folder = resources.files("vescale_fsdp.conversion.rules")
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def load_rules(name: str) -> RuleSet:
+    """A shipped rule set by name, or one from a file or URL that ends in ``.toml``.
+
+    Raises:
+        ConversionError: if there is none, or it is not valid.
+    """
+    if name in shipped_rules():
+        data = (resources.files("vescale_fsdp.conversion.rules") / f"{name}.toml").read_bytes()
+    elif name.endswith(".toml"):
+        folder, file = split_file(name)
+        data = open_store(folder).read_file(file)
+    else:
+        raise _bad(name, f"a file ending in .toml, or one of {', '.join(shipped_rules())}", name)
+    try:
+        return _parse(name, tomllib.loads(data.decode()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise _bad(name, "a rule file of format 1", f"{type(error).__name__}: {error}") from error
+
+
+def _bad(name: str, expected: str, got: object) -> ConversionError:
+    return ConversionError(
+        explain(
+            "the key rules cannot be read", expected=expected, got=got, where=name, todo="correct --rules"
+        )
+    )
+
+
+def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
+    if data.get("format") != _FORMAT:
+        raise _bad(name, f"format = {_FORMAT}", data.get("format"))
+    known = {"format", "let", "rule", "drop", "keep_others"}
+    if unknown := set(data) - known:
+        raise _bad(name, f"the tables {', '.join(sorted(known))}", ", ".join(sorted(unknown)))
+    rules = tuple(_rule(name, number, rule) for number, rule in enumerate(data.get("rule", ())))
+    drops = data.get("drop", ())
+    return RuleSet(
+        name,
+        {str(key): str(value) for key, value in data.get("let", {}).items()},
+        rules,
+        tuple(Pattern(drop["hf"]) for drop in drops if "hf" in drop),
+        tuple(Pattern(drop["ours"]) for drop in drops if "ours" in drop),
+        bool(data.get("keep_others", False)),
+    )
+
+
+def _rule(name: str, number: int, data: Mapping[str, Any]) -> KeyRule:
+    where = f"rule {number + 1} of {name}"
+    if unknown := set(data) - {"hf", "ours", "ops", "optional", "tie"}:
+        raise _bad(where, "hf, ours, ops, optional, tie", ", ".join(sorted(unknown)))
+    ops = tuple(parse_operation(op, where=where) for op in data.get("ops", ()))
+    optional, tie = bool(data.get("optional", False)), data.get("tie")
+    return KeyRule(_patterns(data["hf"]), _patterns(data["ours"]), ops, optional, tie)
+
+
+def _patterns(value: str | list[str]) -> tuple[Pattern, ...]:
+    return tuple(Pattern(text) for text in ([value] if isinstance(value, str) else value))

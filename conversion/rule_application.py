@@ -1,0 +1,196 @@
+"""Applying key rules to tensors: planned and checked from metadata, before a byte moves.
+
+Every source key is used once or dropped by name, every target is made once, no rule is unused, and undoing
+a rule gives back the shapes it started from. A converter that silently skips a key makes a model that
+speaks nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vescale_fsdp.conversion.box_maps import RenameView
+from vescale_fsdp.conversion.expressions import evaluate
+from vescale_fsdp.conversion.key_rules import KeyRule, Pattern, RuleSet
+from vescale_fsdp.conversion.operations import Bundle, Node
+from vescale_fsdp.conversion.view import TensorView
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["Applied", "apply_rules"]
+
+Key = tuple[tuple[str, int], ...]  # captures that make one group of a rule
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What rules made.
+
+    Args:
+        views: the new tensors by new name.
+        origins: new name -> names it was made from.
+        dropped: names that [[drop]] let go.
+    """
+
+    views: dict[str, TensorView]
+    origins: dict[str, tuple[str, ...]]
+    dropped: tuple[str, ...]
+
+
+def apply_rules(
+    rules: RuleSet,
+    views: Mapping[str, TensorView],
+    config: Mapping[str, Any],
+    *,
+    to_hf: bool,
+    partial: bool = False,
+) -> Applied:
+    """Turn tensors of one side into tensors of the other.
+
+    Args:
+        rules: the rules.
+        views: all tensors of the model, by the names of the side they come from.
+        config: the model's config.json.
+        to_hf: from ours to hf, or the other way.
+        partial: whether rules may go unused (optimizer state need not exist for every parameter).
+
+    Raises:
+        ConversionError: if any of the checks above fails.
+    """
+    return _Application(rules, views, config, to_hf=to_hf, partial=partial).run()
+
+
+class _Application:
+    def __init__(
+        self,
+        rules: RuleSet,
+        views: Mapping[str, TensorView],
+        config: Mapping[str, Any],
+        *,
+        to_hf: bool,
+        partial: bool,
+    ) -> None:
+        self._rules, self._views, self._config = rules, views, config
+        self._to_hf, self._partial = to_hf, partial
+        self._used: dict[str, KeyRule] = {}
+        self._made: dict[str, TensorView] = {}
+        self._origins: dict[str, tuple[str, ...]] = {}
+
+    def run(self) -> Applied:
+        drops = self._rules.drops_ours if self._to_hf else self._rules.drops_hf
+        dropped = tuple(name for name in self._views if any(p.match(name) for p in drops))
+        for rule in self._rules.rules:
+            self._apply(rule, [name for name in self._views if name not in dropped])
+        unused = [name for name in self._views if name not in self._used and name not in dropped]
+        if self._rules.keep_others:
+            for name in unused:
+                self._add(name, self._views[name], (name,))
+        elif unused:
+            raise self._bad("rules for every key", f"none for {_some(unused)}", "add a rule or a [[drop]]")
+        return Applied(self._made, self._origins, dropped)
+
+    def _apply(self, rule: KeyRule, names: list[str]) -> None:
+        sources = rule.ours if self._to_hf else rule.hf
+        groups = self._groups(rule, sources, names)
+        if not groups and not rule.optional and not self._partial:
+            raise self._bad(
+                "rules that match something",
+                f"nothing matches {sources[0].text}",
+                "remove the rule or mark it optional = true",
+            )
+        for key, found in groups.items():
+            self._make(rule, sources, dict(key), found)
+
+    def _groups(
+        self, rule: KeyRule, sources: tuple[Pattern, ...], names: list[str]
+    ) -> dict[Key, list[dict[int, str]]]:
+        """Names by what they capture: per source pattern, the names by counted index (0 if none counts)."""
+        groups: dict[Key, list[dict[int, str]]] = {}
+        for place, pattern in enumerate(sources):
+            for name in names:
+                captures = pattern.match(name)
+                if captures is None:
+                    continue
+                if name in self._used:
+                    raise self._bad("one rule for each key", f"two for {name}", "make the patterns distinct")
+                self._used[name] = rule
+                index = captures.pop(rule.over, 0) if rule.over and not self._to_hf else 0
+                row = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
+                row[place][index] = name
+        self._add_twin(rule, groups)
+        return groups
+
+    def _add_twin(self, rule: KeyRule, groups: dict[Key, list[dict[int, str]]]) -> None:
+        """Where hf leaves a tied weight out, its twin stands in."""
+        is_missing = not groups and not self._to_hf and rule.tie is not None and not self._partial
+        if is_missing and rule.tie in self._views and self._config.get("tie_word_embeddings") is True:
+            groups[()] = [{0: rule.tie}]
+
+    def _make(
+        self,
+        rule: KeyRule,
+        sources: tuple[Pattern, ...],
+        captures: dict[str, int],
+        found: list[dict[int, str]],
+    ) -> None:
+        for pattern, row in zip(sources, found, strict=True):
+            if not row or sorted(row) != list(range(len(row))):
+                have = [name for row in found for name in row.values()]
+                raise self._bad(
+                    f"all tensors of {pattern.text} with {captures or 'no captures'}",
+                    f"only {_some(have)}",
+                    "the source is not complete, or the pattern of the rule is wrong",
+                )
+        counts = rule.over is not None and not self._to_hf
+        bundle: Bundle = [
+            [self._views[row[i]] for i in sorted(row)] if counts else self._views[row[0]] for row in found
+        ]
+        made = self._run_ops(rule, bundle, to_hf=self._to_hf)
+        self._prove_inverse(rule, bundle, made)
+        origins = tuple(name for row in found for _, name in sorted(row.items()))
+        targets, over = rule.hf if self._to_hf else rule.ours, rule.over
+        if len(made) != len(targets):
+            raise self._bad(
+                f"{len(targets)} results", f"{len(made)} from {_some(origins)}", "correct the ops"
+            )
+        for pattern, node in zip(targets, made, strict=True):
+            items = enumerate(node) if isinstance(node, list) else [(0, node)]
+            for index, view in items:
+                counted = {over: index} if over is not None else {}
+                self._add(pattern.fill({**captures, **counted}), view, origins)
+
+    def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
+        for op in reversed(rule.ops) if to_hf else rule.ops:
+            bundle = (op.backward if to_hf else op.forward)(bundle, self._size)
+        return bundle
+
+    def _size(self, text: str | int) -> int:
+        return evaluate(text, self._rules.lets, self._config)
+
+    def _prove_inverse(self, rule: KeyRule, bundle: Bundle, made: Bundle) -> None:
+        again = self._run_ops(rule, made, to_hf=not self._to_hf)
+        before, after = _shapes(bundle), _shapes(again)
+        if before != after:
+            raise self._bad(f"shapes {before} after undoing the rule", after, "correct the sizes in the rule")
+
+    def _add(self, name: str, view: TensorView, origins: tuple[str, ...]) -> None:
+        if name in self._made:
+            raise self._bad("each result made once", f"{name} made twice", "make the patterns distinct")
+        self._made[name] = RenameView(view, name)
+        self._origins[name] = origins
+
+    def _bad(self, expected: str, got: object, todo: str) -> ConversionError:
+        where = f"{self._rules.name}, {'to' if self._to_hf else 'from'} Hugging Face"
+        return ConversionError(
+            explain("the key rules do not fit the source", expected=expected, got=got, where=where, todo=todo)
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _shapes(node: Node) -> Any:
+    return [_shapes(item) for item in node] if isinstance(node, list) else node.info.shape

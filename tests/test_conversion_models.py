@@ -1,0 +1,124 @@
+"""Tiny transformers models of many architectures: training checkpoint -> repository -> from_pretrained, bit
+for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.dtype_zoo import same_bytes
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.copying import CopyLimits
+from vescale_fsdp.conversion.execution import RunOptions
+from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.verification import verify
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+MOE: dict[str, Any] = {**SMALL, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+# model class, config class, config, key rules
+MODELS: dict[str, tuple[str, str, dict[str, Any], str | None]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "tie_word_embeddings": False}, None),
+    "llama tied": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "tie_word_embeddings": True}, None),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", SMALL, None),
+    "qwen3-moe grouped": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**MOE, "moe_intermediate_size": 12},
+        None,
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**MOE, "moe_intermediate_size": 12},
+        "transformers-moe",
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE, "transformers-mixtral"),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**MOE, "layer_types": None}, None),
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")},
+        None,
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": 67, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
+        None,
+    ),
+}
+
+
+def _logits(model: Any) -> torch.Tensor:
+    tokens = torch.arange(12)[None]
+    extra = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens, **extra).logits
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
+    """state_dict -> DCP -> to-hf (several files) -> from_pretrained: same tensors, same logits; verify is
+    content."""
+    model_name, config_name, settings, rules = MODELS[name]
+    config = getattr(transformers, config_name)(**settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(config).eval()
+    config.save_pretrained(tmp_path / "assets")
+    dcp.save({"model": model.state_dict(), "step": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = ConvertOptions(
+        assets=str(tmp_path / "assets"),
+        rules=rules,
+        max_shard_bytes=8000,
+        run=RunOptions(limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=2)),
+    )
+    report = convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "out"), "hf", options)
+    assert len(report.plan.files) > 2 and report.dropped_others == ("step",)
+    assert verify(open_source(str(tmp_path / "out"))).problems == ()
+    loaded, info = getattr(transformers, model_name).from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    state, expected = loaded.eval().state_dict(), model.state_dict()
+    assert sorted(state) == sorted(expected) and len(expected) > 10
+    assert all(same_bytes(state[key], expected[key]) for key in expected)
+    assert torch.equal(_logits(loaded), _logits(model))
+    assert (report.tied != {}) == bool(config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "qwen3-moe", "bert", "t5"])
+def test_what_transformers_saves_comes_back(tmp_path: Path, name: str) -> None:
+    """save_pretrained -> to-fsdp2 (and key rules) -> to-hf: the weights file transformers wrote, byte for
+    byte."""
+    model_name, config_name, settings, rules = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_name)(getattr(transformers, config_name)(**settings))
+    model.save_pretrained(tmp_path / "hf")
+    source = open_source(str(tmp_path / "hf"))
+    convert(source, str(tmp_path / "dcp"), "dcp", ConvertOptions(rules=rules, prefix="model"))
+    if rules:
+        state = {"model": {key: torch.empty_like(value) for key, value in model.state_dict().items()}}
+        dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        assert all(same_bytes(state["model"][key], value) for key, value in model.state_dict().items())
+    again = ConvertOptions(rules=rules, assets=str(tmp_path / "hf"))
+    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "back"), "hf", again)
+    ours, theirs = (tmp_path / place / "model.safetensors" for place in ("back", "hf"))
+    assert ours.read_bytes() == theirs.read_bytes()
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "hf" / "config.json").read_text())
