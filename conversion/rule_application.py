@@ -123,9 +123,11 @@ class _Application:
 
     def _add_twin(self, rule: KeyRule, groups: dict[Key, list[dict[int, str]]]) -> None:
         """Where hf leaves a tied weight out, its twin stands in."""
-        is_missing = not groups and not self._to_hf and rule.tie is not None and not self._partial
-        if is_missing and rule.tie in self._views and self._config.get("tie_word_embeddings") is True:
-            groups[()] = [{0: rule.tie}]
+        twin = rule.tie
+        if groups or self._to_hf or self._partial or twin is None or twin not in self._views:
+            return
+        if self._config.get("tie_word_embeddings") is True:
+            groups[()] = [{0: twin}]
 
     def _make(
         self,

@@ -98,7 +98,8 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
     state, expected = loaded.eval().state_dict(), model.state_dict()
     assert sorted(state) == sorted(expected) and len(expected) > 10
     assert all(same_bytes(state[key], expected[key]) for key in expected)
-    assert torch.equal(_logits(loaded), _logits(model))
+    # The weights are equal to the bit; which kernel multiplies them may depend on how they lie in memory.
+    torch.testing.assert_close(_logits(loaded), _logits(model))
     assert (report.tied != {}) == bool(config.tie_word_embeddings)
 
 
