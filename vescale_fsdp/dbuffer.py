@@ -67,13 +67,14 @@ class DBuffer:
     def view(self, slot: TensorSlot) -> torch.Tensor:
         """The full tensor of a slot, the same object each time: an n-d view of the buffer.
 
-        Of a scattered slot: a tensor of its own, with the values of the last gather after this call.
+        Of a scattered slot: a tensor of its own, with what the pieces hold now and after every gather.
         """
         found = self._views.get(slot.fqn)
         if found is None:
             if slot.is_scattered:
-                self._copies[slot.fqn] = self.flat.new_empty(slot.numel)
-                found = self._copies[slot.fqn].view(slot.shape)
+                copy = self._copies[slot.fqn] = self.flat.new_empty(slot.numel)
+                self._copy_out(slot, copy)
+                found = copy.view(slot.shape)
             else:
                 found = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
             self._views[slot.fqn] = found
