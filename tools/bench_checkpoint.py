@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class Settings:
 
 def layer_layouts(total_numel: int, num_shards: int) -> list[GroupLayout]:
     """Groups of nine tensors, like the layers of a transformer, of about so many elements in all."""
+    shapes: list[tuple[int, ...]]
     shapes = [(1024, 1024), (256, 1024), (256, 1024), (1024, 1024), (2816, 1024), (2816, 1024), (1024, 2816)]
     shapes += [(1024,), (1024,)]
     specs = [TensorSpec(f"w{i}", shape, "float32", 1) for i, shape in enumerate(shapes)]
@@ -105,7 +107,7 @@ class Shards:
         """This rank's buffers with plain writes and one fsync."""
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         for buffer in self.buffers:
-            view = memoryview(buffer.numpy()).cast("B")
+            view = buffer.numpy().data.cast("B")
             for start in range(0, len(view), _CHUNK_BYTES):
                 os.write(file, view[start : start + _CHUNK_BYTES])
         os.fsync(file)
@@ -115,7 +117,7 @@ class Shards:
         """This rank's buffers with plain reads, from the start again where a file is shorter."""
         with open(path, "rb", buffering=0) as file:
             for buffer in self.buffers:
-                view = memoryview(buffer.numpy()).cast("B")
+                view = buffer.numpy().data.cast("B")
                 at = 0
                 while at < len(view):
                     read = file.readinto(view[at : at + _CHUNK_BYTES])
@@ -222,7 +224,7 @@ def _save_worker(rank: int, settings: Settings) -> None:
         turn("load never", lambda: load(native, shards.state, verify="never"))
         turn("dcp.load", lambda: dcp.load(shards.state, checkpoint_id=stock))
         turn("memcpy", lambda: [a.copy_(b) for a, b in zip(copy, shards.buffers, strict=True)])
-        turn("stall", lambda step=repeat: manager.save(step, shards.state))
+        turn("stall", partial(manager.save, repeat, shards.state))
         manager.wait()
     start = time.perf_counter()
     take_state(shards.state)
