@@ -5,26 +5,34 @@ of them (`boxes_of_range`). Each box is a view of the local piece, so DCP reads 
 with no copy of ours. An empty piece emits nothing: an empty box at a neighbour's offset would win DCP's
 de-duplication and drop the neighbour's data.
 
-torch's DCP *safetensors* writer keys tensors by name and silently keeps one box of several per rank
-(torch 2.13, ``filesystem.py``, ``_write_files_from_queue``); it cannot be told apart here, so the refusal
-sits where the writer is known. The ``.distcp`` writer is right.
+torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format)
+keys tensors by name and silently keeps one box of several per rank (torch 2.13, ``filesystem.py``,
+``_write_files_from_queue``). A hook is not told who writes, so it cannot refuse: call `check_storage_writer` before
+such a save. The ``.distcp`` writer is right.
+
+torch after 2.13 also reads attributes of plain tensors (``global_shape`` and others); it asks these hooks first, so
+ragged tensors need nothing more.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.errors import CheckpointError, explain
-from vescale_fsdp.geometry import Box
+from vescale_fsdp.geometry import Box, boxes_of_range
+from vescale_fsdp.spec import inner_box, is_ragged_spec, ragged_axis
 
 if TYPE_CHECKING:
     from vescale_fsdp.dtensor import RaggedDTensor
 
-__all__ = ["chunk_list", "tensor_shard", "write_items"]
+__all__ = ["check_storage_writer", "chunk_list", "tensor_shard", "write_items"]
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -71,3 +79,39 @@ def tensor_shard(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
             todo="save and load with the placements the state had when the plan was made",
         )
     )
+
+
+def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
+    """Refuse a DCP storage writer that would lose parts of ragged tensors. No communication, same verdict everywhere.
+
+    Args:
+        writer: what is going to be ``dcp.save``'s ``storage_writer``.
+        state: what is going to be saved; nested mappings are looked into.
+
+    Raises:
+        CheckpointError: if the writer is torch's safetensors writer and some rank holds a tensor in several boxes.
+    """
+    if vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
+        return
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            check_storage_writer(writer, value)
+        elif isinstance(value, torch.Tensor) and _most_boxes(value) > 1:
+            raise CheckpointError(
+                explain(
+                    "torch's safetensors writer keeps one box of a tensor per rank and drops the others.",
+                    expected="pieces of one box: whole rows, granularity=Rows(1) for matrices",
+                    got=f"up to {_most_boxes(value)} boxes per rank",
+                    where=name,
+                    todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
+                )
+            )
+
+
+def _most_boxes(tensor: torch.Tensor) -> int:
+    """The most boxes that any rank holds of a tensor; 1 for tensors that are not ragged."""
+    if not isinstance(tensor, DTensor) or not is_ragged_spec(tensor.placements):
+        return 1
+    _, placement = ragged_axis(tensor.placements)
+    inner = inner_box(tensor._spec).sizes
+    return max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))

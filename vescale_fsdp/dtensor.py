@@ -224,7 +224,8 @@ class RaggedDTensor(DTensor):
                     "or torch.save(tensor.full_tensor()) on one rank",
                 )
             )
-        return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -265,8 +266,10 @@ def _rebuild(
     spec: DTensorSpec,
     layout_ref: tuple[GroupLayout, str] | None,
     requires_grad: bool,
-) -> RaggedDTensor:
-    return RaggedDTensor.wrap(local, spec, layout_ref=layout_ref, requires_grad=requires_grad)
+    is_parameter: bool,
+) -> torch.Tensor:
+    tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def _index_text(box: Box) -> str:
