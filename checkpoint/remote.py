@@ -21,21 +21,21 @@ __all__ = ["RemoteStorage"]
 
 T = TypeVar("T")
 _PART_BYTES = 16 << 20  # 16 MiB per part of an upload
-_TRIES = 5
+_TRIES = 3  # on top of what the file system itself retries
 _FIRST_PAUSE_S = 0.2
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-def _retrying(work: Callable[[], T]) -> T:
+def _retrying(work: Callable[[], T], tries: int) -> T:
     """Call until it works; errors that cannot pass, and the last of several, are raised."""
-    for attempt in range(_TRIES):
+    for attempt in range(tries):
         try:
             return work()
         except _FINAL:
             raise
         except (OSError, TimeoutError) as error:
-            if attempt == _TRIES - 1:
-                raise OSError(f"gave up after {_TRIES} tries: {error}") from error
+            if attempt == tries - 1:
+                raise OSError(f"gave up after {tries} tries: {error}") from error
             time.sleep(_FIRST_PAUSE_S * 2**attempt)
     raise AssertionError("the last try returns or raises")
 
@@ -65,10 +65,11 @@ class _RemoteWriter(FileWriter):
 
 
 class _RemoteReader(FileReader):
-    def __init__(self, filesystem: Any, path: str) -> None:
+    def __init__(self, filesystem: Any, path: str, tries: int) -> None:
         self._filesystem = filesystem
         self._path = path
-        self._size = int(_retrying(lambda: filesystem.info(path))["size"])
+        self._tries = tries
+        self._size = int(_retrying(lambda: filesystem.info(path), tries)["size"])
 
     @property
     def size_bytes(self) -> int:
@@ -81,9 +82,10 @@ class _RemoteReader(FileReader):
             raise EOFError(f"{self._path} ends at byte {self._size}")
         if stop == offset_bytes:
             return
-        data = memoryview(
-            _retrying(lambda: self._filesystem.cat_file(self._path, start=offset_bytes, end=stop))
+        whole = _retrying(
+            lambda: self._filesystem.cat_file(self._path, start=offset_bytes, end=stop), self._tries
         )
+        data = memoryview(whole)
         if len(data) != stop - offset_bytes:
             raise EOFError(f"{self._path} gave {len(data)} bytes of {stop - offset_bytes} at {offset_bytes}")
         for view in views:
@@ -99,6 +101,7 @@ class RemoteStorage(Storage):
 
     Args:
         url: such as ``s3://bucket/prefix``.
+        tries: how often a request is sent before its error counts.
         options: passed to the fsspec file system (credentials, endpoint, ..).
     """
 
@@ -107,7 +110,8 @@ class RemoteStorage(Storage):
     write_threads = 1
     read_threads = 8
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, *, tries: int = _TRIES, **options: Any) -> None:
+        self._tries = tries
         self._url = url.rstrip("/")
         self._options = options
         self.filesystem, self._root = fsspec.core.url_to_fs(self._url, **options)
@@ -119,40 +123,43 @@ class RemoteStorage(Storage):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
+    def _retrying(self, work: Callable[[], T]) -> T:
+        return _retrying(work, self._tries)
+
     def child(self, name: str) -> RemoteStorage:
-        return RemoteStorage(f"{self._url}/{name}", **self._options)
+        return RemoteStorage(f"{self._url}/{name}", tries=self._tries, **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         return _RemoteWriter(
-            _retrying(lambda: self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES))
+            self._retrying(lambda: self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES))
         )
 
     def open_file(self, name: str) -> FileReader:
         self.filesystem.invalidate_cache()
-        return _RemoteReader(self.filesystem, self._path(name))
+        return _RemoteReader(self.filesystem, self._path(name), self._tries)
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
         self.filesystem.invalidate_cache()
-        size = int(_retrying(lambda: self.filesystem.info(path))["size"])
+        size = int(self._retrying(lambda: self.filesystem.info(path))["size"])
         if size > limit_bytes:
             raise ValueError(f"{path} is larger than {limit_bytes} bytes")
-        return bytes(_retrying(lambda: self.filesystem.cat_file(path)))
+        return bytes(self._retrying(lambda: self.filesystem.cat_file(path)))
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         if not replace and self.exists(name):
             raise FileExistsError(self._path(name))
         mode = "overwrite" if replace else "create"
-        _retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
+        self._retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
 
     def exists(self, name: str) -> bool:
         self.filesystem.invalidate_cache()
-        return bool(_retrying(lambda: self.filesystem.exists(self._path(name))))
+        return bool(self._retrying(lambda: self.filesystem.exists(self._path(name))))
 
     def list_folder(self, name: str) -> list[str]:
         self.filesystem.invalidate_cache()
         try:
-            found = _retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
+            found = self._retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
@@ -163,6 +170,6 @@ class RemoteStorage(Storage):
     def remove(self, name: str) -> None:
         self.filesystem.invalidate_cache()
         try:
-            _retrying(lambda: self.filesystem.rm(self._path(name), recursive=True))
+            self._retrying(lambda: self.filesystem.rm(self._path(name), recursive=True))
         except FileNotFoundError:
             return
