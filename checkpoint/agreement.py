@@ -69,6 +69,14 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        """Send a contiguous CPU tensor to a rank that calls `receive`."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
+        """Fill a contiguous CPU tensor with what a rank sends."""
+
+    @abstractmethod
     def common(self, items: list[Hashable]) -> set[Hashable]:
         """Items that all ranks have."""
 
@@ -89,6 +97,12 @@ class SoloCoordinator(Coordinator):
     def raise_together(self, error: Exception | None, doing: str) -> None:
         if error is not None:
             raise error
+
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        raise AssertionError("one process alone sends nothing")
+
+    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
+        raise AssertionError("one process alone receives nothing")
 
     def common(self, items: list[Hashable]) -> set[Hashable]:
         return set(items)
@@ -164,6 +178,12 @@ class GroupCoordinator(Coordinator):
                 todo="see the errors above; nothing was committed",
             )
         ) from error
+
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        dist.send(tensor, group=self._group, group_dst=to_rank)
+
+    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
+        dist.recv(tensor, group=self._group, group_src=from_rank)
 
     def common(self, items: list[Hashable]) -> set[Hashable]:
         digest = xxhash.xxh3_64_intdigest(repr(sorted(items, key=repr)).encode()) >> 2

@@ -67,6 +67,7 @@ class Manifest:
         user: the user's own JSON.
         stripe_bytes: bytes per checksum.
         split_bytes: replicas share the writing of a region of at least so many bytes.
+        chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
     """
 
     save_id: str
@@ -78,6 +79,7 @@ class Manifest:
     user: Json = None
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int = SPLIT_BYTES
+    chunks: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -126,6 +128,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the checksum."""
         structure = self.structure
+        chunks = {} if self.chunks is None else {"chunks": [list(sizes) for sizes in self.chunks]}
         return {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
@@ -141,6 +144,7 @@ class Manifest:
                 {**entry.to_json(), "ranks": holder}
                 for entry, holder in zip(structure.entries, self.holders, strict=True)
             ],
+            **chunks,
             "state": structure.tree,
             "user": self.user,
         }
@@ -176,6 +180,7 @@ class Manifest:
                 data["user"],
                 data["stripe_bytes"],
                 data["split_bytes"],
+                tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
             )
             _prove(manifest, where)
         except (KeyError, TypeError, ValueError, IndexError, LayoutError) as error:
@@ -295,6 +300,8 @@ def _prove(manifest: Manifest, where: str) -> None:
     for ranks in manifest.rank_sets:
         if not _rank_set_fits(ranks, manifest.world_size):
             raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")
+    if manifest.chunks is not None and len(manifest.chunks) != len(manifest.entries):
+        raise _corrupt(where, f"chunks of {len(manifest.chunks)} tensors")
     for place in range(len(manifest.entries)):
         _prove_entry(manifest, place, where)
 
@@ -319,6 +326,11 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
         problem = f"axes {entry.axes} with {len(entry.cuts)} cuts"
     elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
         problem = f"ranks {manifest.holders[place]}"
+    if manifest.chunks is not None and problem is None:
+        chunks = manifest.chunks[place]
+        fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
+        if len(chunks) != len(entry.shape) or not fits:
+            problem = f"chunks {chunks} of shape {entry.shape}"
     for axis, cut in zip(structure.axes[entry.axes] if problem is None else (), entry.cuts, strict=False):
         if not _cut_fits(manifest, entry, axis, cut):
             problem = f"cut {cut} on axis {axis} of shape {entry.shape}"

@@ -158,7 +158,9 @@ def _pad(text: bytes) -> bytes:
 
 def _regions_of(manifest: Manifest, rank: int) -> list[tuple[int, Region, int]]:
     """What a rank stores of each tensor, its share among replicas, and the share's place in what it holds."""
-    found = []
+    found: list[tuple[int, Region, int]] = []
+    if manifest.chunks is not None:
+        return found  # the zarr form: tensors lie in arrays of their own
     positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
     layouts = manifest.structure.layouts
     for place, entry in enumerate(manifest.entries):

@@ -29,6 +29,7 @@ from vescale_fsdp.checkpoint.sinks import Bytes, Sink, Target, sinks_of
 from vescale_fsdp.checkpoint.sources import SourceFinder
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.tree import Json, decode
+from vescale_fsdp.checkpoint.zarr_reading import ZarrReads
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange
 
@@ -232,6 +233,11 @@ class CheckpointReader(Mapping[str, StoredTensor]):
     def ask(self, plan: ReadPlan, place: int, region: Region, tensor: torch.Tensor) -> Target:
         """Add to a plan what fills ``tensor`` with a region of tensor number ``place``."""
         target = Target(tensor)
+        if self.manifest.chunks is not None:
+            reads = ZarrReads(self.storage, self.manifest)
+            reads.add(place, region, target)
+            plan.others.append(reads)
+            return target
         for source in self._finder.sources(place, region):
             for sink in sinks_of(source, target, max_gap_bytes=self.storage.max_gap_bytes):
                 plan.add(self._finder.file(source.rank), sink)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from vescale_fsdp.checkpoint.storage import FileReader, Storage
 from vescale_fsdp.checkpoint.writing import checksum_of
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
-__all__ = ["OpenRankFile", "ReadPlan"]
+__all__ = ["OpenRankFile", "ReadPlan", "Reads"]
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _HASH_BYTES = 1 << 20  # 1 MiB: read and hashed at once, so that it is hashed from the cache
@@ -136,6 +137,18 @@ class _Job(NamedTuple):
     sinks: Sequence[Sink]
 
 
+class Reads(ABC):
+    """Reads of another form, carried out with those of a `ReadPlan`."""
+
+    @abstractmethod
+    def prove(self) -> None:
+        """Check what will be read; nothing is written anywhere."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Read, check and copy."""
+
+
 class ReadPlan:
     """Sinks by file; `prove` checks what will be read, `run` reads it. Close it in the end."""
 
@@ -144,6 +157,7 @@ class ReadPlan:
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
         self._local = threading.local()
+        self.others: list[Reads] = []
 
     def add(self, file: RankFile, sink: Sink) -> None:
         """Ask for one range of one file."""
@@ -166,6 +180,8 @@ class ReadPlan:
             file.prove_stripe(index, file.hash_stripe(index, self._scratch(_HASH_BYTES)))
 
         self._map(prove, jobs)
+        for reads in self.others:
+            reads.prove()
 
     def run(self, *, verify: bool) -> None:
         """Read everything into the sinks; with ``verify``, compare checksums on the way.
@@ -174,6 +190,8 @@ class ReadPlan:
             CorruptCheckpointError: if a checksum differs; sinks may be partly filled then.
         """
         self._map(self._read_verified if verify else self._read, list(self._jobs(verify)))
+        for reads in self.others:
+            reads.run()
 
     def _map(self, work, jobs) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
         threads = min(self._storage.read_threads, len(jobs))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,13 @@ from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.structure import TakenState, dump_json, take_state
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.checkpoint.writing import write_rank_file
+from vescale_fsdp.checkpoint.zarr_layout import chunk_shape, group_json
+from vescale_fsdp.checkpoint.zarr_writing import write_arrays, write_groups
 from vescale_fsdp.errors import CheckpointError, explain
 
-__all__ = ["Saver", "commit_manifest", "save"]
+__all__ = ["Format", "Saver", "commit_manifest", "save"]
+
+Format = Literal["native", "zarr"]
 
 
 def save(
@@ -47,6 +51,7 @@ def save(
     *,
     user: Json = None,
     overwrite: bool = False,
+    format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint; when this returns on any rank, it is complete and durable. A collective.
@@ -58,12 +63,15 @@ def save(
             same on all ranks that have them.
         user: JSON of your own, returned by `read_state(path).user`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
+        format: "native" (one safetensors file per rank, the fast one) or "zarr" (one zarr v3 array per
+            tensor, for tools outside PyTorch; loads back at any world size as well).
         process_group: the ranks that save; default: all.
 
     Raises:
         CheckpointError: on all ranks, if any of them fails; nothing is committed then.
     """
-    Saver(open_storage(path), coordinator_for(process_group), overwrite=overwrite).save(state, user)
+    coordinator = coordinator_for(process_group)
+    Saver(open_storage(path), coordinator, overwrite=overwrite, format=format).save(state, user)
 
 
 @dataclass
@@ -75,6 +83,13 @@ class Saver:
     overwrite: bool = False
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int = SPLIT_BYTES
+    format: Format = "native"
+
+    def __post_init__(self) -> None:
+        if self.format not in ("native", "zarr"):
+            raise ValueError(
+                explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
+            )
 
     def save(self, state: Any, user: Json = None) -> None:
         """All steps in turn."""
@@ -145,7 +160,7 @@ class Saver:
     ) -> Manifest:
         agreed = self.coordinator.agree(taken.structure if taken else None, blob_bytes, error)
         # Every rank computes the same from the same input, so an error here is raised by all of them.
-        return build_manifest(
+        manifest = build_manifest(
             agreed.classes,
             save_id=agreed.save_id,
             world_size=self.coordinator.world_size,
@@ -154,10 +169,16 @@ class Saver:
             stripe_bytes=self.stripe_bytes,
             split_bytes=self.split_bytes,
         )
+        if self.format == "native":
+            return manifest
+        chunks = tuple(chunk_shape(manifest, place) for place in range(len(manifest.entries)))
+        return replace(manifest, chunks=chunks)
 
     def _write_own(self, manifest: Manifest, taken: TakenState, blob: bytes) -> None:
         error = None
         try:
+            if manifest.chunks is not None:
+                write_arrays(self.storage, manifest, taken.locals_by_name, self.coordinator)
             file = RankFile(manifest, self.coordinator.rank)
             write_rank_file(self.storage, FileImage(file, taken.locals_by_name, blob))
         except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
@@ -199,6 +220,9 @@ def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool) -> N
                 todo="make sure that all ranks see the same file system",
             )
         )
+    if manifest.chunks is not None:
+        write_groups(storage, manifest)
+        storage.commit("zarr.json", group_json({"arrays": folder, "manifest": MANIFEST_NAME}), replace=True)
     storage.sync_folder(folder)
     storage.sync_folder("")
     try:

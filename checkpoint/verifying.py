@@ -13,6 +13,7 @@ from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.reader import read_manifest
 from vescale_fsdp.checkpoint.reading import OpenRankFile
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
+from vescale_fsdp.checkpoint.zarr_reading import verify_arrays
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -57,10 +58,13 @@ def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
         return VerifyReport((Problem("manifest.json", str(error)),), 0, 0)
     problems = _incomplete(manifest)
     num_bytes = 0
+    if manifest.chunks is not None:
+        found, num_bytes = verify_arrays(storage, manifest)
+        problems += [Problem(file, text) for file, text in found]
     with ThreadPoolExecutor(storage.read_threads, thread_name_prefix="checkpoint-verify") as pool:
         checks = pool.map(lambda rank: _verify_file(storage, manifest, rank), range(manifest.world_size))
-        for found, hashed in checks:
-            problems += found
+        for of_file, hashed in checks:
+            problems += of_file
             num_bytes += hashed
     return VerifyReport(tuple(problems), manifest.world_size, num_bytes)
 
