@@ -264,6 +264,8 @@ def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order:
 def _norm(call: _Call) -> DTensor:
     order, dtype = _order(call.options), call.options.get("dtype")
     _check_norm_order(call.func, call.tensor, order)
+    if call.tensor.numel() == 0 and math.isinf(order):
+        raise refuse(call.func, call.tensor._spec, "the tensor has no elements")
     answers = _gather_answers(_local_norm(call.tensor._local_tensor, order, dtype), call.tensor)
     return _replicated(_norm_of_norms(answers, order), call.tensor)
 
@@ -391,7 +393,7 @@ def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return _along(func, call.tensor, call.dims, None, call.options)
 
 
-_NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "linalg_vector_norm", "max", "min", "norm")
+_NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
 _LEADING = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
