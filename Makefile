@@ -31,7 +31,7 @@ test: venv
 	$(IN_VENV) -m pytest
 
 demo: venv
-	$(IN_VENV) tools/demo.py
+	$(IN_VENV) -m tools.demo
 
 check: venv
 	$(IN_VENV) tools/check.py
