@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from tests import models
@@ -78,7 +78,7 @@ def placement_functions() -> None:
     with pytest.raises(NotImplementedError, match="Shard of one of the 2 dims"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(2))
     with pytest.raises(NotImplementedError, match="slice them out"):
-        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="x")
 
 
 def test_placement_functions_and_mesh_dims() -> None:

@@ -175,7 +175,11 @@ class Custom:
 
 def custom_comm() -> None:
     model = shard(models.build())
-    gather, reduce = Custom(dist.all_gather_single), Custom(dist.reduce_scatter_single)
+    # The names before torch 2.13, and since.
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    if "all_gather_single" in vars(dist):
+        names = ("all_gather_single", "reduce_scatter_single")
+    gather, reduce = (Custom(vars(dist)[name]) for name in names)
     model.blocks[0].set_custom_all_gather(gather)
     model.blocks[0].set_custom_reduce_scatter(reduce)
     reduced: list[int] = []
