@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import debug
 
 __all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks"]
 
@@ -293,6 +294,8 @@ def _process_group(call: _Call) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensor remembers decisions by mesh, and the next call's equal mesh has other groups.
+        debug._clear_sharding_prop_cache()
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as stock_distribute
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fsdp.dtensor import distribute_tensor
+from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.granularity import GranularityRule, resolve_granularity
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard
@@ -94,7 +94,7 @@ def laid_like(full: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """A full tensor, cut as the parameter is."""
     if not isinstance(param, DTensor):
         return full.clone()
-    if any(isinstance(p, RaggedShard) for p in param.placements):
+    if isinstance(param, RaggedDTensor):
         return distribute_tensor(full, param.device_mesh, param.placements)
     return stock_distribute(full.clone(), param.device_mesh, param.placements)
 

@@ -48,6 +48,7 @@ ORDER = (
     "elementwise",
     "reductions",
     "operators",
+    "outer",
     "group_comm",
     "dbuffer",
     "param_group",

@@ -25,7 +25,7 @@ from tests.optim_cases import (
     set_grads,
     train,
 )
-from vescale_fsdp import fully_shard
+from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.granularity import Element, Rows, Whole
 from vescale_fsdp.optim import AdamWOptions, Muon, split_params
@@ -99,6 +99,13 @@ def test_plain_tensors_equal_torch(options: dict[str, Any]) -> None:
     """Plain tensors, fp32: every parameter equals torch's Muon and AdamW bit for bit, with all its options."""
     params = as_plain(full_tensors((*SHAPES, *REST_SHAPES), 0))
     assert_same(train(make(params, **options), params, range(3)), reference(**options))
+
+
+def test_large_stacks_are_iterated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many equal matrices are iterated at once does not show in the result."""
+    monkeypatch.setattr("vescale_fsdp.optim.muon_step._STACK_NUMEL", 100)
+    params = as_plain(full_tensors((*SHAPES, *REST_SHAPES), 0))
+    assert_same(train(make(params), params, range(3)), reference())
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -233,21 +240,25 @@ def test_fused_blocks_are_iterated_apart() -> None:
     assert torch.equal(fused, torch.cat(parts))
 
 
-def tensor_parallel_run() -> torch.Tensor:
-    """A column-sharded DTensor, three steps."""
-    full = full_tensors([(12, 16)], 0)
-    mesh = cpu_mesh()
-    param = torch.nn.Parameter(stock_distribute(full["p0_12x16"], mesh, [Shard(1)]))
+def tensor_parallel_run(kind: str) -> torch.Tensor:
+    """Three steps of a DTensor cut by columns, or raggedly beside tensor parallelism by rows or by columns."""
+    full = full_tensors([(12, 16)], 0)["p0_12x16"]
+    if kind == "columns":
+        param = torch.nn.Parameter(stock_distribute(full, cpu_mesh(), [Shard(1)]))
+    else:
+        placements = [RaggedShard((0,), (1, 2)), Shard(0 if kind == "ragged rows" else 1)]
+        param = torch.nn.Parameter(distribute_tensor(full, cpu_mesh(2, 2), placements))
     params = {"p0_12x16": param}
     return train(Muon([param], lr=0.02), params, range(3))["p0_12x16"]
 
 
-def test_other_placements_take_the_slower_path() -> None:
-    """A DTensor cut by columns is gathered by every rank, and the result is torch's within fp32 rounding."""
+@pytest.mark.parametrize("kind", ["columns", "ragged rows", "ragged columns"])
+def test_other_placements_take_the_slower_path(kind: str) -> None:
+    """A DTensor without contiguous pieces is gathered by every rank; torch's result within fp32 rounding."""
     full = full_tensors([(12, 16)], 0)
     param = torch.nn.Parameter(full["p0_12x16"].clone())
     expected = train(torch.optim.Muon([param], lr=0.02), {"p0_12x16": param}, range(3))["p0_12x16"]
-    for value in run_ranks(2, tensor_parallel_run):
+    for value in run_ranks(2 if kind == "columns" else 4, tensor_parallel_run, kind):
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,18 @@ def plain(kind: str, **options: Any) -> torch.optim.Optimizer:
     if kind == "muon":
         return Muon([param], **options)
     return AdamW8bit([param], **options) if kind == "adamw8bit" else Shampoo([param], **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles_go_on(kind: str) -> None:
+    """A deep copy and a pickle of model and optimizer take the same next step as the original."""
+    model, optimizer = build(kind, False, 0, torch.float32)
+    steps(model, optimizer, range(2))
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    steps(model, optimizer, range(2, 3))
+    for other_model, other in copies:
+        steps(other_model, other, range(2, 3))
+        assert_equal(everything(other_model, other), everything(model, optimizer))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from vescale_fsdp.operands import (
     refuse,
     summed,
     wrap_result,
+    written_names,
 )
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.spec import inner_box, make_spec, ragged_axis
@@ -67,11 +68,7 @@ def _write(
     like: RaggedDTensor,
 ) -> Any:
     """In-place and ``out=`` forms: what was written comes back itself."""
-    written = [
-        named[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
-    ]
+    written = [named[name] for name in written_names(func) if name in named]
     check_written(func, named, like)
     func(
         *(localise(func, arg, like) for arg in args),

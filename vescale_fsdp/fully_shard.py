@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.group_comm import GroupComm
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.module import FSDPModule
+from vescale_fsdp.outer import check_outer, local_part
 from vescale_fsdp.padding import PaddingPolicy, check_padding
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.planner import TensorSpec, plan_group
@@ -120,7 +121,7 @@ def fully_shard(
     ignored = ignored_params or set()
     _move_buffers(modules, ignored, device)
     check_patterns(granularity, _names(modules))
-    buckets = _bucket_params(modules, ignored)
+    buckets = _bucket_params(modules, ignored, mesh)
     if shard_placement_fn is not None:
         _check_placements(shard_placement_fn, buckets)
     groups = []
@@ -273,7 +274,9 @@ class _Bucket:
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
 
 
-def _bucket_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -> list[_Bucket]:
+def _bucket_params(
+    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], mesh: DeviceMesh
+) -> list[_Bucket]:
     """Parameters by (dtype, trainable), each once, with every attribute that holds it."""
     buckets: dict[tuple[torch.dtype, bool], _Bucket] = {}
     placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
@@ -286,7 +289,7 @@ def _bucket_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -
                 bucket.owners[fqn].append((module, name))
                 continue
             fqn = prefix + name
-            _check_param(fqn, param)
+            _check_param(fqn, param, mesh)
             bucket = buckets.setdefault((param.dtype, param.requires_grad), _Bucket())
             bucket.params[fqn] = param
             bucket.owners[fqn] = [(module, name)]
@@ -294,17 +297,8 @@ def _bucket_params(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter]) -
     return list(buckets.values())
 
 
-def _check_param(fqn: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise UnsupportedOpError(
-            explain(
-                "A parameter that is a DTensor already cannot be sharded yet.",
-                expected="plain parameters",
-                got=f"placements {param.placements}",
-                where=fqn,
-                todo="pass it in ignored_params, or shard it before other parallelisms",
-            )
-        )
+def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    check_outer(fqn, param, mesh)
     taken_by = vars(param).get(_TAKEN)
     if taken_by is not None:
         raise LayoutError(
@@ -354,9 +348,9 @@ def _plan(
     specs = [
         TensorSpec(
             fqn,
-            tuple(param.shape),
+            tuple(local_part(param).shape),
             str(param.dtype).removeprefix("torch."),
-            resolve_granularity(granularity, fqn, param).block_numel(tuple(param.shape)),
+            resolve_granularity(granularity, fqn, param).block_numel(tuple(local_part(param).shape)),
         )
         for fqn, param in bucket.params.items()
     ]

@@ -23,13 +23,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.geometry import FlatRange, numel_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Holding", "contiguous_holding_of", "holding_of", "local_grad", "local_tensor", "zeros_beside"]
+__all__ = [
+    "Holding",
+    "contiguous_holding_of",
+    "holding_of",
+    "local_grad",
+    "local_part_of",
+    "local_tensor",
+    "zeros_beside",
+]
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ def holding_of(tensor: torch.Tensor) -> Holding | None:
     if len(sharded) != 1:
         return None
     axis, placement = sharded[0], tensor.placements[sharded[0]]
-    if isinstance(placement, RaggedShard):
+    if type(placement) is RaggedShard:  # a strided one has a run per chunk
         numels = placement.piece_numels(shape)
     elif type(placement) is Shard and placement.dim == 0:
         numels = _chunk_numels(shape, mesh.size(axis))
@@ -154,6 +162,15 @@ def zeros_beside(
         return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
     placements[holding.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
     return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
+
+
+def local_part_of(full: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a tensor that all ranks have in full, cut as ``like`` is. No communication."""
+    mesh = like.device_mesh
+    if isinstance(like, RaggedDTensor):
+        return local_of(distribute_tensor(full, mesh, like.placements))
+    stock = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local_of(stock.redistribute(placements=like.placements))
 
 
 def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:

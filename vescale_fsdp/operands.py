@@ -8,6 +8,7 @@ ragged arguments must be cut alike, replicated ones are cut to match, plain ones
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "refuse",
     "summed",
     "wrap_result",
+    "written_names",
 ]
 
 
@@ -48,8 +50,19 @@ def refuse(
 
 def bind(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that were given, by their names in the operator's schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}
+
+
+@cache
+def _argument_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+@cache
+def written_names(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that an operator writes to."""
+    arguments = func._schema.arguments
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def first_ragged(values: Iterable[Any]) -> RaggedDTensor | None:
@@ -82,20 +95,20 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
     Raises:
         UnsupportedOpError: if a written argument is no ragged tensor or holds unreduced sums.
     """
-    for argument in func._schema.arguments:
-        if argument.alias_info is None or not argument.alias_info.is_write or argument.name not in named:
+    for name in written_names(func):
+        if name not in named:
             continue
-        value = named[argument.name]
+        value = named[name]
         for written in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(written, RaggedDTensor):
                 raise refuse(
                     func,
                     like._spec,
-                    f"it writes to {argument.name!r}, which is not ragged",
+                    f"it writes to {name!r}, which is not ragged",
                     todo="write to a ragged tensor cut the same way, or gather first with .full_tensor()",
                 )
             if is_partial(written):
-                raise refuse(func, written._spec, f"it writes to {argument.name!r}, whose sums are not done")
+                raise refuse(func, written._spec, f"it writes to {name!r}, whose sums are not done")
 
 
 def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
@@ -132,6 +145,8 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
 
 
 def _check_same_cut(func: torch._ops.OpOverload, have: DTensorSpec, want: DTensorSpec) -> None:
+    if have is want:  # the usual case: a gradient bears its parameter's spec, optimizer state too
+        return
     if have.shape != want.shape:
         raise refuse(func, want, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
     if have.placements != want.placements or have.mesh != want.mesh:

@@ -42,8 +42,8 @@ from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.group_comm import Gather, GatherPolicy, GroupComm
 from vescale_fsdp.layout import GroupLayout, TensorSlot
+from vescale_fsdp.outer import full_parameter, joint_spec, local_grad, local_part, outer_of
 from vescale_fsdp.placement import RaggedShard
-from vescale_fsdp.redistribute import make_spec
 from vescale_fsdp.torch_private import DTensorSpec, foreach_zero_, local_of, post_accumulate_grad_hooks
 
 __all__ = ["GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
@@ -67,6 +67,7 @@ class ManagedParam:
     local: slice  # of a shard: this rank's piece
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
+    outer: DTensorSpec | None = None  # how tensor or expert parallelism cut it before
     unsharded: nn.Parameter | None = None
     watched: bool = False  # autograd tells us when its unsharded gradient is there
     has_grad: bool = False  # its unsharded gradient is in the gradient buffer
@@ -143,15 +144,17 @@ class ParamGroup:
         self, slot: TensorSlot, param: nn.Parameter, owners: list[tuple[nn.Module, str]]
     ) -> ManagedParam:
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
-        spec = make_spec(self.comm.mesh, self.comm.placements(placement), torch.Size(slot.shape), param.dtype)
+        spec = joint_spec(self.comm.mesh, self.comm.placements(placement), param, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
         local = self.shard[local_slice]
         if not param.is_meta and not local.is_meta:
-            local.copy_(param.detach().reshape(-1)[piece.range.start : piece.range.stop])
-        ragged = RaggedDTensor.wrap(local, spec, layout_ref=(self.layout, slot.fqn))
+            local.copy_(local_part(param).reshape(-1)[piece.range.start : piece.range.stop])
+        # A layout speaks of the whole tensor; where other axes cut it too, the placements have to.
+        layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
+        ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
-        managed = ManagedParam(slot, owners, local_slice, sharded, spec)
+        managed = ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param))
         managed.set_on_modules(managed.sharded)
         return managed
 
@@ -264,7 +267,7 @@ class ParamGroup:
         full = DBuffer(self.layout, flat)
         self.full = full
         for param in self.params:
-            param.unsharded = nn.Parameter(full.view(param.slot), requires_grad=False)
+            param.unsharded = full_parameter(full.view(param.slot), param.outer)
             param.watched = False
 
     def wait_unsharded(self) -> None:
@@ -306,6 +309,7 @@ class ParamGroup:
 
     def write_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Put an unsharded gradient where the reduction reads it: the one pass over it."""
+        grad = local_grad(grad, param.outer)
         self._grad_buffer().write(param.slot, grad, add=param.has_grad)
         param.has_grad = True
 
@@ -389,9 +393,8 @@ class ParamGroup:
     def _accumulate(self, param: ManagedParam, local: torch.Tensor) -> None:
         existing = param.sharded.grad
         if existing is None:
-            param.sharded.grad = RaggedDTensor.wrap(
-                local, param.spec, layout_ref=(self.layout, param.slot.fqn)
-            )
+            assert isinstance(param.sharded, RaggedDTensor)
+            param.sharded.grad = RaggedDTensor.wrap(local, param.spec, layout_ref=param.sharded.layout_ref)
         else:
             existing._local_tensor.add_(local)  # type: ignore[attr-defined]
 

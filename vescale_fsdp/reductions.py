@@ -6,8 +6,9 @@
                       with the tensor's own cut; this is also how softmax, cumsum and sort are done
     over leading dims sums, means and norms of pieces that hold whole rows: an all-reduce of the rows' part
 
-No result is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
-out wrong in the next operator (seen in cosine_embedding_loss). A list of norms costs one collective.
+No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
+out wrong in the next operator (seen in cosine_embedding_loss). Norms of a finite order may: torch gets those
+right, and so clipping costs one collective for all gradients.
 
 Everything else is refused: a sum along rows that are cut in the middle would need its neighbours.
 """
@@ -28,6 +29,7 @@ from vescale_fsdp.geometry import numel_of
 from vescale_fsdp.operands import bind, is_partial, localise, refuse, summed
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.spec import inner_box, make_spec, ragged_axis
+from vescale_fsdp.torch_private import NormPartial
 
 __all__ = ["all_close", "along_dims", "equal", "foreach_norm", "reduction"]
 
@@ -266,8 +268,22 @@ def _norm(call: _Call) -> DTensor:
     _check_norm_order(call.func, call.tensor, order)
     if call.tensor.numel() == 0 and math.isinf(order):
         raise refuse(call.func, call.tensor._spec, "the tensor has no elements")
+    if 0 < order < math.inf:
+        return _unreduced_norm(call.tensor, order, dtype)
     answers = _gather_answers(_local_norm(call.tensor._local_tensor, order, dtype), call.tensor)
     return _replicated(_norm_of_norms(answers, order), call.tensor)
+
+
+def _unreduced_norm(tensor: RaggedDTensor, order: float, dtype: torch.dtype | None) -> DTensor:
+    """A norm whose collective waits until it is needed: clipping a hundred gradients costs one, not a hundred.
+
+    torch's NormPartial of a finite order is brought to Replicate by every operator that needs it (seen for
+    adding scalars, powers, logarithms and reductions on torch 2.13), unlike a Partial sum.
+    """
+    placements = [p if p.is_replicate() else NormPartial(order) for p in tensor.placements]
+    local = torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
+    spec = make_spec(tensor.device_mesh, placements, local.shape, local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

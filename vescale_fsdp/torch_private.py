@@ -14,6 +14,7 @@ import torch
 
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -50,6 +51,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "autograd_engine_callback",
+    "concatenate_meshes",
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
@@ -85,6 +87,11 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor without an autograd node (``to_local`` adds one)."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """One mesh of the axes of two slices of the same mesh (torch 2.11-2.13, where FSDP2 does the same)."""
+    return DeviceMesh._concatenate([first, second])
 
 
 def operator_names() -> list[str]:

@@ -69,6 +69,9 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
     recorded: ClassVar[tuple[str, ...]] = ()
     """Keys of a param group that give its state a meaning; a checkpoint must have recorded the same."""
 
+    kept: ClassVar[tuple[str, ...]] = ("_adamw",)
+    """Attributes that copies and pickles of the optimizer keep, besides what torch keeps."""
+
     def __init__(
         self,
         params: Any,
@@ -83,6 +86,9 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         if rest:
             groups.append({"params": rest, "algorithm": "adamw"})
         super().__init__(groups, {"algorithm": self.algorithm, **defaults})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.kept}}
 
     @abstractmethod
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -54,6 +54,7 @@ class Muon(StructuredOptimizer):
 
     algorithm: ClassVar[str] = "muon"
     recorded: ClassVar[tuple[str, ...]] = ("momentum_form",)
+    kept: ClassVar[tuple[str, ...]] = ("_adamw", "_bucket_bytes")
 
     def __init__(
         self,
@@ -121,6 +122,11 @@ class Muon(StructuredOptimizer):
         """Add parameters; their state is made at once."""
         super().add_param_group(param_group)
         self._plans.clear()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}  # a plan belongs to one layout, and process groups cannot be copied
+        self.__dict__.setdefault("_ranks", {})
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         matrices_of(tuple(param.shape), group["row_splits"])

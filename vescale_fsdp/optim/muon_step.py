@@ -7,21 +7,24 @@ bucket 1            gather          | iterate           | scatter    | subtract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.geometry import FlatRange
-from vescale_fsdp.holding import Holding, holding_of, local_tensor
+from vescale_fsdp.holding import Holding, holding_of, local_part_of, local_tensor
 from vescale_fsdp.optim.exchange import WIRE_DTYPE, Bucket, Pending, start_exchange
 from vescale_fsdp.optim.matrices import Matrix, matrices_of
 from vescale_fsdp.optim.muon_plan import MuonPlan, TakingPart
 from vescale_fsdp.optim.newton_schulz import NewtonSchulz
-from vescale_fsdp.torch_private import local_of, muon_adjust_lr
+from vescale_fsdp.torch_private import muon_adjust_lr
 
 __all__ = ["Job", "run_step", "taking_part_of"]
+
+_STACK_NUMEL = 32 << 20
+"""Elements iterated at once, 64 MiB in bf16; an iteration holds up to four such: X, A, B and the next X."""
 
 
 class Job(NamedTuple):
@@ -94,21 +97,24 @@ def run_step(plan: MuonPlan, jobs: Sequence[Job], *, meanwhile: Callable[[], Non
         _subtract_arrived(plan.buckets[-1], scattering.wait(), jobs)
 
 
-def _by_kind(
+def _stacks(
     matrices: Iterable[tuple[int, Matrix]], jobs: Sequence[Job]
-) -> dict[tuple[NewtonSchulz, int, int], list[int]]:
-    """Positions of matrices that can be iterated together: equal shape and equal constants."""
+) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
+    """Positions of matrices that are iterated together: of equal shape and constants, and not too many."""
     kinds: dict[tuple[NewtonSchulz, int, int], list[int]] = {}
     for position, (index, matrix) in enumerate(matrices):
         kinds.setdefault((jobs[index].iteration(), matrix.rows, matrix.cols), []).append(position)
-    return kinds
+    for (iteration, rows, cols), positions in kinds.items():
+        count = max(1, _STACK_NUMEL // (rows * cols))
+        for start in range(0, len(positions), count):
+            yield iteration, (rows, cols), positions[start : start + count]
 
 
 def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Job]) -> None:
     """Matrices that lie whole on this rank."""
-    for (iteration, rows, cols), positions in _by_kind(here, jobs).items():
+    for iteration, shape, positions in _stacks(here, jobs):
         device = jobs[here[positions[0]][0]].update.device
-        stack = torch.empty(len(positions), rows, cols, dtype=WIRE_DTYPE, device=device)
+        stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=device)
         for row, position in zip(stack, positions, strict=True):
             index, matrix = here[position]
             row.view(-1).copy_(jobs[index].own(jobs[index].update, matrix.range))
@@ -120,22 +126,16 @@ def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Job])
 def _orthogonalise_everywhere(job: Job) -> None:
     """A parameter in no contiguous pieces: every rank gathers it and takes its part of the result."""
     assert isinstance(job.param, DTensor)
-    mesh, local = job.param.device_mesh, local_of(job.param)
-    update = DTensor.from_local(
-        job.update.view(local.shape),
-        mesh,
-        job.param.placements,
-        run_check=False,
-        shape=job.param.shape,
-        stride=job.param.stride(),
-    ).full_tensor()
+    spread = torch.zeros_like(job.param)
+    local_tensor(spread, "update").copy_(job.update)
+    assert isinstance(spread, DTensor)
+    update = spread.full_tensor()
     orthogonal = torch.zeros_like(update)
     for matrix in matrices_of(tuple(job.param.shape), job.group["row_splits"]):
         whole = update.reshape(-1)[matrix.range.start : matrix.range.stop].view(1, matrix.rows, matrix.cols)
         result = job.iteration()(whole.to(WIRE_DTYPE, copy=True)).reshape(-1)
         orthogonal.view(-1)[matrix.range.start : matrix.range.stop].add_(result, alpha=-job.scaled_lr(matrix))
-    change = DTensor.from_local(orthogonal, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    local.add_(local_of(change.redistribute(placements=job.param.placements)))
+    local_tensor(job.param).add_(local_part_of(orthogonal, job.param).reshape(-1))
 
 
 def _device(bucket: Bucket, jobs: Sequence[Job]) -> torch.device:
@@ -162,8 +162,8 @@ def _orthogonalise_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence
     chunks = arrived.split([owned[n].part(s).numel for s, n in places]) if places else ()
     parts = dict(zip(places, chunks, strict=True))
     results = [arrived] * len(owned)
-    for (iteration, rows, cols), positions in _by_kind([(t.param, t.matrix) for t in owned], jobs).items():
-        stack = torch.empty(len(positions), rows, cols, dtype=WIRE_DTYPE, device=arrived.device)
+    for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
+        stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
         for row, n in zip(stack, positions, strict=True):
             torch.cat([parts[s, n] for s in range(owned[n].holding.num_shards)], out=row.view(-1))
         for result, n in zip(iteration(stack), positions, strict=True):

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.errors import CheckpointError, explain
-from vescale_fsdp.holding import holding_of, local_tensor
+from vescale_fsdp.holding import holding_of, local_part_of, local_tensor
 from vescale_fsdp.torch_private import local_of
 
 __all__ = ["Held", "check_state", "copy_state"]
@@ -91,8 +91,7 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
         return
     holding = holding_of(target)
     if holding is None:
-        stock = DTensor.from_local(value.to(local.device), target.device_mesh, run_check=False)
-        local.copy_(local_of(stock.redistribute(placements=target.placements)))
+        local.copy_(local_part_of(value.to(local.device), target))
         return
     piece = holding.own_piece
     local_tensor(target, "state").copy_(value.reshape(-1)[piece.start : piece.stop])
