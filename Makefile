@@ -31,7 +31,7 @@ test: venv
 	$(IN_VENV) -m pytest
 
 demo: venv
-	$(IN_VENV) -m tools.demo
+	$(IN_VENV) tools/demo.py
 
 check: venv
 	$(IN_VENV) tools/check.py

@@ -2,6 +2,7 @@
 
     vescale-convert inspect CHECKPOINT
     vescale-convert to-hf CHECKPOINT OUT --assets FOLDER_WITH_CONFIG_AND_TOKENIZER
+    vescale-convert plan CHECKPOINT --shards 8,64,512 --granularity rows:32 --out PICTURES
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage.
 """
@@ -23,14 +24,18 @@ from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, conve
 from vescale_fsdp.conversion.copying import CopyLimits, Progress
 from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.execution import Part, RunOptions
-from vescale_fsdp.conversion.inspection import describe, draw, format_bytes, format_description
+from vescale_fsdp.conversion.inspection import describe, format_bytes, format_description
 from vescale_fsdp.conversion.key_rules import shipped_rules
+from vescale_fsdp.conversion.model_names import find_model
 from vescale_fsdp.conversion.open_source import KINDS, open_source
-from vescale_fsdp.conversion.optimizer_form import OPTIMIZER_FORMS
 from vescale_fsdp.conversion.sizes import parse_bytes
-from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.conversion.verification import verify
 from vescale_fsdp.errors import ConversionError, VescaleError
+from vescale_fsdp.granularity import Granularity, parse_granularity
+from vescale_fsdp.padding import PaddingPolicy
+from vescale_fsdp.planner import Scatter
+from vescale_fsdp.report import plan_report
+from vescale_fsdp.shapes import natural_order
 
 __all__ = ["cli", "main"]
 
@@ -109,30 +114,16 @@ _convert_options = _options(
 )
 
 
-_state_options = _options(
-    click.option("--prefix", help="Put the model under this prefix; '' puts it at the root."),
-    click.option(
-        "--optimizer", type=click.Choice(OPTIMIZER_FORMS), default="keep", show_default=True, help="Its form."
-    ),
-)
+_prefix_option = click.option("--prefix", help="Put the model under this prefix; '' puts it at the root.")
 
 
 @cli.command("inspect")
 @click.argument("src")
 @_source_options
 @_json_option
-@click.option("--svg", type=click.Path(dir_okay=False), help="Draw how a group is sharded, to this file.")
-@click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
-def inspect_command(
-    src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
-) -> None:
+def inspect_command(src: str, kind: str | None, trust_pickle: bool, as_json: bool) -> None:
     """Print what the checkpoint SRC holds."""
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
-    if svg is not None:
-        picture = draw(source, layout)
-        folder, name = split_file(svg)
-        open_store(folder).write_file(name, picture.encode())
-    found = describe(source)
+    found = describe(open_source(src, kind=kind, trust_pickle=trust_pickle))
     click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
 
 
@@ -192,6 +183,62 @@ def diff_command(
     sys.exit(1 if found else 0)
 
 
+@cli.command("plan")
+@click.argument("src")
+@_source_options
+@click.option("--shards", required=True, metavar="N,N,..", help="Sizes of the sharding mesh axis.")
+@click.option(
+    "--granularity",
+    multiple=True,
+    metavar="[PATTERN=]RULE",
+    help="Such as rows:32; a pattern wins over the global rule (repeatable). Default: element.",
+)
+@click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
+@click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
+@click.option("--out", metavar="FOLDER", help="Write tables and pictures here.")
+@_json_option
+def plan_command(
+    src: str,
+    kind: str | None,
+    trust_pickle: bool,
+    shards: str,
+    granularity: tuple[str, ...],
+    unit: tuple[str, ...],
+    scatter: Scatter,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """Print how fully_shard would lay out the model in SRC over so many ranks, and what it would cost."""
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    infos = {name: source.tensors[key].info for key, name in find_model(source).names.items()}
+    shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
+    report = plan_report(
+        shapes,
+        _numbers(shards),
+        _rule(granularity),
+        units=unit or None,
+        padding_policy=PaddingPolicy(scatter=scatter),
+    )
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else str(report))
+    for file in report.save(out) if out else ():
+        click.echo(f"wrote {file}", err=True)
+
+
+def _numbers(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 8,64,512", param_hint="--shards")
+    return [int(part) for part in parts]
+
+
+def _rule(texts: tuple[str, ...]) -> dict[str, Granularity]:
+    """Patterns in the order given; those without one come last and mean all."""
+    rules = [text.rpartition("=") for text in texts]
+    return {
+        pattern or "*": parse_granularity(rule) for pattern, _, rule in sorted(rules, key=lambda r: not r[0])
+    }
+
+
 @cli.command("to-hf")
 @_convert_options
 def to_hf_command(**arguments: Any) -> None:
@@ -201,7 +248,7 @@ def to_hf_command(**arguments: Any) -> None:
 
 @cli.command("to-fsdp2")
 @_convert_options
-@_state_options
+@_prefix_option
 def to_fsdp2_command(**arguments: Any) -> None:
     """Write SRC to OUT as a stock torch.distributed.checkpoint folder, which FSDP2 loads."""
     _convert("dcp", **arguments)
@@ -209,7 +256,7 @@ def to_fsdp2_command(**arguments: Any) -> None:
 
 @cli.command("to-torch")
 @_convert_options
-@_state_options
+@_prefix_option
 def to_torch_command(**arguments: Any) -> None:
     """Write SRC to the file OUT as torch.save would."""
     _convert("torch", **arguments)
@@ -217,7 +264,7 @@ def to_torch_command(**arguments: Any) -> None:
 
 @cli.command("to-zarr")
 @_convert_options
-@_state_options
+@_prefix_option
 def to_zarr_command(**arguments: Any) -> None:
     """Write SRC to OUT as a zarr v3 group, one array per tensor."""
     _convert("zarr", **arguments)
@@ -225,7 +272,7 @@ def to_zarr_command(**arguments: Any) -> None:
 
 @cli.command("to-vescale")
 @_convert_options
-@_state_options
+@_prefix_option
 @click.option(
     "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Laid out for so many ranks."
 )
@@ -314,10 +361,6 @@ def main() -> None:
     """Entry point: errors that say what to do become one message and exit code 1."""
     try:
         cli(prog_name="vescale-convert")
-    except VescaleError as error:
+    except (VescaleError, OSError) as error:
         click.echo(f"vescale-convert: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        todo = "make room or check permissions; if files were finished, go on with --resume"
-        click.echo(f"vescale-convert: {error}\n  what to do: {todo}", err=True)
         sys.exit(1)

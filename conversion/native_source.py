@@ -54,8 +54,7 @@ def open_native(store: Store) -> Source:
         else:
             values[name] = _constant(leaf)
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id}
-    layouts = manifest.structure.layouts
-    return Source("native", store, tensors, values, paths, facts, omitted=tuple(omitted), layouts=layouts)
+    return Source("native", store, tensors, values, paths, facts, omitted=tuple(omitted))
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:

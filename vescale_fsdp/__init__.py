@@ -24,6 +24,7 @@ from vescale_fsdp.padding import PaddingPolicy, PaddingWarning
 from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.planner import TensorSpec, plan_group
 from vescale_fsdp.random import get_rng_state, manual_seed, set_rng_state
+from vescale_fsdp.report import PlanReport, plan_report
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -38,6 +39,7 @@ __all__ = [
     "PaddingPolicy",
     "PaddingWarning",
     "PendingTensor",
+    "PlanReport",
     "RaggedDTensor",
     "RaggedShard",
     "Rows",
@@ -54,6 +56,7 @@ __all__ = [
     "is_supported",
     "manual_seed",
     "plan_group",
+    "plan_report",
     "redistribute",
     "redistribute_async",
     "register_fsdp_forward_method",

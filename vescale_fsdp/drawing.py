@@ -1,6 +1,6 @@
-"""Pictures of a layout as SVG text: what each rank holds, and where each tensor is cut. No dependency.
+"""Pictures: what each rank holds and where each tensor is cut, and how padding grows with the shards.
 
-`layout_svg` draws two panels of one group:
+`layout_picture` draws two panels of one group:
 
     shards    one lane per rank; bands are the pieces the rank holds, in buffer order; padding is hatched
     tensors   one bar per tensor, coloured by the ranks that hold it; light ticks are blocks, so one sees
@@ -13,119 +13,51 @@ are drawn, and what is left out is said. Every band carries a tooltip with the e
 from __future__ import annotations
 
 import colorsys
+import math
 from collections.abc import Sequence
-from html import escape
 from itertools import islice
+from typing import NamedTuple
 
+from vescale_fsdp.canvas import INK, PADDING, PAPER, Canvas
 from vescale_fsdp.layout import GroupLayout, TensorSlot
 
-__all__ = ["SvgCanvas", "layout_svg", "rank_colour", "short_names"]
+__all__ = ["Curve", "layout_picture", "layout_svg", "padding_picture", "rank_colour", "short_names"]
 
 MAX_LANES = 16  # ranks drawn before the middle is left out
 MAX_TENSORS = 14  # tensors drawn in the tensor panel
-MAX_SEGMENTS = 256  # pieces drawn in one tensor bar
-LABEL_PX = 210  # width of the column of names on the left
+MAX_SEGMENTS = 90  # pieces drawn in one tensor bar; more would be a blur
+LABEL_PX = 240  # width of the column of names on the left
 BODY_PX = 900
 LANE_PX = 26
 BAR_PX = 16
 GAP_PX = 6
-INK, QUIET, RULE, PAPER = "#1d2433", "#667085", "#d0d5dd", "#ffffff"
-FONT = "font-family='Inter, Helvetica, Arial, sans-serif'"
-
-
-class SvgCanvas:
-    """Collects the elements of one picture; `text` of the whole comes from `render`."""
-
-    def __init__(self, width_px: float, title: str) -> None:
-        self.width_px = width_px
-        self._title = title
-        self._elements: list[str] = []
-
-    def rect(
-        self, x: float, y: float, width: float, height: float, fill: str, *, tip: str = "", stroke: str = ""
-    ) -> None:
-        """A filled rectangle, with an optional tooltip and outline."""
-        inner = f"<title>{escape(tip)}</title>" if tip else ""
-        edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
-        self._elements.append(
-            f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.6):.2f}' height='{height:.2f}' "
-            f"fill='{fill}'{edge}>{inner}</rect>"
-        )
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1.0) -> None:
-        """A straight line."""
-        self._elements.append(
-            f"<line x1='{x1:.2f}' y1='{y1:.2f}' x2='{x2:.2f}' y2='{y2:.2f}' stroke='{colour}' "
-            f"stroke-width='{width}'/>"
-        )
-
-    def polyline(self, points: Sequence[tuple[float, float]], colour: str, *, dash: str = "") -> None:
-        """An open line through points."""
-        where = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        dashes = f" stroke-dasharray='{dash}'" if dash else ""
-        self._elements.append(
-            f"<polyline points='{where}' fill='none' stroke='{colour}' stroke-width='2' "
-            f"stroke-linejoin='round'{dashes}/>"
-        )
-
-    def circle(self, x: float, y: float, radius: float, fill: str, *, tip: str = "") -> None:
-        """A dot, with an optional tooltip."""
-        inner = f"<title>{escape(tip)}</title>" if tip else ""
-        self._elements.append(
-            f"<circle cx='{x:.2f}' cy='{y:.2f}' r='{radius}' fill='{fill}'>{inner}</circle>"
-        )
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        content: str,
-        *,
-        size: float = 11,
-        colour: str = INK,
-        anchor: str = "start",
-        bold: bool = False,
-    ) -> None:
-        """A line of text whose baseline starts (or ends, or centres) at a point."""
-        weight = " font-weight='600'" if bold else ""
-        self._elements.append(
-            f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{colour}' text-anchor='{anchor}'"
-            f"{weight}>{escape(content)}</text>"
-        )
-
-    def render(self, height_px: float) -> str:
-        """The SVG document."""
-        hatch = (
-            "<defs><pattern id='padding' width='6' height='6' patternUnits='userSpaceOnUse' "
-            "patternTransform='rotate(45)'><rect width='6' height='6' fill='#f8f9fb'/>"
-            "<line x1='0' y1='0' x2='0' y2='6' stroke='#98a2b3' stroke-width='2'/></pattern></defs>"
-        )
-        head = (
-            f"<svg xmlns='http://www.w3.org/2000/svg' width='{self.width_px:.0f}' height='{height_px:.0f}' "
-            f"viewBox='0 0 {self.width_px:.0f} {height_px:.0f}' {FONT}><title>{escape(self._title)}</title>"
-        )
-        paper = f"<rect width='{self.width_px:.0f}' height='{height_px:.0f}' fill='{PAPER}'/>"
-        return "\n".join((head, hatch, paper, *self._elements, "</svg>")) + "\n"
+QUIET, RULE, MANY = "#667085", "#d0d5dd", "#dde3ec"
+CHART_LEFT_PX, CHART_TOP_PX, CHART_WIDTH_PX, CHART_HEIGHT_PX = 130, 80, 800, 340
+LOWEST_POWER = -2  # the chart's lowest line is 10^-2 percent
+CURVE_COLOURS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6", "#c2373f", "#3a8fa3")
 
 
 def layout_svg(layout: GroupLayout, title: str = "layout") -> str:
+    """The picture of `layout_picture` as an SVG document."""
+    return layout_picture(layout, title).svg()
+
+
+def layout_picture(layout: GroupLayout, title: str = "layout") -> Canvas:
     """Draw one group: a lane per rank, then a bar per tensor.
 
     Args:
         layout: any layout; large ones are drawn in part, and the picture says so.
         title: headline of the picture.
-
-    Returns:
-        A complete SVG document.
     """
-    canvas = SvgCanvas(LABEL_PX + BODY_PX + 40, title)
+    canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
     names = short_names([slot.fqn for slot in layout.slots])
     canvas.text(20, 32, title, size=18, bold=True)
     canvas.text(20, 52, _summary(layout), size=12, colour=QUIET)
     top = _draw_shards(canvas, layout, names, 84)
     top = _draw_tensors(canvas, layout, names, top + 30)
     _draw_legend(canvas, layout, top + 8)
-    return canvas.render(top + 40)
+    canvas.height_px = top + 40
+    return canvas
 
 
 def rank_colour(rank: int, num_shards: int, *, shade: bool = False) -> str:
@@ -180,7 +112,7 @@ def _drawn_ranks(num_shards: int) -> list[int | None]:
     return [*range(MAX_LANES - 5), None, *range(num_shards - 3, num_shards)]
 
 
-def _draw_shards(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
+def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
     canvas.text(20, top, "Shards: what each rank holds", size=13, bold=True)
     y = top + 12
     for rank in _drawn_ranks(layout.num_shards):
@@ -196,9 +128,9 @@ def _draw_shards(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str], 
     return y
 
 
-def _draw_lane(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str], rank: int, y: float) -> None:
+def _draw_lane(canvas: Canvas, layout: GroupLayout, names: dict[str, str], rank: int, y: float) -> None:
     scale = BODY_PX / max(layout.shard_numel, 1)
-    canvas.rect(LABEL_PX, y, BODY_PX, LANE_PX, "url(#padding)", stroke=RULE, tip=f"rank {rank}: padding")
+    canvas.rect(LABEL_PX, y, BODY_PX, LANE_PX, PADDING, stroke=RULE, tip=f"rank {rank}: padding")
     for index, (slot, piece) in enumerate(layout.pieces_of(rank)):
         x, width = LABEL_PX + piece.local_offset * scale, piece.numel * scale
         tip = (
@@ -213,7 +145,7 @@ def _draw_lane(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str], ra
             canvas.text(x + width / 2, y + LANE_PX / 2 + 4, label, size=10.5, anchor="middle")
 
 
-def _draw_tensors(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
+def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
     canvas.text(20, top, "Tensors: which rank holds which part", size=13, bold=True)
     filled = [slot for slot in layout.slots if slot.numel]
     largest = sorted(filled, key=lambda slot: -slot.numel)[:MAX_TENSORS]
@@ -223,7 +155,7 @@ def _draw_tensors(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str],
         _draw_bar(canvas, layout, slot, y + 1)
         blocks = -(-slot.numel // slot.block_numel)
         note = f"{' x '.join(map(str, slot.shape))}, {blocks:,} x block {slot.block_numel:,}"
-        note += ", scattered: copied" if slot.is_scattered else ""
+        note += ", scattered" if slot.is_scattered else ""
         canvas.text(20, y + 24, note, size=9, colour=QUIET)
         y += BAR_PX + 12 + GAP_PX
     if len(filled) > len(largest):
@@ -232,9 +164,17 @@ def _draw_tensors(canvas: SvgCanvas, layout: GroupLayout, names: dict[str, str],
     return y
 
 
-def _draw_bar(canvas: SvgCanvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
+def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
     scale = BODY_PX / slot.numel
-    for rank in islice(layout.holders(slot), MAX_SEGMENTS):
+    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))
+    if len(holders) > MAX_SEGMENTS:
+        runs = layout.runs_of(slot)
+        count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1
+        canvas.rect(LABEL_PX, y, BODY_PX, BAR_PX, MANY, tip=f"{slot.fqn}: on {count:,} ranks")
+        label = f"on {count:,} ranks, {holders[0]:,} to {last:,}"
+        canvas.text(LABEL_PX + BODY_PX / 2, y + BAR_PX / 2 + 3.5, label, size=10, anchor="middle")
+        return
+    for rank in holders:
         piece = layout.piece(slot, rank)
         x, width = LABEL_PX + piece.range.start * scale, piece.numel * scale
         tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
@@ -246,17 +186,93 @@ def _draw_bar(canvas: SvgCanvas, layout: GroupLayout, slot: TensorSlot, y: float
     if block_px >= 4:
         for tick in range(1, -(-slot.numel // slot.block_numel)):
             x = LABEL_PX + tick * block_px
-            canvas.line(x, y + BAR_PX, x, y + BAR_PX + 4, QUIET, 0.8)
-    canvas.line(LABEL_PX, y + BAR_PX, LABEL_PX + BODY_PX, y + BAR_PX, RULE, 0.8)
+            canvas.line([(x, y + BAR_PX), (x, y + BAR_PX + 4)], QUIET, width=0.8)
+    canvas.line([(LABEL_PX, y + BAR_PX), (LABEL_PX + BODY_PX, y + BAR_PX)], RULE, width=0.8)
 
 
-def _draw_legend(canvas: SvgCanvas, layout: GroupLayout, y: float) -> None:
-    canvas.rect(LABEL_PX, y, 22, 12, "url(#padding)", stroke=RULE)
+def _draw_legend(canvas: Canvas, layout: GroupLayout, y: float) -> None:
+    canvas.rect(LABEL_PX, y, 22, 12, PADDING, stroke=RULE)
     canvas.text(
         LABEL_PX + 28, y + 10, f"padding, {layout.numel - layout.payload_numel:,} elements", colour=QUIET
     )
-    canvas.line(LABEL_PX + 230, y + 2, LABEL_PX + 230, y + 12, INK, 0.8)
+    canvas.line([(LABEL_PX + 230, y + 2), (LABEL_PX + 230, y + 12)], INK, width=0.8)
     canvas.text(LABEL_PX + 238, y + 10, "edge of a block: colours change only there", colour=QUIET)
     canvas.rect(LABEL_PX + 520, y, 12, 12, rank_colour(0, layout.num_shards))
     canvas.rect(LABEL_PX + 532, y, 12, 12, rank_colour(0, layout.num_shards, shade=True))
     canvas.text(LABEL_PX + 550, y + 10, "colour: rank; shades tell neighbouring tensors apart", colour=QUIET)
+
+
+class Curve(NamedTuple):
+    """Padding and copies of one unit over numbers of shards, as fractions of its payload."""
+
+    name: str
+    points: tuple[tuple[int, float, float], ...]  # (shards, padding, copied)
+
+
+def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None = None) -> Canvas:
+    """Chart padding over the number of shards; copied elements are dashed.
+
+    Args:
+        curves: what to draw; all over the same shards.
+        title: headline of the picture.
+        limit: a padding to mark, as a fraction.
+    """
+    canvas = Canvas(title, CHART_LEFT_PX + CHART_WIDTH_PX + 60)
+    canvas.text(20, 32, title, size=18, bold=True)
+    canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, colour=QUIET)
+    shards = [count for count, _, _ in curves[0].points] if curves else []
+    highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
+    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
+    _draw_axes(canvas, shards, top_power)
+    if limit:
+        y = _chart_y(limit, top_power)
+        canvas.line(
+            [(CHART_LEFT_PX, y), (CHART_LEFT_PX + CHART_WIDTH_PX, y)], "#b42318", width=0.8, dashed=True
+        )
+        canvas.text(CHART_LEFT_PX + 4, y - 5, f"warned above {limit:.0%}", size=10, colour="#b42318")
+    y = CHART_TOP_PX + CHART_HEIGHT_PX + 64
+    for index, curve in enumerate(curves):
+        colour = CURVE_COLOURS[index % len(CURVE_COLOURS)]
+        _draw_curve(canvas, curve, colour, top_power)
+        canvas.rect(CHART_LEFT_PX, y - 9, 12, 12, colour)
+        canvas.text(CHART_LEFT_PX + 20, y + 1, curve.name)
+        y += 20
+    canvas.height_px = y + 10
+    return canvas
+
+
+def _draw_axes(canvas: Canvas, shards: Sequence[int], top_power: int) -> None:
+    right = CHART_LEFT_PX + CHART_WIDTH_PX
+    for power in range(LOWEST_POWER, top_power + 1):
+        y = _chart_y(10.0**power / 100, top_power)
+        canvas.line([(CHART_LEFT_PX, y), (right, y)], RULE, width=0.8)
+        label = f"{10.0**power:g} %" if power > LOWEST_POWER else f"{10.0**power:g} % or less"
+        canvas.text(CHART_LEFT_PX - 8, y + 4, label, size=10.5, colour=QUIET, anchor="end")
+    for index, count in enumerate(shards):
+        x = _chart_x(index, len(shards))
+        bottom = CHART_TOP_PX + CHART_HEIGHT_PX
+        canvas.line([(x, bottom), (x, bottom + 5)], QUIET, width=0.8)
+        canvas.text(x, bottom + 20, f"{count:,}", size=10.5, colour=QUIET, anchor="middle")
+    middle = CHART_LEFT_PX + CHART_WIDTH_PX / 2
+    canvas.text(middle, CHART_TOP_PX + CHART_HEIGHT_PX + 40, "shards", colour=QUIET, anchor="middle")
+
+
+def _draw_curve(canvas: Canvas, curve: Curve, colour: str, top_power: int) -> None:
+    xs = [_chart_x(index, len(curve.points)) for index in range(len(curve.points))]
+    copied = [(x, _chart_y(c, top_power)) for x, (_, _, c) in zip(xs, curve.points, strict=True)]
+    if any(c for _, _, c in curve.points):
+        canvas.line(copied, colour, width=1.2, dashed=True)
+    padding = [(x, _chart_y(p, top_power)) for x, (_, p, _) in zip(xs, curve.points, strict=True)]
+    canvas.line(padding, colour, width=2)
+    for (x, y), (count, p, c) in zip(padding, curve.points, strict=True):
+        canvas.dot(x, y, 3.5, colour, tip=f"{curve.name}, {count:,} shards: {p:.2%} padding, {c:.2%} copied")
+
+
+def _chart_x(index: int, count: int) -> float:
+    return CHART_LEFT_PX + CHART_WIDTH_PX * (index + 0.5) / max(count, 1)
+
+
+def _chart_y(ratio: float, top_power: int) -> float:
+    """Logarithmic from 10^LOWEST_POWER percent up; all below lies on the lowest line."""
+    power = max(LOWEST_POWER, math.log10(max(ratio * 100, 1e-9)))
+    return CHART_TOP_PX + CHART_HEIGHT_PX * (top_power - power) / (top_power - LOWEST_POWER)

@@ -1,0 +1,238 @@
+"""Names, shapes and dtypes of a model's parameters, and the units they form, without any of the values.
+
+Shapes come from a module (on the meta device or not), from a mapping, or from the headers of the
+safetensors files of a Hugging Face folder. Units are what one `fully_shard` call each would own: the modules
+of repeated lists (``model.layers.0``, ``model.layers.1``, ..) and the root with all the rest, or as told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from vescale_fsdp.errors import LayoutError, explain
+
+__all__ = ["ParamShape", "ShapeSource", "Unit", "natural_order", "shapes_of", "units_of"]
+
+MAX_HEADER_BYTES = 100 * 2**20  # 100 MiB: the limit of the safetensors format
+DTYPE_OF_CODE = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """What planning must know of one parameter; stands in for it where a granularity function asks."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = True
+    param: Any = field(default=None, compare=False, repr=False)  # the parameter itself, if there is one
+
+    @property
+    def ndim(self) -> int:
+        """Dims of the parameter."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters that one `fully_shard` call owns; names are relative to ``name`` ("" is the root)."""
+
+    name: str
+    params: tuple[ParamShape, ...]
+
+
+@runtime_checkable
+class _Module(Protocol):
+    """A torch.nn.Module, as far as its shapes are concerned: planning does without torch."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]: ...
+
+
+ShapeSource = Mapping[str, Any] | str | os.PathLike[str] | _Module
+
+
+def shapes_of(source: ShapeSource, *, dtype: str = "bfloat16") -> tuple[ParamShape, ...]:
+    """The parameters of a module, a mapping or a Hugging Face folder, in their order there.
+
+    Args:
+        source: a module; a mapping from name to shape, or to ``(shape, dtype name)``; or a folder.
+        dtype: of shapes in a mapping that come without one.
+
+    Raises:
+        LayoutError: for a shape that cannot be, a folder without safetensors files or with damaged headers.
+    """
+    if isinstance(source, Mapping):
+        return tuple(_of_entry(fqn, entry, dtype) for fqn, entry in source.items())
+    if isinstance(source, str | os.PathLike):
+        return _of_folder(Path(source))
+    if isinstance(source, _Module):
+        return tuple(
+            ParamShape(fqn, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, p)
+            for fqn, p in source.named_parameters()
+        )
+    raise LayoutError(
+        explain(
+            "There are no shapes to plan with.",
+            expected="a module, a mapping from name to shape, or a folder with safetensors files",
+            got=type(source).__name__,
+        )
+    )
+
+
+def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:
+    shape, kind = entry, dtype
+    if isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[1], str):
+        shape, kind = entry
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise LayoutError(
+            explain(
+                "A shape cannot be.",
+                expected="whole numbers >= 0, or (shape, dtype name)",
+                got=entry,
+                where=fqn,
+            )
+        )
+    return ParamShape(fqn, tuple(shape), kind)
+
+
+def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise LayoutError(
+            explain(
+                "The folder holds no safetensors files.",
+                expected="*.safetensors as Hugging Face repositories have them",
+                got=f"{len(list(folder.glob('*')))} other files" if folder.is_dir() else "no folder",
+                where=folder,
+                todo="download the weights' files, or pass a mapping of shapes",
+            )
+        )
+    found: dict[str, ParamShape] = {}
+    for file in files:
+        for fqn, entry in _header(file).items():
+            if fqn != "__metadata__":
+                kind = DTYPE_OF_CODE.get(entry["dtype"], str(entry["dtype"]).lower())
+                found[fqn] = ParamShape(fqn, tuple(entry["shape"]), kind)
+    # Files list tensors by name or size; layers come back in the order of their numbers.
+    return tuple(found[fqn] for fqn in sorted(found, key=natural_order))
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        nbytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        room = file.stat().st_size - 8
+        if 0 < nbytes <= min(room, MAX_HEADER_BYTES):
+            try:
+                return dict(json.loads(stream.read(nbytes)))
+            except ValueError:
+                pass  # told below, like any other damage
+    raise LayoutError(
+        explain(
+            "A safetensors file has no readable header.",
+            expected="8 bytes of length, then that much JSON",
+            got=f"length {nbytes} in a file of {room + 8} bytes",
+            where=file,
+            todo="fetch the file again",
+        )
+    )
+
+
+def natural_order(fqn: str) -> list[tuple[int, int, str]]:
+    """Sort key of names: numbers by value, so that layer 2 comes before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in fqn.split(".")]
+
+
+def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> tuple[Unit, ...]:
+    """Share parameters out to units; the root comes last, as it is wrapped last.
+
+    Args:
+        shapes: all parameters, by full name.
+        names: names of the modules to be wrapped, each part of which may be a pattern
+            (``"model.layers.*"``); the deepest that holds a parameter gets it. None: the members of lists
+            in which at least two have the same parameters.
+
+    Raises:
+        LayoutError: if a name matches no module.
+    """
+    prefixes = _repeated(shapes) if names is None else _matching(shapes, names)
+    members: dict[str, list[ParamShape]] = {}
+    for shape in shapes:
+        unit = next((p for p in reversed(_ancestors(shape.fqn)) if p in prefixes), "")
+        members.setdefault(unit, []).append(shape)
+    root = members.pop("", None)
+    ordered = [*members.items(), *([("", root)] if root else [])]
+    return tuple(Unit(name, tuple(_relative(shape, name) for shape in params)) for name, params in ordered)
+
+
+def _relative(shape: ParamShape, prefix: str) -> ParamShape:
+    fqn = shape.fqn.removeprefix(prefix + ".") if prefix else shape.fqn
+    return ParamShape(fqn, shape.shape, shape.dtype, shape.requires_grad, shape.param)
+
+
+def _ancestors(fqn: str) -> list[str]:
+    """Modules that hold a parameter, outermost first, without the root."""
+    parts = fqn.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _repeated(shapes: Sequence[ParamShape]) -> set[str]:
+    """Members of the outermost lists in which at least two members have the same parameters."""
+    lists: dict[str, dict[str, list[ParamShape]]] = {}
+    for shape in shapes:
+        member = next((a for a in _ancestors(shape.fqn) if a.rpartition(".")[2].isdigit()), None)
+        if member is not None:
+            lists.setdefault(member.rpartition(".")[0], {}).setdefault(member, []).append(shape)
+    found: set[str] = set()
+    for members in lists.values():
+        kinds = [tuple(_relative(s, name) for s in params) for name, params in members.items()]
+        if len(set(kinds)) < len(kinds):
+            found.update(members)
+    return found
+
+
+def _matching(shapes: Sequence[ParamShape], names: Sequence[str]) -> set[str]:
+    modules = sorted({ancestor for shape in shapes for ancestor in _ancestors(shape.fqn)})
+    found: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        matched = [
+            module
+            for module in modules
+            if len(split := module.split(".")) == len(parts)
+            and all(fnmatch.fnmatchcase(part, pattern) for part, pattern in zip(split, parts, strict=True))
+        ]
+        if name and not matched:
+            raise LayoutError(
+                explain(
+                    "A unit's name matches no module.",
+                    expected="names of modules that hold parameters, or '' for the root",
+                    got=repr(name),
+                    where=f"near it: {', '.join(difflib.get_close_matches(name, modules, 5, 0.3)) or modules[:5]}",
+                    todo="write one part per module level, such as 'model.layers.*'",
+                )
+            )
+        found.update(matched)
+    return found
