@@ -63,10 +63,11 @@ def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
 
 
 class _LocalReader(FileReader):
+    """Opens the file for each read: a restart on few ranks may read from thousands of files at once."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._size = os.fstat(self._file).st_size
+        self._size = path.stat().st_size
 
     @property
     def size_bytes(self) -> int:
@@ -74,17 +75,21 @@ class _LocalReader(FileReader):
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        first = 0
-        while first < len(views):
-            batch = views[first : first + _MAX_BUFFERS]
-            read = os.preadv(self._file, batch, offset_bytes)
-            if read == 0 and any(len(view) for view in batch):
-                raise EOFError(f"{self._path} ends at byte {offset_bytes}")
-            offset_bytes += read
-            first += _drop(views, first, read)
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            first = 0
+            while first < len(views):
+                batch = views[first : first + _MAX_BUFFERS]
+                read = os.preadv(file, batch, offset_bytes)
+                if read == 0 and any(len(view) for view in batch):
+                    raise EOFError(f"{self._path} ends at byte {offset_bytes}")
+                offset_bytes += read
+                first += _drop(views, first, read)
+        finally:
+            os.close(file)
 
     def close(self) -> None:
-        os.close(self._file)
+        """Nothing is held between reads."""
 
 
 def _threads_per_rank() -> int:

@@ -1,0 +1,123 @@
+"""What must not grow: the manifest with ranks, collectives with tensors, memory with the state, open files."""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.checkpoint_states import mixed_state
+from tests.distributed import run_ranks
+from tools.bench_checkpoint import Settings, Shards, counted_collectives, peak_growth, simulated
+from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
+from vescale_fsdp.checkpoint.rankfile import RankFile
+from vescale_fsdp.checkpoint.rankset import RankSet
+from vescale_fsdp.checkpoint.structure import Entry, Structure
+
+
+def _manifest(world: int) -> Manifest:
+    return build_manifest([(RankSet.world(world), simulated(world, 300))], save_id="0" * 16, world_size=world)
+
+
+def test_the_manifest_does_not_grow_with_ranks() -> None:
+    """16,384 ranks need as many bytes as 2, within 1 %, and every rank's file follows from them."""
+    small, large = _manifest(2), _manifest(16_384)
+
+    sizes = [len(small.to_bytes()), len(large.to_bytes())]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.01
+    again = Manifest.from_bytes(large.to_bytes(), where="here")
+    assert again == large
+    for rank in (0, 7777, 16_383):
+        assert RankFile(again, rank).header == RankFile(large, rank).header
+    pieces = [piece for rank in range(0, 16_384, 512) for piece in RankFile(large, rank).pieces]
+    assert len(pieces) >= 32 and all(piece.region.numel for piece in pieces)
+
+
+def test_files_of_a_large_world_add_up() -> None:
+    """All ranks' pieces of a simulated world hold every element once."""
+    manifest = _manifest(256)
+
+    stored = Counter[str]()
+    for rank in range(256):
+        for piece in RankFile(manifest, rank).pieces:
+            stored[manifest.entries[piece.place].name] += piece.region.numel
+    assert stored == {entry.name: entry.numel for entry in manifest.entries}
+
+
+def _count(path: Path) -> dict[str, int]:
+    state = mixed_state()
+    save(path / "warm", state)
+    found: Counter[str] = Counter()
+    with counted_collectives(found):
+        save(path / "c", state)
+    return dict(found)
+
+
+def test_saving_gathers_nothing(tmp_path: Path) -> None:
+    """Three small all-reduces are all that ranks say to each other."""
+    for found in run_ranks(2, _count, tmp_path):
+        assert found == {"all_reduce": 3}
+
+
+def _settings(tmp_path: Path, ranks: int) -> Settings:
+    return Settings(ranks, ranks, 512, 1, str(tmp_path))
+
+
+def _memory(tmp_path: Path, saving: bool) -> tuple[float, float]:
+    world = dist.get_world_size()
+    shards = Shards(_settings(tmp_path, world), init_device_mesh("cpu", (world,)))
+    found: dict[str, float] = {}
+    with peak_growth(found, "peak"):
+        if saving:
+            save(tmp_path / "c", shards.state)
+        else:
+            load(tmp_path / "c", shards.state)
+    return found["peak"], shards.num_bytes / (1 << 20)
+
+
+def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
+    """Blocking saves and resharding loads of more than 100 MiB per rank need little besides."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the high-water mark of memory is read from Linux's /proc")
+    for peak, state_mib in run_ranks(2, _memory, tmp_path, True):
+        assert state_mib > 150 and peak < 64
+    for peak, state_mib in run_ranks(3, _memory, tmp_path, False):
+        assert state_mib > 80 and peak < 64
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    """A reader of many ranks' files does not hold them all open."""
+    entry = Entry("x", "int64", (600, 3), 0, ())
+    structure = Structure({"x": {"$": "tensor", "i": 0}}, (entry,), ((),), ())
+    _write_as(tmp_path / "c", structure, 600)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        found = read_state(tmp_path / "c")["x"].read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(torch.arange(1800).reshape(600, 3), found)
+
+
+def _write_as(path: Path, structure: Structure, world: int) -> None:
+    """Write the files of a world one by one, from one process."""
+    from vescale_fsdp.checkpoint.image import FileImage
+    from vescale_fsdp.checkpoint.local import LocalStorage
+    from vescale_fsdp.checkpoint.saving import commit_manifest
+    from vescale_fsdp.checkpoint.writing import write_rank_file
+
+    storage: Any = LocalStorage(path, durable=False)
+    manifest = build_manifest(
+        [(RankSet.world(world), structure)], save_id="1" * 16, world_size=world, split_bytes=16
+    )
+    whole = torch.arange(1800).reshape(600, 3)
+    for rank in range(world):
+        write_rank_file(storage, FileImage(RankFile(manifest, rank), {"x": whole}, b""))
+    commit_manifest(storage, manifest, replace=False)
