@@ -6,6 +6,7 @@ from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME
 from vescale_fsdp.conversion.dcp_source import METADATA_FILE, open_dcp
 from vescale_fsdp.conversion.hf_source import open_hf_folder, open_safetensors
 from vescale_fsdp.conversion.native_source import open_native
+from vescale_fsdp.conversion.ranks_source import open_ranks, rank_files
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
 from vescale_fsdp.conversion.to_zarr import ROOT_FILE
@@ -15,7 +16,7 @@ from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["KINDS", "open_source"]
 
-KINDS = ("native", "dcp", "hf", "safetensors", "torch", "zarr")
+KINDS = ("native", "dcp", "hf", "safetensors", "torch", "zarr", "ranks")
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -44,6 +45,8 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         return open_safetensors(open_store(parent), name)
     if found == "zarr":
         return open_zarr(folder)
+    if found == "ranks":
+        return open_ranks(folder, trust_pickle=trust_pickle)
     if found == "torch":
         parent, name = split_file(url)
         return open_torch(open_store(parent), name, trust_pickle=trust_pickle)
@@ -60,6 +63,8 @@ def _detect(folder: Store, url: str) -> str:
         return "zarr"
     if any(file.endswith((".safetensors", ".safetensors.index.json")) and "/" not in file for file in files):
         return "hf"
+    if rank_files(files):
+        return "ranks"
     if files:
         raise ConversionError(_unknown(url, f"a folder with {', '.join(files[:4])}"))
     parent, name = split_file(url)

@@ -17,7 +17,7 @@ from typing import Any
 from vescale_fsdp.conversion.dtypes import DTYPES, DType, dtype_from_torch
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
-__all__ = ["Record", "TensorRef", "load_dcp_metadata", "load_tensor_pickle"]
+__all__ = ["Record", "ShardRef", "TensorRef", "load_dcp_metadata", "load_tensor_pickle"]
 
 # What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
 _DAMAGE = (
@@ -63,6 +63,40 @@ class TensorRef:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in items
     storage_offset: int  # in items
+
+
+@dataclass(frozen=True)
+class ShardRef:
+    """A DTensor as a rank pickled it: the rank's part, and where it belongs."""
+
+    local: TensorRef
+    shape: tuple[int, ...]  # of the full tensor
+    placements: tuple[Record, ...]  # stand-ins, named as torch's placements
+    coordinates: tuple[int, ...]  # of the rank, one per mesh axis
+
+
+class _Fields(tuple[Any, ...]):
+    """Stand-in for a named tuple of torch."""
+
+    def __new__(cls, *args: Any) -> _Fields:
+        return super().__new__(cls, args)
+
+
+def _rebuild_wrapper(*args: Any) -> Any:
+    return args
+
+
+def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor with Python attributes, which matter only for a DTensor."""
+    if function is not _rebuild_wrapper:
+        return function(*args)
+    merged: dict[str, Any] = {}
+    for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
+        merged |= part or {}
+    spec = merged["_spec"]
+    return ShardRef(
+        merged["_local_tensor"], tuple(args[2]), tuple(spec.placements), tuple(spec.mesh._coordinate_on_dim)
+    )
 
 
 @dataclass(frozen=True)
@@ -159,6 +193,25 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("_codecs", "encode"): _encode,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
+    ("torch", "device"): _path,
+    ("builtins", "set"): set,
+    **{
+        (module, name): type(name, (Record,), {})
+        for module, names in {
+            "torch.distributed.tensor": ("DTensor",),
+            "torch.distributed._tensor.api": ("DTensor",),
+            "torch.distributed.tensor._api": ("DTensor",),
+            "torch.distributed.device_mesh": ("DeviceMesh",),
+            "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
+            "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
+            "torch.distributed.tensor.placement_types": ("Shard", "_StridedShard", "Replicate", "Partial"),
+        }.items()
+        for name in names
+    },
+    ("torch.distributed.tensor._dtensor_spec", "TensorMeta"): _Fields,
+    ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry"): _Fields,
 }
 
 
