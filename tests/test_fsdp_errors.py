@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests import models
 from tests.distributed import cpu_mesh, run_ranks
@@ -36,6 +37,10 @@ def mistakes() -> None:
     strided.weight = nn.Parameter(torch.randn(4, 4).t())
     with pytest.raises(NotImplementedError, match="contiguous"):
         fully_shard(strided, mesh=mesh)
+    subclass = nn.Linear(4, 4)
+    subclass.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    with pytest.raises(NotImplementedError, match="TwoTensor"):
+        fully_shard(subclass, mesh=mesh)
     with pytest.raises(ValueError, match="Rows"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, granularity=lambda fqn, param: 3)  # type: ignore[return-value,arg-type]
     model = fully_shard(nn.Linear(2, 2), mesh=mesh)

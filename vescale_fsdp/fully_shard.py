@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, check_patterns, resolve_granularity
@@ -308,6 +308,16 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
                 got=f"one that fully_shard has already taken as {taken_by!r}",
                 where=fqn,
                 todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
+            )
+        )
+    if type(param.data) is not torch.Tensor and not isinstance(param, DTensor):
+        raise UnsupportedOpError(
+            explain(
+                "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
+                expected="plain tensors, or DTensors of other parallelisms",
+                got=f"{type(param.data).__name__} (fsdp_pre_all_gather and the like are not called)",
+                where=fqn,
+                todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
             )
         )
     if param.ndim == 0:
