@@ -105,10 +105,11 @@ def test_half_written_progress_line_is_left_out(tmp_path: Path) -> None:
 
 def test_demo_from_start_to_end(tmp_path: Path) -> None:
     """The demo with few steps: every claim holds, and everything it promises lies in its folder."""
-    command = [sys.executable, "-m", "tools.demo", "--steps", "26", "--save-at", "8", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=400
-    )
+    root = Path(__file__).parent.parent
+    recipe = subprocess.run(["make", "-n", "demo"], cwd=root, capture_output=True, text=True, check=True)
+    _, *arguments = recipe.stdout.splitlines()[-1].split()  # what `make demo` runs, after the interpreter
+    command = [sys.executable, *arguments, "--steps", "26", "--save-at", "8", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  ok: ") == 7
