@@ -45,7 +45,7 @@ class Journal:
     @property
     def name(self) -> str:
         """Its file name."""
-        return f".{self.stem}{_SUFFIX}"
+        return f".{self.stem}{_SUFFIX}" if self.stem else _SUFFIX
 
     def start(self) -> None:
         """Write the first line; an older journal of that name is replaced."""

