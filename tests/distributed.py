@@ -33,6 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -279,13 +280,18 @@ def _answer(call: _Call, payload: bytes) -> bytes:
         return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
 
 
+@lru_cache(maxsize=1)
+def _client(store_port: int) -> dist.TCPStore:
+    """This worker's connection to the store, kept: every dozenth new one takes 5 s (torch 2.13, loopback)."""
+    return dist.TCPStore("127.0.0.1", store_port, is_master=False)
+
+
 @contextmanager
 def _process_group(call: _Call) -> Iterator[None]:
     """A default process group for one call; closing it wakes ranks that wait for this one."""
-    store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(call.store_prefix, store),
+        store=dist.PrefixStore(call.store_prefix, _client(call.store_port)),
         rank=call.rank,
         world_size=call.world_size,
         timeout=timedelta(seconds=call.timeout_s + 60),  # a hang is ours to report, not gloo's
