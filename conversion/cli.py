@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +20,7 @@ import click
 from tqdm import tqdm
 
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
-from vescale_fsdp.conversion.copying import CopyLimits, Progress
+from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.inspection import describe, format_bytes, format_description
@@ -138,8 +137,8 @@ def verify_command(
 ) -> None:
     """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
-    with progress_bar(0 if quick else source.nbytes, quiet=quiet) as progress:
-        report = verify(source, deep=not quick, progress=progress)
+    with _Progress(0 if quick else source.nbytes, quiet=quiet) as progress:
+        report = verify(source, deep=not quick, progress=progress.advance)
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -171,9 +170,11 @@ def diff_command(
 ) -> None:
     """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
     left, right = open_source(a), open_source(b)
-    with progress_bar(left.nbytes + right.nbytes, quiet=quiet) as progress:
+    with _Progress(left.nbytes + right.nbytes, quiet=quiet) as progress:
         tolerance = Tolerance(rtol, atol, ignore_dtype)
-        found, compared = diff(left, right, tolerance=tolerance, model_only=model_only, progress=progress)
+        found, compared = diff(
+            left, right, tolerance=tolerance, model_only=model_only, progress=progress.advance
+        )
     if as_json:
         click.echo(json.dumps({"compared": compared, "differences": [d.to_json() for d in found]}, indent=2))
     else:
@@ -310,8 +311,10 @@ def _convert(
     )
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
-    with progress_bar(source.nbytes, quiet=quiet) as progress:
-        report = convert(source, out, target_kind, options, progress=progress)
+    with _Progress(source.nbytes, quiet=quiet) as progress:
+        report = convert(
+            source, out, target_kind, options, progress=progress.advance, announce=progress.announce
+        )
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
@@ -320,20 +323,31 @@ def _convert(
         click.echo(_summary(report))
 
 
-@contextmanager
-def progress_bar(total_bytes: int, *, quiet: bool) -> Iterator[Progress]:
+class _Progress:
     """Bytes on stderr; nothing if that is no terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    lock = threading.Lock()
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr) as bar:
 
-        def advance(nbytes: int) -> None:
-            with lock:
-                bar.update(nbytes)
+    def __init__(self, total_bytes: int, *, quiet: bool) -> None:
+        shown = not quiet and sys.stderr.isatty()
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr) if shown else None
+        self._lock = threading.Lock()
 
-        yield advance
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def announce(self, total_bytes: int) -> None:
+        """What there is to do, once it is known."""
+        if self._bar is not None:
+            self._bar.reset(total_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        """From any thread."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.update(nbytes)
 
 
 def _summary(report: ConvertReport) -> str:

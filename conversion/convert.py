@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,7 @@ def convert(
     options: ConvertOptions | None = None,
     *,
     progress: Progress = lambda _: None,
+    announce: Callable[[int], None] = lambda _: None,
 ) -> ConvertReport:
     """Write ``source`` to ``target`` in another format.
 
@@ -123,6 +124,7 @@ def convert(
         kind: one of `TARGETS`.
         options: defaults throughout if None.
         progress: called with bytes written since the last call, from several threads.
+        announce: called once, before the first byte, with how many bytes of tensors there will be.
 
     Raises:
         ConversionError: if the target is refused or the state cannot be expressed in the format.
@@ -130,6 +132,7 @@ def convert(
     """
     chosen = options or ConvertOptions()
     report = _plan(source, target, kind, chosen)
+    announce(report.plan.tensor_nbytes)
     outcome = run_plan(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
     return ConvertReport(**{**vars(report), "outcome": outcome})
 

@@ -151,6 +151,11 @@ class FilePlan:
         """Size of the whole file."""
         return sum(part.nbytes for part in self.parts)
 
+    @cached_property
+    def tensor_nbytes(self) -> int:
+        """Bytes of tensors in the file."""
+        return sum(part.nbytes for part in self.parts if isinstance(part, TensorPart))
+
     def segments(self, buffer_bytes: int) -> Iterator[tuple[int, int, int]]:
         """(index of a tensor part, first item, stop item) of every piece of work, in file order."""
         for index, part in enumerate(self.parts):

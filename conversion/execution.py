@@ -138,7 +138,7 @@ class _Run:
     def run(self) -> Outcome:
         kept = self._keep_finished()
         todo = [file for file in self._files if file.name not in kept]
-        self._progress(sum(file.nbytes for file in self._files if file.name in kept))
+        self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
         try:
             self._copy(todo)
             self._mine.complete()

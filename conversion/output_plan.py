@@ -50,7 +50,7 @@ class OutputPlan:
     @cached_property
     def tensor_nbytes(self) -> int:
         """Bytes of tensor data in all files."""
-        return sum(p.nbytes for file in self.files for p in file.parts if isinstance(p, TensorPart))
+        return sum(file.tensor_nbytes for file in self.files)
 
     def fingerprint(self) -> str:
         """Equal for equal plans: names, sizes and contents of all files, as far as metadata tells."""

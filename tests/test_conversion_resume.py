@@ -178,3 +178,20 @@ def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_p
     sizes = ["--max-shard-size", str(SHARD_BYTES), "--memory-budget", "8MiB"]
     subprocess.run([*command, *arguments, *sizes], check=True, capture_output=True)
     assert contents(tmp_path / "out") == expected
+
+
+def test_progress_adds_up(source: str, tmp_path: Path) -> None:
+    """The bytes announced are the bytes reported, also when finished files are kept."""
+    announced, done = [], []
+    chosen = ConvertOptions(max_shard_bytes=SHARD_BYTES, run=RunOptions(limits=LIMITS, resume=True))
+    _interrupt(source, tmp_path / "out", 18)
+    report = convert(
+        open_source(source),
+        str(tmp_path / "out"),
+        "hf",
+        chosen,
+        progress=done.append,
+        announce=announced.append,
+    )
+    assert report.outcome.kept and announced == [report.plan.tensor_nbytes]
+    assert sum(done) == announced[0]
