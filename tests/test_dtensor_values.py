@@ -123,3 +123,17 @@ def test_strided_pieces_make_the_tensor() -> None:
         [2.0, 3.0, 4.0, 5.0],
         [8.0, 9.0, 10.0, 11.0],
     ]
+
+
+def both_orders() -> bool:
+    """Rows cut raggedly beside columns cut by Shard(1): whichever axis cuts first, a rank holds the same."""
+    mesh = cpu_mesh(2, 2)
+    full = plain((4, 6))
+    ours = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3)), Shard(1)]).to_local()
+    rows = full[:1] if mesh.get_local_rank(0) == 0 else full[1:]
+    return torch.equal(ours, rows.chunk(2, dim=1)[mesh.get_local_rank(1)].reshape(-1))
+
+
+def test_order_of_axes_beside_other_dims() -> None:
+    """Cuts between whole rows (blocks that are multiples of the row) commute with Shard of a later dim."""
+    assert run_ranks(4, both_orders) == [True] * 4

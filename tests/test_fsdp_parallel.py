@@ -92,7 +92,7 @@ def inputs(step: int, replica: int) -> torch.Tensor:
 
 
 def train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> tuple[int, list[str]]:
-    """Four AdamW steps beside one process; returns elements held here and the placements."""
+    """Four clipped AdamW steps beside one process; returns elements held here and the placements."""
     mesh = cpu_mesh(*shape, names=names)
     dp = names[:-1]
     model, reference = parallel(mesh, dp, **options), build()
@@ -110,6 +110,9 @@ def train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any
         for (name, param), twin in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert isinstance(param, RaggedDTensor) and isinstance(param.grad, RaggedDTensor), name
             torch.testing.assert_close(param.grad.full_tensor(), twin.grad, msg=lambda m, n=name: f"{n} {m}")
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
+        assert isinstance(norms[0], DTensor) and norms[1] > 0.1
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -128,6 +131,7 @@ def train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any
         ((2, 2), ("dp", "tp"), {"reshard_after_forward": False}),
         ((4, 1), ("dp", "tp"), {}),
         ((2, 1, 2), ("replicate", "shard", "tp"), {}),
+        ((2, 2, 2), ("replicate", "shard", "tp"), {}),
         ((1, 2, 2), ("replicate", "shard", "tp"), {"granularity": Rows(1)}),
     ],
     ids=str,

@@ -185,6 +185,28 @@ def test_hybrid_reduces_pieces_over_replicas() -> None:
         assert {name: len(sent) for name, sent in calls.items()} == {"reduce_scatter_into": 1}
 
 
+def hybrid_averages() -> None:
+    """Averages over both axes, in one step and in two; a Partial ragged tensor sums itself before a product."""
+    mesh = cpu_mesh(2, 2)
+    own = plain(SHAPE, dist.get_rank())
+    every = torch.stack([plain(SHAPE, rank) for rank in range(4)]).view(2, 2, *SHAPE)
+    cut = RaggedShard((0,), (2, 1))
+    tensor = DTensor.from_local(own, mesh, [Partial("avg"), Partial("sum")], run_check=False)
+    there = move(tensor, [Replicate(), cut])
+    torch.testing.assert_close(there.full_tensor(), every.sum(1).mean(0))
+    halfway = move(tensor, [Partial("avg"), cut])
+    assert isinstance(halfway, RaggedDTensor) and halfway.placements[0].is_partial()
+    torch.testing.assert_close((halfway * halfway).full_tensor(), every.sum(1).mean(0) ** 2)
+    torch.testing.assert_close(halfway.sum().full_tensor(), every.sum(1).mean(0).sum())
+    with pytest.raises(NotImplementedError, match="sums are not done"):
+        halfway.add_(1)
+
+
+def test_averages_and_unfinished_sums() -> None:
+    """Averages divide by their own axis only; sums that are not done are done before anything reads them."""
+    run_ranks(4, hybrid_averages)
+
+
 PLACEMENTS_2D: list[tuple[Placement, Placement]] = [
     (Replicate(), Replicate()),
     (Replicate(), RaggedShard((0, 1), (13, 17))),

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp.collectives import all_reduce_in_place, gathered
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.geometry import numel_of
-from vescale_fsdp.operands import bind, is_partial, localise, refuse, summed
+from vescale_fsdp.operands import bind, first_ragged, is_partial, localise, refuse, summed
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.spec import inner_box, make_spec, ragged_axis
 from vescale_fsdp.torch_private import NormPartial
@@ -287,7 +287,12 @@ def _unreduced_norm(tensor: RaggedDTensor, order: float, dtype: torch.dtype | No
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Norms of a list of tensors. Tensors cut over the same mesh axes share one collective."""
+    """Norms of a list of tensors. Tensors cut over the same mesh axes share one collective.
+
+    All norms come back on the mesh of the first ragged tensor, where they are as replicated as on their own:
+    tensors beside and without tensor parallelism can then be clipped together, which torch's stack of DTensors
+    on different meshes refuses.
+    """
     named = bind(func, args, kwargs)
     tensors, order, dtype = named["self"], _order(named), named.get("dtype")
     norms: list[Any] = [None] * len(tensors)
@@ -301,10 +306,12 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             _check_norm_order(func, tensor, order)
             cut = tuple(not p.is_replicate() for p in tensor.placements)
             together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
+    home = first_ragged(tensors)
     for indices in together.values():
         own = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices])
         whole = _norm_of_norms(_gather_answers(own, tensors[indices[0]]), order).unbind()
-        first = _replicated(whole[0], tensors[indices[0]])
+        assert home is not None
+        first = _replicated(whole[0], home)
         for index, value in zip(indices, whole, strict=True):
             norms[index] = DTensor(value, first._spec, requires_grad=False)  # type: ignore[call-arg]
     return norms
