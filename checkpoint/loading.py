@@ -135,7 +135,8 @@ class Loader:
         self, plan: ReadPlan, state: Any, strict: Strict, include: tuple[str, ...] | None
     ) -> tuple[CheckpointReader, Match, list[Target]]:
         """Everything that can fail before a byte is overwritten."""
-        reader = CheckpointReader(self.storage)
+        coordinator = self.coordinator
+        reader = CheckpointReader(self.storage, own_rank=coordinator.rank, world_size=coordinator.world_size)
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)

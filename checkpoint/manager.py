@@ -204,11 +204,16 @@ class CheckpointManager:
 
     def _candidates(self, wanted: int | None) -> list[tuple[int, str, Storage]]:
         """Steps to try, newest first, memory before disk; the same on all ranks."""
-        found = [(step, "disk", self._root.child(_folder(step))) for step in self.steps()]
+        found = [(step, "disk", self._root.child(_folder(step)), "") for step in self.steps()]
         if self._ram is not None:
-            found += [(step, "ram", storage) for step, storage in self._ram.steps()]
-        keys = self._coordinator.common([(step, tier) for step, tier, _ in found])
-        chosen = [item for item in found if (item[0], item[1]) in keys and wanted in (None, item[0])]
+            found += [(step, "ram", storage, attempt) for step, storage, attempt in self._ram.steps()]
+        # A step in memory counts if all nodes hold parts of the same attempt to save it.
+        keys = self._coordinator.common([(step, tier, attempt) for step, tier, _, attempt in found])
+        chosen = [
+            (step, tier, storage)
+            for step, tier, storage, attempt in found
+            if (step, tier, attempt) in keys and wanted in (None, step)
+        ]
         return sorted(chosen, key=lambda item: (item[0], item[1] == "ram"), reverse=True)
 
     def _folders(self) -> list[tuple[int, bool]]:

@@ -66,7 +66,8 @@ class Manifest:
         blob_bytes: bytes kept in each rank's file for per-rank values (0 if there are none).
         user: the user's own JSON.
         stripe_bytes: bytes per checksum.
-        split_bytes: replicas share the writing of a region of at least so many bytes.
+        split_bytes: replicas share the writing of a region of at least so many bytes; None lets every replica
+            store all of it, for storage that ranks do not share.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
     """
 
@@ -78,7 +79,7 @@ class Manifest:
     blob_bytes: int = 0
     user: Json = None
     stripe_bytes: int = STRIPE_BYTES
-    split_bytes: int = SPLIT_BYTES
+    split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -106,7 +107,7 @@ class Manifest:
 
     def split(self, place: int, region: Region, replica: int, replicas: int) -> Region:
         """What one of several replicas of a region stores: an equal part, or all of a small one's first."""
-        if replicas == 1:
+        if replicas == 1 or self.split_bytes is None:
             return region
         if region.numel * self.entries[place].itemsize < self.split_bytes:
             start = region.span.start
@@ -196,7 +197,7 @@ def build_manifest(
     blob_bytes: int = 0,
     user: Json = None,
     stripe_bytes: int = STRIPE_BYTES,
-    split_bytes: int = SPLIT_BYTES,
+    split_bytes: int | None = SPLIT_BYTES,
 ) -> Manifest:
     """The manifest of a state whose ranks have these structures. Pure: needs no process group.
 
@@ -290,7 +291,7 @@ def _prove(manifest: Manifest, where: str) -> None:
             lambda: f"blob_bytes {manifest.blob_bytes!r}",
         ),
         (
-            type(manifest.split_bytes) is int and manifest.split_bytes >= 0,
+            manifest.split_bytes is None or (type(manifest.split_bytes) is int and manifest.split_bytes >= 0),
             lambda: f"split_bytes {manifest.split_bytes!r}",
         ),
     ]

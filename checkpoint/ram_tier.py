@@ -1,8 +1,9 @@
 """`RamTier`: newest states in the node's shared memory, which outlives a killed worker.
 
 Same format, same checks, on a memory file system (``/dev/shm``): a save is one copy and costs no disk; a restart
-on the same node reads it back at memory speed. When the node is lost, so is this tier, and the disk's newest
-step counts. A step in memory is used only if every rank finds it; else all go to disk together.
+on the same nodes reads it back at memory speed. Every rank stores all that it holds and every node has its own
+manifest, so no node needs another's memory at the same world size. When a node is lost, so is its part, and the
+disk's newest step counts: a step in memory is used only if every rank finds the same attempt of it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 from vescale_fsdp.checkpoint.agreement import Coordinator
 from vescale_fsdp.checkpoint.local import LocalStorage
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME
-from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.reader import read_manifest
+from vescale_fsdp.checkpoint.saving import Saver, is_node_leader
 from vescale_fsdp.checkpoint.storage import Storage
 from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["RamTier"]
 
@@ -60,20 +63,25 @@ class RamTier:
 
     def save(self, coordinator: Coordinator, step: int, state: Any, user: Json) -> None:
         """Save a step and forget older ones; a collective."""
-        Saver(self._root.child(f"step-{step:08d}"), coordinator, overwrite=True).save(state, user)
-        if coordinator.rank == 0:
-            older = [number for number, _ in self.steps() if number < step]
+        storage = self._root.child(f"step-{step:08d}")
+        Saver(storage, coordinator, overwrite=True, every_node=True).save(state, user)
+        if coordinator.rank == 0 or is_node_leader():
+            older = [number for number, _, _ in self.steps() if number < step]
             for number in older[: len(older) + 1 - self._keep_last]:
                 self._root.remove(f"step-{number:08d}/{MANIFEST_NAME}")
                 self._root.remove(f"step-{number:08d}")
 
-    def steps(self) -> list[tuple[int, Storage]]:
-        """Complete steps that this node holds, ascending."""
-        found: list[tuple[int, Storage]] = []
+    def steps(self) -> list[tuple[int, Storage, str]]:
+        """Complete steps that this node holds, ascending, each with the name of the attempt that wrote it."""
+        found: list[tuple[int, Storage, str]] = []
         for name in self._root.list_folder(""):
             match = _STEP.fullmatch(name)
             if match and self._root.exists(f"{name}/{MANIFEST_NAME}"):
-                found.append((int(match[1]), self._root.child(name)))
+                storage = self._root.child(name)
+                try:
+                    found.append((int(match[1]), storage, read_manifest(storage).save_id))
+                except CheckpointError:
+                    continue  # a damaged step of a tier that may vanish at any time is no step
         return sorted(found, key=lambda item: item[0])
 
     def clear(self) -> None:

@@ -82,8 +82,9 @@ class Saver:
     coordinator: Coordinator
     overwrite: bool = False
     stripe_bytes: int = STRIPE_BYTES
-    split_bytes: int = SPLIT_BYTES
+    split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
+    every_node: bool = False  # the storage is each node's own: every rank stores all it holds
 
     def __post_init__(self) -> None:
         if self.format not in ("native", "zarr"):
@@ -167,7 +168,7 @@ class Saver:
             blob_bytes=agreed.blob_bytes,
             user=user,
             stripe_bytes=self.stripe_bytes,
-            split_bytes=self.split_bytes,
+            split_bytes=None if self.every_node else self.split_bytes,
         )
         if self.format == "native":
             return manifest
@@ -192,15 +193,22 @@ class Saver:
 
     def _commit(self, manifest: Manifest) -> None:
         error = None
-        if self.coordinator.rank == 0:
+        if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
             try:
-                commit_manifest(self.storage, manifest, replace=self.overwrite)
+                commit_manifest(
+                    self.storage, manifest, replace=self.overwrite, check_files=not self.every_node
+                )
             except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
                 error = caught
         self.coordinator.raise_together(error, f"committing {self.storage.where}")
 
 
-def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool) -> None:
+def is_node_leader() -> bool:
+    """Whether this rank is its node's first, as torchrun numbers them."""
+    return os.environ.get("LOCAL_RANK") == "0"
+
+
+def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, check_files: bool = True) -> None:
     """Check that every rank's file is there, publish the manifest, and remove what older attempts left.
 
     Raises:
@@ -209,7 +217,7 @@ def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool) -> N
     folder = f"data-{manifest.save_id}"
     present = set(storage.list_folder(folder))
     wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
-    missing = [name for name in wanted if name not in present]
+    missing = [name for name in wanted if name not in present and check_files]
     if missing:
         raise CheckpointError(
             explain(

@@ -22,10 +22,16 @@ class Source(NamedTuple):
 
 
 class SourceFinder:
-    """Finds the sources of regions; rank files are computed once each, when first needed."""
+    """Finds the sources of regions; rank files are computed once each, when first needed.
 
-    def __init__(self, manifest: Manifest) -> None:
+    Args:
+        manifest: the checkpoint's manifest.
+        own_rank: whose file to take where every replica stores all; default: the first replica's.
+    """
+
+    def __init__(self, manifest: Manifest, own_rank: int | None = None) -> None:
         self.manifest = manifest
+        self._own_rank = own_rank
         self._files: dict[int, RankFile] = {}
 
     def file(self, rank: int) -> RankFile:
@@ -64,6 +70,8 @@ class SourceFinder:
         touching = manifest.distribution(place).touching(entry.shape, wanted, manifest.structure.layouts)
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
+            if manifest.split_bytes is None:
+                ranks = [self._own_rank] if self._own_rank in ranks else ranks[:1]
             for replica, rank in enumerate(ranks):
                 share = manifest.split(place, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():

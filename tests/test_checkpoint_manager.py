@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,66 @@ def test_the_tier_in_memory(tmp_path: Path) -> None:
         "step-00000006",
     ]
     assert run_ranks(2, _ram, tmp_path / "b", tmp_path / "shm2", True) == [(4, "disk")] * 2
+
+
+def _two_nodes(root: Path, shm: Path, lose: bool) -> tuple[int, str]:
+    rank = dist.get_rank()
+    os.environ["LOCAL_RANK"] = "0"  # each rank is the only one of its node
+    try:
+        tier = RamTier("run", keep_last=1, folder=shm / f"node{rank}")
+        manager = CheckpointManager(root, save_interval=4, ram=tier)
+        state = mixed_state()
+        for step in range(7):
+            state["model"]["w"].to_local().fill_(step)
+            state["stock"]["plain"].fill_(step)
+            manager.save(step, state)
+        if lose and rank == 1:
+            tier.clear()
+        dist.barrier()
+        erase(state)
+        restored = manager.restore(state)
+    finally:
+        del os.environ["LOCAL_RANK"]
+    assert restored is not None
+    assert state["model"]["w"].to_local().eq(restored.step).all()
+    assert state["stock"]["plain"].eq(restored.step).all()
+    assert state["stock"]["replicate"].to_local().any()
+    return restored.step, restored.tier
+
+
+def test_nodes_do_not_need_each_others_memory(tmp_path: Path) -> None:
+    """With memory of its own each node restores its ranks; if one node is lost, all go to disk."""
+    assert run_ranks(2, _two_nodes, tmp_path / "a", tmp_path / "shm", False) == [(6, "ram")] * 2
+    assert run_ranks(2, _two_nodes, tmp_path / "b", tmp_path / "shm2", True) == [(4, "disk")] * 2
+
+
+def _two_attempts(root: Path, shm: Path) -> tuple[int, str]:
+    rank = dist.get_rank()
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        tier = RamTier("run", keep_last=2, folder=shm / f"node{rank}")
+        manager = CheckpointManager(root, save_interval=4, ram=tier)
+        state = mixed_state()
+        for step in (4, 5):
+            manager.save(step, state)
+        step5 = shm / f"node{rank}" / "vescale-run" / "step-00000005"
+        if rank == 1:
+            shutil.copytree(step5, shm / "first attempt")
+        manager.save(5, state)
+        if rank == 1:
+            shutil.rmtree(step5)
+            shutil.copytree(shm / "first attempt", step5)
+        dist.barrier()
+        restored = manager.restore(state)
+    finally:
+        del os.environ["LOCAL_RANK"]
+    assert restored is not None
+    return restored.step, restored.tier
+
+
+def test_two_attempts_at_a_step_are_never_mixed(tmp_path: Path) -> None:
+    """If nodes hold different attempts of the newest step, the one before is restored."""
+    assert run_ranks(2, _two_attempts, tmp_path / "a", tmp_path / "shm") == [(4, "ram")] * 2
 
 
 def test_limits_are_checked(tmp_path: Path) -> None:
