@@ -62,6 +62,20 @@ def test_every_operation_may_fail(error: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "c").glob("data-*"))) == 1
 
 
+class _Elsewhere(LocalStorage):
+    """A folder in which one rank's files do not arrive: a disk that ranks do not share."""
+
+    def list_folder(self, name: str) -> list[str]:
+        return [found for found in super().list_folder(name) if not found.startswith("00000-of")]
+
+
+def test_files_that_do_not_arrive_are_missed(tmp_path: Path) -> None:
+    """Before the commit every rank's file is looked for."""
+    with pytest.raises(CheckpointError, match="not where it was written"):
+        Saver(_Elsewhere(tmp_path / "c"), SoloCoordinator()).save(_state(1.0))
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
 def _fails_on_one_rank(path: Path, bad_rank: int, kind: str) -> str:
     storage: Any = LocalStorage(path)
     state = mixed_state()

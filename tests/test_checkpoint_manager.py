@@ -45,6 +45,15 @@ def test_intervals_and_retention(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
 
 
+def test_newer_steps_are_not_ours_to_remove(tmp_path: Path) -> None:
+    """A run that went back to an older step removes older ones only."""
+    for step in (1, 2, 9):
+        CheckpointManager(tmp_path).save(step, _state(step))
+    CheckpointManager(tmp_path, keep_last=1).save(3, _state(3))
+
+    assert CheckpointManager(tmp_path).steps() == [3, 9]
+
+
 def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
     """Damaged and torn steps are skipped with a warning; a run without a good step raises; one without any does not."""
     manager = CheckpointManager(tmp_path)
