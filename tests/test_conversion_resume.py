@@ -182,7 +182,8 @@ def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_p
 
 def test_progress_adds_up(source: str, tmp_path: Path) -> None:
     """The bytes announced are the bytes reported, also when finished files are kept."""
-    announced, done = [], []
+    announced: list[int] = []
+    done: list[int] = []
     chosen = ConvertOptions(max_shard_bytes=SHARD_BYTES, run=RunOptions(limits=LIMITS, resume=True))
     _interrupt(source, tmp_path / "out", 18)
     report = convert(
