@@ -31,10 +31,10 @@ from vescale_fsdp.granularity import Element, Rows, Whole
 from vescale_fsdp.optim import AdamWOptions, Muon, split_params
 
 ADAMW = AdamWOptions(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
 
-def reference(steps: int = 3) -> dict[str, torch.Tensor]:
+def reference(steps: int = 3, **options: Any) -> dict[str, torch.Tensor]:
     """One process: torch's Muon on every matrix (one per expert), torch's AdamW on the rest."""
     tensors = full_tensors((*SHAPES, *REST_SHAPES), 0)
     matrices: dict[str, torch.Tensor] = {}
@@ -47,7 +47,7 @@ def reference(steps: int = 3) -> dict[str, torch.Tensor]:
             matrices[fqn] = torch.nn.Parameter(tensor.clone())
         else:
             owners[fqn] = torch.nn.Parameter(tensor.clone())
-    muon = torch.optim.Muon(list(matrices.values()), **OPTIONS)
+    muon = torch.optim.Muon(list(matrices.values()), **OPTIONS, **options)
     adamw = torch.optim.AdamW(
         list(owners.values()), lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=ADAMW.weight_decay
     )
@@ -85,10 +85,20 @@ def sharded_run(kind: str, options: dict[str, Any]) -> tuple[dict[str, torch.Ten
     return train(make(params, **options), params, range(3)), sizes.count(0), cut
 
 
-def test_plain_tensors_equal_torch() -> None:
-    """Plain tensors, fp32: every parameter equals torch's Muon and AdamW bit for bit."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"nesterov": False, "momentum": 0.9, "ns_steps": 3, "eps": 1e-5},
+        {"ns_coefficients": (3.0, -3.2, 1.2)},
+    ],
+    ids=["default", "match_rms", "plain momentum", "coefficients"],
+)
+def test_plain_tensors_equal_torch(options: dict[str, Any]) -> None:
+    """Plain tensors, fp32: every parameter equals torch's Muon and AdamW bit for bit, with all its options."""
     params = as_plain(full_tensors((*SHAPES, *REST_SHAPES), 0))
-    assert_same(train(make(params), params, range(3)), reference())
+    assert_same(train(make(params, **options), params, range(3)), reference(**options))
 
 
 def test_large_stacks_are_iterated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.optim_cases import full_tensors, full_value, laid_like
 from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import CheckpointError
-from vescale_fsdp.granularity import Flat, Tiles
+from vescale_fsdp.granularity import Flat, Granularity, Rows, Tiles, Whole
 from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo, split_params
 
 KINDS = ("muon", "adamw8bit", "adamw8bit-tiles", "shampoo")
@@ -55,7 +55,9 @@ class Model(nn.Module):
         return x
 
 
-def build(kind: str, sharded: bool, seed: int, dtype: torch.dtype) -> tuple[Model, torch.optim.Optimizer]:
+def build(
+    kind: str, sharded: bool, seed: int, dtype: torch.dtype, granularity: Granularity | None = None
+) -> tuple[Model, torch.optim.Optimizer]:
     """The model with values of a seed, and its optimizer."""
     model = Model()
     shapes = [tuple(p.shape) for p in model.parameters()]
@@ -69,8 +71,9 @@ def build(kind: str, sharded: bool, seed: int, dtype: torch.dtype) -> tuple[Mode
         "shampoo": Shampoo.granularity(block_size=16, adamw=["*embed*", "*norm*"]),
     }
     if sharded:
-        fully_shard(model.up, granularity=rules[kind])
-        fully_shard(model, granularity=rules[kind])
+        rule = granularity if granularity is not None else rules[kind]
+        fully_shard(model.up, granularity=rule)
+        fully_shard(model, granularity=rule)
     matrices, rest = split_params(model)
     adamw = AdamWOptions(lr=0.01)
     if kind == "muon":
@@ -230,6 +233,41 @@ def test_full_state_dicts_load_into_shards(kind: str) -> None:
     for saved, loaded in run_ranks(2, full_run, kind):
         state = {name: value for name, value in saved.items() if "/" in name}
         assert_equal({name: loaded[name] for name in state}, state)
+
+
+def copy_run(kind: str, other_granularity: Granularity | None) -> tuple[dict[str, torch.Tensor], ...]:
+    """One sharded optimizer's state dict loaded into another, laid out as the first or otherwise."""
+    model, optimizer = build(kind, True, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    other_model, other = build(kind, True, 0, torch.float32, other_granularity)
+    other.load_state_dict(optimizer.state_dict())
+    steps(model, optimizer, range(3, 4))
+    steps(other_model, other, range(2))  # the first's tensors must not be shared
+    return everything(model, optimizer), everything(other_model, other)
+
+
+def one_more_step(kind: str) -> dict[str, torch.Tensor]:
+    """One process: the state after three steps and, on the first values, two more."""
+    model, optimizer = build(kind, False, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    with torch.no_grad():
+        for param, value in zip(
+            model.parameters(), build(kind, False, 0, torch.float32)[0].parameters(), strict=True
+        ):
+            param.copy_(value)
+    steps(model, optimizer, range(2))
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("other_granularity", [None, Rows(5)], ids=["same cuts", "other cuts"])
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit", "shampoo"])
+def test_state_is_copied_between_shards(kind: str, other_granularity: Granularity | None) -> None:
+    """Loading DTensors copies them, redistributed where the cuts differ; nothing is shared afterwards."""
+    if other_granularity is not None and kind != "muon":
+        other_granularity = Whole()  # the only other cuts that keep their blocks
+    expected = one_more_step(kind)
+    for _, loaded in run_ranks(2, copy_run, kind, other_granularity):
+        assert_equal(loaded, expected)
 
 
 def test_counters_are_not_cast() -> None:
