@@ -160,6 +160,15 @@ def test_bytes_per_element(codec: BlockCodec) -> None:
     assert total / 1024**2 == pytest.approx(1.00024 if isinstance(codec, Fp8Blocks) else 1.03125, rel=1e-5)
 
 
+def test_powers_of_two_are_exact() -> None:
+    """Every E8M0 code decodes to its power of two, and 255 to NaN."""
+    codec, codes = Mxfp8(), torch.arange(256, dtype=torch.uint8)
+    expected = torch.tensor([2.0 ** (code - 127) for code in range(255)])
+
+    assert torch.equal(codec.factors_of(codes)[:255], expected)
+    assert codec.factors_of(codes)[255].isnan()
+
+
 def test_empty_blocks_are_refused() -> None:
     """A block has at least one element."""
     with pytest.raises(LayoutError, match="at least one"):

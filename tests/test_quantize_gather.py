@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import run_ranks
+from tests.distributed import cpu_mesh, run_ranks
 from tests.optim_cases import full_value
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LayoutError
@@ -34,6 +34,16 @@ def run_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.Tensor
         assert param.grad is not None
         grads[fqn] = full_value(param.grad).to(torch.float32)
     return output.detach(), grads
+
+
+def hybrid_run(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The model on 2 replicas x 2 shards."""
+    codec, mesh = CODECS[name], cpu_mesh(2, 2)
+    policy = QuantizedGather(codecs=codec)
+    model = make_model()
+    fully_shard(model[1], mesh=mesh, mp_policy=policy, granularity=codec.granularity)
+    fully_shard(model, mesh=mesh, mp_policy=policy, granularity=codec.granularity)
+    return run_model(model, None)
 
 
 def sharded_run(name: str, dtype: torch.dtype | None) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
@@ -69,6 +79,14 @@ def test_computing_is_with_the_full_tensors_codes(name: str, world: int) -> None
             assert torch.equal(got_output, output)
             assert got_grads.keys() == grads.keys()
             assert all(torch.equal(got_grads[fqn], grads[fqn]) for fqn in grads)
+
+
+def test_hybrid_meshes() -> None:
+    """2 replicas x 2 shards compute with the full tensor's codes too."""
+    output, grads = rounded_run("fp8", None)
+    for got_output, got_grads in run_ranks(4, hybrid_run, "fp8"):
+        assert torch.equal(got_output, output)
+        assert all(torch.equal(got_grads[fqn], grads[fqn]) for fqn in grads)
 
 
 def test_bf16_computing() -> None:

@@ -31,6 +31,7 @@ _E4M3_MAX_EXPONENT = 8  # of 256, the largest power of two in e4m3
 _LEAST_AMAX = 1e-12
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
+_HALF_LEAST_NORMAL_BITS = 0x00400000  # of 2^-127, which has no exponent field of its own
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,13 @@ class Mxfp8(BlockCodec):
         biased = (exponent - _E4M3_MAX_EXPONENT).clamp(min=0)
         scales = torch.where(amax.isfinite(), biased, _E8M0_NAN).to(torch.uint8)
         # Not the reciprocal of a scale: the least one, 2^-127, is a number that some devices flush to 0.
-        return _power_of_two(scales, sign=-1), scales
+        return _power_of_two(torch.where(scales == _E8M0_NAN, scales, 2 * _E8M0_BIAS - scales)), scales
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
-        return _power_of_two(scales, sign=1)
+        return _power_of_two(scales)
 
 
-def _power_of_two(scales: torch.Tensor, sign: int) -> torch.Tensor:
-    """2^(sign * (scale - 127)) in fp32; NaN for the E8M0 code of NaN."""
-    power = torch.exp2(sign * (scales.float() - _E8M0_BIAS))
-    return torch.where(scales == _E8M0_NAN, torch.nan, power)
+def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
+    """2^(biased - 127) in fp32, made of bits because `exp2` need not be exact; NaN for the E8M0 code of NaN."""
+    bits = torch.where(biased == 0, _HALF_LEAST_NORMAL_BITS, biased.int() << 23)
+    return torch.where(biased == _E8M0_NAN, torch.nan, bits.view(torch.float32))
