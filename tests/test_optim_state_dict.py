@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.distributed import run_ranks
+from tests.distributed import cpu_mesh, run_ranks
 from tests.optim_cases import full_tensors, full_value, laid_like
 from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
@@ -56,7 +56,12 @@ class Model(nn.Module):
 
 
 def build(
-    kind: str, sharded: bool, seed: int, dtype: torch.dtype, granularity: Granularity | None = None
+    kind: str,
+    sharded: bool,
+    seed: int,
+    dtype: torch.dtype,
+    granularity: Granularity | None = None,
+    hybrid: bool = False,
 ) -> tuple[Model, torch.optim.Optimizer]:
     """The model with values of a seed, and its optimizer."""
     model = Model()
@@ -72,8 +77,9 @@ def build(
     }
     if sharded:
         rule = granularity if granularity is not None else rules[kind]
-        fully_shard(model.up, granularity=rule)
-        fully_shard(model, granularity=rule)
+        mesh = cpu_mesh(2, 2) if hybrid else cpu_mesh()
+        fully_shard(model.up, mesh=mesh, granularity=rule)
+        fully_shard(model, mesh=mesh, granularity=rule)
     matrices, rest = split_params(model)
     adamw = AdamWOptions(lr=0.01)
     if kind == "muon":
@@ -109,7 +115,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def save_run(kind: str, folder: Path, dtype: torch.dtype, form: str) -> None:
     """Three steps, then a save by stock DCP or in the native format."""
-    model, optimizer = build(kind, True, 0, dtype)
+    model, optimizer = build(kind, True, 0, dtype, hybrid=form == "hybrid")
     steps(model, optimizer, range(3))
     options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
     state = {
@@ -128,7 +134,7 @@ def load_run(
     """For each folder: another model loads it and takes one more step; everything before and after the step."""
     results = []
     for folder in folders:
-        model, optimizer = build(kind, True, 7, dtype)
+        model, optimizer = build(kind, True, 7, dtype, hybrid=form == "hybrid")
         options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
         state = {
             "model": model.state_dict(),
@@ -191,6 +197,12 @@ def test_the_native_format_round_trips(kind: str, tmp_path: Path) -> None:
     round_trips(kind, tmp_path, torch.float32, "native", (1, 3, 4))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_hybrid_meshes_round_trip(kind: str, tmp_path: Path) -> None:
+    """Saved and loaded on 2 replicas x 2 shards."""
+    round_trips(kind, tmp_path, torch.float32, "hybrid", (4,))
+
+
 @pytest.mark.parametrize("kind", ["adamw8bit", "shampoo"])
 def test_fp32_state_survives_bf16_parameters(kind: str, tmp_path: Path) -> None:
     """Scales, factors and counters beside bf16 parameters keep dtype and bits."""
@@ -231,6 +243,26 @@ def full_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 def test_full_state_dicts_load_into_shards(kind: str) -> None:
     """Full, plain tensors are cut to each rank's piece when they are loaded."""
     for saved, loaded in run_ranks(2, full_run, kind):
+        state = {name: value for name, value in saved.items() if "/" in name}
+        assert_equal({name: loaded[name] for name in state}, state)
+
+
+def from_first_rank_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A full state dict that only rank 0 has (on the host), broadcast into a fresh sharded optimizer."""
+    model, optimizer = build(kind, True, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_optimizer_state_dict(model, optimizer, options=options)
+    other_model, other = build(kind, True, 0, torch.float32)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    native.set_optimizer_state_dict(other_model, other, full, options=options)
+    return everything(model, optimizer), everything(other_model, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_state_dicts_come_from_the_first_rank(kind: str) -> None:
+    """Ours of torch's functions broadcasts what rank 0 holds; every rank keeps its piece."""
+    for saved, loaded in run_ranks(3, from_first_rank_run, kind):
         state = {name: value for name, value in saved.items() if "/" in name}
         assert_equal({name: loaded[name] for name in state}, state)
 

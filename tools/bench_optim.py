@@ -145,9 +145,9 @@ def matrices_on(rival: str, mesh: DeviceMesh, scale: str) -> Any:
     return GatherToAll(params) if rival == "gather to all" else Muon(params, lr=0.02)
 
 
-def muon_worker(rank: int, world: int, port: int, steps: int, out: str, scale: str) -> None:
+def muon_worker(rank: int, world: int, folder: str, steps: int, out: str, scale: str) -> None:
     """Time and count all rivals' steps, by turns."""
-    _join(rank, world, port)
+    _join(rank, world, folder)
     mesh = init_device_mesh("cpu", (world,))
     optimizers = {rival: matrices_on(rival, mesh, scale) for rival in RIVALS}
     seconds: dict[str, list[float]] = {rival: [] for rival in RIVALS}
@@ -241,9 +241,9 @@ GRANULARITIES: dict[str, Any] = {
 }
 
 
-def curve_worker(rank: int, world: int, port: int, steps: int, out: str) -> None:
+def curve_worker(rank: int, world: int, folder: str, steps: int, out: str) -> None:
     """Train the demo's model with each optimizer, sharded; losses by step, and the collectives of the last step."""
-    _join(rank, world, port)
+    _join(rank, world, folder)
     batches = Batches(read_corpus(), batch_size=8)
     losses: dict[str, list[float]] = {}
     collectives: dict[str, int] = {}
@@ -326,22 +326,19 @@ def draw(losses: dict[str, list[float]], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def _join(rank: int, world: int, port: int) -> None:
+def _join(rank: int, world: int, folder: str) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    # Meeting in a file: a port that is free now may be taken before the ranks have started.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 
 
 def _spawn(worker: Callable[..., None], world: int, steps: int, *more: str) -> Any:
     """Run a worker on ``world`` ranks; what rank 0 wrote."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        mp.spawn(worker, (world, port, steps, str(out), *more), nprocs=world)
+        mp.spawn(worker, (world, folder, steps, str(out), *more), nprocs=world)
         return json.loads(out.read_text())
 
 
