@@ -23,11 +23,13 @@ from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, conve
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.execution import Part, RunOptions
-from vescale_fsdp.conversion.inspection import describe, format_bytes, format_description
+from vescale_fsdp.conversion.inspection import describe, draw, format_bytes, format_description
 from vescale_fsdp.conversion.key_rules import shipped_rules
 from vescale_fsdp.conversion.model_names import find_model
 from vescale_fsdp.conversion.open_source import KINDS, open_source
+from vescale_fsdp.conversion.optimizer_form import OPTIMIZER_FORMS
 from vescale_fsdp.conversion.sizes import parse_bytes
+from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.conversion.verification import verify
 from vescale_fsdp.errors import ConversionError, VescaleError
 from vescale_fsdp.granularity import Granularity, parse_granularity
@@ -113,16 +115,30 @@ _convert_options = _options(
 )
 
 
-_prefix_option = click.option("--prefix", help="Put the model under this prefix; '' puts it at the root.")
+_state_options = _options(
+    click.option("--prefix", help="Put the model under this prefix; '' puts it at the root."),
+    click.option(
+        "--optimizer", type=click.Choice(OPTIMIZER_FORMS), default="keep", show_default=True, help="Its form."
+    ),
+)
 
 
 @cli.command("inspect")
 @click.argument("src")
 @_source_options
 @_json_option
-def inspect_command(src: str, kind: str | None, trust_pickle: bool, as_json: bool) -> None:
+@click.option("--svg", type=click.Path(dir_okay=False), help="Draw how a group is sharded, to this file.")
+@click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
+def inspect_command(
+    src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
+) -> None:
     """Print what the checkpoint SRC holds."""
-    found = describe(open_source(src, kind=kind, trust_pickle=trust_pickle))
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    if svg is not None:
+        picture = draw(source, layout)
+        folder, name = split_file(svg)
+        open_store(folder).write_file(name, picture.encode())
+    found = describe(source)
     click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
 
 
@@ -249,7 +265,7 @@ def to_hf_command(**arguments: Any) -> None:
 
 @cli.command("to-fsdp2")
 @_convert_options
-@_prefix_option
+@_state_options
 def to_fsdp2_command(**arguments: Any) -> None:
     """Write SRC to OUT as a stock torch.distributed.checkpoint folder, which FSDP2 loads."""
     _convert("dcp", **arguments)
@@ -257,7 +273,7 @@ def to_fsdp2_command(**arguments: Any) -> None:
 
 @cli.command("to-torch")
 @_convert_options
-@_prefix_option
+@_state_options
 def to_torch_command(**arguments: Any) -> None:
     """Write SRC to the file OUT as torch.save would."""
     _convert("torch", **arguments)
@@ -265,7 +281,7 @@ def to_torch_command(**arguments: Any) -> None:
 
 @cli.command("to-zarr")
 @_convert_options
-@_prefix_option
+@_state_options
 def to_zarr_command(**arguments: Any) -> None:
     """Write SRC to OUT as a zarr v3 group, one array per tensor."""
     _convert("zarr", **arguments)
@@ -273,7 +289,7 @@ def to_zarr_command(**arguments: Any) -> None:
 
 @cli.command("to-vescale")
 @_convert_options
-@_prefix_option
+@_state_options
 @click.option(
     "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Laid out for so many ranks."
 )
@@ -375,6 +391,10 @@ def main() -> None:
     """Entry point: errors that say what to do become one message and exit code 1."""
     try:
         cli(prog_name="vescale-convert")
-    except (VescaleError, OSError) as error:
+    except VescaleError as error:
         click.echo(f"vescale-convert: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        todo = "make room or check permissions; if files were finished, go on with --resume"
+        click.echo(f"vescale-convert: {error}\n  what to do: {todo}", err=True)
         sys.exit(1)

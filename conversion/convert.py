@@ -11,6 +11,7 @@ from vescale_fsdp.conversion.casting import CastRules, CastView
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
 from vescale_fsdp.conversion.key_rules import load_rules
+from vescale_fsdp.conversion.optimizer_form import with_optimizer_form
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.rules_on_state import state_with_rules
 from vescale_fsdp.conversion.source import Source
@@ -40,6 +41,7 @@ class ConvertOptions:
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
         include, exclude: name patterns of the result.
+        optimizer: one of `OPTIMIZER_FORMS`.
         rules: key rules: a shipped set's name or a TOML file; None to keep all names.
         rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
         max_shard_bytes: limit of tensor bytes per data file.
@@ -53,6 +55,7 @@ class ConvertOptions:
     dtype: Sequence[str] = ()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    optimizer: str = "keep"
     rules: str | None = None
     rules_to: str | None = None
     max_shard_bytes: int = 5 * 10**9
@@ -151,6 +154,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         state = model_state(source, options.model_prefix)
     else:
         state = whole_state(source, options.model_prefix, options.prefix)
+        state = with_optimizer_form(state, options.optimizer)
     if options.rules is not None:
         to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
         config = assets.config or _own_config(source)

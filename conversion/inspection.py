@@ -8,9 +8,10 @@ from typing import Any
 from vescale_fsdp.conversion.hf_layout import natural_key
 from vescale_fsdp.conversion.model_names import find_model
 from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.drawing import layout_svg
+from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["describe", "format_bytes", "format_description"]
+__all__ = ["describe", "draw", "format_bytes", "format_description"]
 
 
 def format_bytes(nbytes: int) -> str:
@@ -50,6 +51,29 @@ def describe(source: Source) -> dict[str, Any]:
         ],
         "values": sorted(source.values, key=natural_key),
     }
+
+
+def draw(source: Source, number: int | None = None) -> str:
+    """A picture of one group's layout as SVG: the given one, or the largest.
+
+    Raises:
+        ConversionError: if the format knows no layouts, or not so many.
+    """
+    layouts = source.layouts
+    if not layouts or (number is not None and number >= len(layouts)):
+        raise ConversionError(
+            explain(
+                "there is no such layout to draw",
+                expected="a native checkpoint of sharded groups"
+                if not layouts
+                else f"0 to {len(layouts) - 1}",
+                got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
+                where=source.url,
+                todo="convert it first: vescale-convert to-vescale SRC OUT --ranks N",
+            )
+        )
+    chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
+    return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
 
 
 def format_description(found: dict[str, Any]) -> str:

@@ -54,7 +54,8 @@ def open_native(store: Store) -> Source:
         else:
             values[name] = _constant(leaf)
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id}
-    return Source("native", store, tensors, values, paths, facts, omitted=tuple(omitted))
+    layouts = manifest.structure.layouts
+    return Source("native", store, tensors, values, paths, facts, omitted=tuple(omitted), layouts=layouts)
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from vescale_fsdp.conversion.torch_archive import TorchArchive
 from vescale_fsdp.conversion.unpickle import TensorRef
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
+from vescale_fsdp.layout import GroupLayout
 
 __all__ = ["BoxReader", "Source", "StoredValue"]
 
@@ -52,6 +53,7 @@ class Source:
         readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
         file: name of the one file that is the whole checkpoint; empty for a folder.
         omitted: entries that this package cannot carry over (values that differ per rank).
+        layouts: how groups of tensors were sharded, where the format knows.
         facts: lines worth telling people (``inspect`` prints them).
     """
 
@@ -65,6 +67,7 @@ class Source:
     readers: Mapping[str, BoxReader] = field(default_factory=dict)
     file: str = ""
     omitted: tuple[str, ...] = ()
+    layouts: tuple[GroupLayout, ...] = ()
     _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property

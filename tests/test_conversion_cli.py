@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -83,6 +84,55 @@ def test_failures_exit_with_1_and_one_message(source: str, tmp_path: Path) -> No
         [*command, source, str(tmp_path / "out"), "-q"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and done.stdout == ""
+
+
+def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path: Path) -> None:
+    """A write that the system refuses (here by a file size limit): exit 1, what to do, nothing published."""
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300)); "
+        "from vescale_fsdp.conversion.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "to-hf", source, str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "make room" in result.stderr
+    assert not any(name.startswith("model") for name in os.listdir(tmp_path / "out"))
+
+
+FLAGS = {
+    "inspect": "--from --json --layout --svg --trust-pickle",
+    "verify": "--from --json --quick --quiet --trust-pickle",
+    "diff": "--atol --ignore-dtype --json --model-only --quiet --rtol",
+}
+CONVERT = (
+    "--assets --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
+    "--model-prefix --overwrite --part --quiet --resume --rules --rules-to --threads --trust-pickle"
+)
+STATE = "--optimizer --prefix"
+
+
+def test_flags_are_these() -> None:
+    """A new command or flag needs an edit here: each is a promise to people's scripts."""
+    expected = {name: flags.split() for name, flags in FLAGS.items()}
+    for name, more in {
+        "to-hf": "",
+        "to-fsdp2": STATE,
+        "to-torch": STATE,
+        "to-zarr": STATE,
+        "to-vescale": f"{STATE} --granularity --ranks",
+    }.items():
+        expected[name] = sorted(f"{CONVERT} {more}".split())
+    found = {
+        name: sorted(
+            max((o for o in p.opts if o.startswith("--") and o != "--config"), key=len)
+            for p in command.params
+            if isinstance(p, click.Option)
+        )
+        for name, command in cli_module.cli.commands.items()
+        if name != "plan"
+    }
+    assert found == expected
 
 
 def test_a_read_only_target_is_one_message(source: str, tmp_path: Path) -> None:

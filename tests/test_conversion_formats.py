@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -224,6 +224,33 @@ def test_prefix_moves_the_model(tmp_path: Path) -> None:
     _convert(tmp_path / "dcp", tmp_path / "deep.pt", "torch", prefix="app.model")
     deep = torch.load(tmp_path / "deep.pt", weights_only=True)
     assert torch.equal(deep["app"]["model"]["layers.0.w"], torch.ones(2))
+
+
+def test_optimizer_forms(tmp_path: Path) -> None:
+    """Nested and flattened as torch writes them: each becomes exactly the other, options per parameter and
+    all."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    first, second = (list(layer.parameters()) for layer in model)
+    optimizer = torch.optim.AdamW([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    states = {}
+    for name, flat in (("nested", False), ("flattened", True)):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+        states[name] = {"model": model_state, "optimizer": optimizer_state}
+        dcp.save(states[name], checkpoint_id=tmp_path / name, no_dist=True)
+    for name, other in (("nested", "flattened"), ("flattened", "nested")):
+        _convert(tmp_path / name, tmp_path / f"{name}.pt", "torch", optimizer=other)
+        loaded = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert _same(loaded, states[other]), name
+        _convert(tmp_path / name, tmp_path / f"{name}_dcp", "dcp", optimizer=other)
+        theirs, ours = (open_source(str(tmp_path / place)) for place in (other, f"{name}_dcp"))
+        assert dict(theirs.paths) == dict(ours.paths)
+    report = _convert(tmp_path / "nested", tmp_path / "none.pt", "torch", optimizer="drop")
+    assert list(torch.load(tmp_path / "none.pt", weights_only=True)) == ["model"]
+    assert report.dropped_optimizer > 12
 
 
 def test_include_and_exclude(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -18,12 +19,13 @@ from tests.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save
 from vescale_fsdp.checkpoint import verify as native_verify
+from vescale_fsdp.conversion.cli import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.conversion.verification import verify
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 
 def _convert(source: Path, target: Path, kind: str, **options: Any) -> ConvertReport:
@@ -134,6 +136,17 @@ def test_zoo_through_native(tmp_path: Path, ranks: int) -> None:
     assert _same(loaded["model"], zoo()) and loaded[5] == "five"
     assert same_bytes(loaded["extra"]["big"], extra["big"])  # type: ignore[arg-type]
     assert loaded["extra"]["nested"] == extra["nested"]
+
+
+def test_inspect_draws_a_layout(tmp_path: Path) -> None:
+    """--svg writes a picture of a native checkpoint's group, and refuses formats without layouts."""
+    dcp.save({"model": {"layers.0.w": torch.randn(64, 8)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    _convert(tmp_path / "dcp", tmp_path / "native", "native", ranks=2)
+    run, picture = CliRunner(), tmp_path / "x.svg"
+    assert run.invoke(cli, ["inspect", str(tmp_path / "native"), "--svg", str(picture)]).exit_code == 0
+    assert picture.read_text().startswith("<svg") and ">w<" in picture.read_text()
+    refused = run.invoke(cli, ["inspect", str(tmp_path / "dcp"), "--svg", str(picture)])
+    assert isinstance(refused.exception, ConversionError) and "to-vescale" in str(refused.exception)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
