@@ -10,11 +10,9 @@ VENV   := .venv
 STAMP  := $(VENV)/.installed
 IN_VENV := $(VENV)/bin/python
 
-# Torch's plain wheel for Linux brings gigabytes of CUDA packages. Where there is no NVIDIA driver, PyTorch's
-# index of CPU builds is asked as well: a build named 2.13.0+cpu wins over 2.13.0.
-ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
-endif
+# Torch's plain wheel for Linux brings gigabytes of CUDA packages. On a machine without a GPU, where pip is not set
+# up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
+TORCH_INDEX ?=
 
 .PHONY: venv test demo check clean
 
@@ -31,7 +29,7 @@ test: venv
 	$(IN_VENV) -m pytest
 
 demo: venv
-	$(IN_VENV) tools/demo.py
+	$(IN_VENV) -m tools.demo
 
 check: venv
 	$(IN_VENV) tools/check.py
