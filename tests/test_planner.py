@@ -254,6 +254,21 @@ def test_scattered_layouts_hold_every_element_once(sizes: list[tuple[int, int]],
         assert cursor <= layout.shard_numel
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 900), st.integers(1, 90)), min_size=1, max_size=6),
+    st.integers(1, 24),
+    st.sampled_from([1, 4, 8]),
+)
+def test_starts_and_shards_are_aligned(sizes: list[tuple[int, int]], num_shards: int, align: int) -> None:
+    """S, the start of every tensor, and every scattered piece's place in its shard are aligned."""
+    layout = plan_group(tensors(*sizes), num_shards, align_numel=align)
+
+    assert layout.shard_numel % align == 0
+    for slot in layout.slots:
+        assert slot.offset % align == 0
+        assert all(run.local_offset % align == 0 for run in slot.runs)
+
+
 def test_tensors_are_put_back_where_they_fit_after_all() -> None:
     """Scattered tensors are as few as can be: kv_b and q_b are smaller than o, but o alone is in the way."""
     layout = plan_group(layer("DeepSeek-V3 grouped", Rows(32)), 256, scatter="auto")

@@ -166,7 +166,7 @@ def print_model(found: Sequence[Measured]) -> None:
     print("".join(name.rjust(12) for name in HEAD))
     for case in found:
         ratios = (case.fsdp2, case.lcm_rows, case.lcm_blocks)
-        cells = [f"{case.num_shards}", f"{case.blocks_per_rank:.1f}"]
+        cells = [f"{case.num_shards}", f"{case.blocks_per_rank:.3g}"]
         cells += [_percent(ratio) for ratio in (case.padding, case.auto_padding, case.copied)]
         cells += [f"{case.milliseconds:.1f}", *map(_percent, ratios)]
         print("".join(cell.rjust(12) for cell in cells))

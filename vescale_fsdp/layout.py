@@ -30,9 +30,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import LayoutError, explain
@@ -75,7 +76,7 @@ class PieceRun(NamedTuple):
         return start < stop and max(first, 0) <= min(last, self.num_ranks - 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # thousands are made for a model
 class TensorSlot:
     """Where one tensor lies in the group's global buffer.
 
@@ -94,11 +95,10 @@ class TensorSlot:
     block_numel: int
     offset: int
     runs: tuple[PieceRun, ...] = ()
+    numel: int = field(init=False, repr=False, compare=False)  # elements of the full tensor
 
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the full tensor."""
-        return numel_of(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", numel_of(self.shape))
 
     @property
     def is_scattered(self) -> bool:
@@ -178,12 +178,13 @@ class GroupLayout:
                     todo="pass the number of ranks the group is sharded over",
                 )
             )
+        end_of_buffer = self.numel
         for slot in self.slots:
-            self._prove_slot(slot)
+            self._prove_slot(slot, end_of_buffer)
         self._prove_disjoint()
 
-    def _prove_slot(self, slot: TensorSlot) -> None:
-        if min(slot.shape, default=0) < 0 or slot.block_numel < 1 or slot.offset < 0:
+    def _prove_slot(self, slot: TensorSlot, end_of_buffer: int) -> None:
+        if slot.offset < 0 or slot.block_numel < 1 or (slot.shape and min(slot.shape) < 0):
             raise LayoutError(
                 explain(
                     "A slot has a negative size or offset, or an empty block.",
@@ -192,14 +193,14 @@ class GroupLayout:
                     where=slot.fqn,
                 )
             )
-        if slot.is_scattered:
+        if slot.runs:
             self._prove_runs(slot)
             return
-        if slot.offset + slot.numel > self.numel:
+        if slot.offset + slot.numel > end_of_buffer:
             raise LayoutError(
                 explain(
                     "A slot leaves the group's buffer.",
-                    expected=f"end of slot <= {self.numel} ({self.num_shards} shards x {self.shard_numel})",
+                    expected=f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {self.shard_numel})",
                     got=f"[{slot.span.start}, {slot.span.stop})",
                     where=slot.fqn,
                 )
@@ -216,16 +217,16 @@ class GroupLayout:
             )
 
     def _cuts_between_blocks(self, slot: TensorSlot) -> bool:
-        stop = slot.offset + slot.numel
-        if slot.offset == stop:
+        start, size, stop = slot.offset, self.shard_numel, slot.offset + slot.numel
+        if start == stop:
             return True
-        first_boundary = (slot.offset // self.shard_numel + 1) * self.shard_numel
+        first_boundary = (start // size + 1) * size
         if first_boundary >= stop:
             return True
-        if (first_boundary - slot.offset) % slot.block_numel:
+        if (first_boundary - start) % slot.block_numel:
             return False
         # A second boundary lies S further on, so S itself must be a number of blocks.
-        return first_boundary + self.shard_numel >= stop or self.shard_numel % slot.block_numel == 0
+        return first_boundary + size >= stop or size % slot.block_numel == 0
 
     def _prove_runs(self, slot: TensorSlot) -> None:
         """The pieces are in rank order, inside their shards, of whole blocks, and make up the tensor."""
@@ -265,7 +266,7 @@ class GroupLayout:
                 explain("A name stands twice in one group.", expected="distinct names", got=twice)
             )
         filled = [slot for slot in self.slots if slot.numel]
-        whole = sorted((slot for slot in filled if not slot.runs), key=lambda slot: slot.offset)
+        whole = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
         for left, right in pairwise(whole):
             if left.offset + left.numel > right.offset:
                 raise _overlap(left, right)

@@ -209,17 +209,17 @@ def place_scattered(
     Returns:
         The pieces and the gaps that remain, or None if the room does not suffice.
     """
-    needed = -(-numel // block_numel) * block_numel
+    needed_blocks = -(-numel // block_numel)
     chosen: set[Gap] = set()
     # The roomiest gaps first: few runs of pieces.
-    room = sorted((-gap.num_ranks * gap.piece_numel(block_numel), gap) for gap in gaps)
-    for minus_numel, gap in room:
-        if needed <= 0 or not minus_numel:
+    room = [(-gap.num_ranks * ((gap.stop - gap.start) // block_numel), gap) for gap in gaps]
+    for minus_blocks, gap in sorted(pair for pair in room if pair[0]):
+        if needed_blocks <= 0:
             break
         if all(gap.is_apart(other) for other in chosen):
             chosen.add(gap)
-            needed += minus_numel
-    if needed > 0:
+            needed_blocks += minus_blocks
+    if needed_blocks > 0:
         return None
     runs: list[PieceRun] = []
     remaining = [gap for gap in gaps if gap not in chosen]

@@ -37,6 +37,7 @@ COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: 
 COPIED_MEMORY_PRICE = 100  # a copied tensor lies in memory a second time while its unit is unsharded
 MAX_COPIED_PERCENT = 33  # of the payload; a group that needs more copies has too few blocks for its ranks
 MAX_COPIED_TENSORS = 64  # each is a copy kernel of its own
+MAX_SCATTERED_CLASSES = 8  # sets of tensors that are tried; layers of transformers have three to five blocks
 
 Scatter = Literal["never", "auto"]
 
@@ -123,7 +124,7 @@ def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: in
             )
         )
     for tensor in tensors:
-        if min(tensor.shape, default=0) < 0 or tensor.block_numel < 1:
+        if tensor.block_numel < 1 or (tensor.shape and min(tensor.shape) < 0):
             raise LayoutError(
                 explain(
                     "A tensor cannot be laid out.",
@@ -165,14 +166,14 @@ def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: P
     payload = sum(numel for numel, _ in sizes)
     best_price = _price(best, sizes, num_shards, payload)
     scattered: set[int] = set()
-    for members in _block_classes(sizes):
+    for members in _block_classes(sizes)[:MAX_SCATTERED_CLASSES]:
+        numel = sum(sizes[index][0] for index in members)
         scattered.update(members)
-        copied = sum(sizes[index][0] for index in scattered)
-        too_many = len(scattered) > MAX_COPIED_TENSORS or 100 * copied > MAX_COPIED_PERCENT * payload
-        if too_many or copied * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE) >= best_price:
-            break
+        too_many = 100 * numel > MAX_COPIED_PERCENT * payload or len(scattered) > MAX_COPIED_TENSORS
+        if too_many or numel * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE) >= best_price:
+            break  # later classes are larger still
         found = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
-        if found is not None:
+        if found is not None and 100 * _copied(found, sizes) <= MAX_COPIED_PERCENT * payload:
             price = _price(found, sizes, num_shards, payload)
             if price < best_price:
                 best, best_price = found, price
@@ -181,10 +182,15 @@ def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: P
 
 def _price(packing: Packing, sizes: Sizes, num_shards: int, payload_numel: int) -> int:
     padded = num_shards * packing.shard_numel - payload_numel
-    copied = sum(n for (n, _), place in zip(sizes, packing.places, strict=True) if not isinstance(place, int))
+    copied = _copied(packing, sizes)
     return padded * (PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE) + copied * (
         COPIED_TIME_PRICE + COPIED_MEMORY_PRICE
     )
+
+
+def _copied(packing: Packing, sizes: Sizes) -> int:
+    """Elements of the tensors that a packing scatters."""
+    return sum(numel for (numel, _), place in zip(sizes, packing.places, strict=True) if type(place) is tuple)
 
 
 def _block_classes(sizes: Sizes) -> list[list[int]]:
