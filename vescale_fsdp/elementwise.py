@@ -139,18 +139,15 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     named = bind(func, args, kwargs)
     lists = [v for v in named.values() if isinstance(v, (list, tuple)) and any(map(_is_tensor, v))]
     length = len(lists[0])
-    likes = [first_ragged(values[i] for values in lists if len(values) == length) for i in range(length)]
+    likes = _likes(lists, length)
     _check_lists_written(func, named, likes)
+    some = first_ragged(likes)
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == length:
-            return [
-                localise(func, item, like) if like is not None else item
-                for item, like in zip(value, likes, strict=True)
-            ]
+            return [_local_item(func, item, like) for item, like in zip(value, likes, strict=True)]
         if isinstance(value, RaggedDTensor):
             raise refuse(func, value._spec, "one ragged tensor stands beside a list of tensors")
-        some = first_ragged(likes)
         return localise(func, value, some) if isinstance(value, DTensor) and some is not None else value
 
     result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
@@ -162,27 +159,41 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ]
 
 
+def _local_item(func: torch._ops.OpOverload, item: Any, like: RaggedDTensor | None) -> Any:
+    # Asked hundreds of times per optimizer step: gradients and states bear their parameter's very spec.
+    if like is None or (isinstance(item, RaggedDTensor) and item._spec is like._spec):
+        return item if like is None else item._local_tensor
+    return localise(func, item, like)
+
+
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _likes(lists: list[Any], length: int) -> list[RaggedDTensor | None]:
+    """For every place in the lists, a ragged tensor that stands there, if any does."""
+    first = lists[0]
+    if all(isinstance(item, RaggedDTensor) for item in first):  # the usual case: parameters come first
+        return list(first)
+    return [first_ragged(values[i] for values in lists if len(values) == length) for i in range(length)]
 
 
 def _check_lists_written(
     func: torch._ops.OpOverload, named: dict[str, Any], likes: list[RaggedDTensor | None]
 ) -> None:
     """Refuse lists in which a ragged value would be written to a tensor that is not ragged."""
-    for index, like in enumerate(likes):
-        if like is None:
-            continue
-        if is_partial(like):
+    for like in likes:
+        if like is not None and is_partial(like):
             raise refuse(func, like._spec, "a tensor of the list holds sums that are not done")
-        items = {
-            name: value[index]
-            for name, value in named.items()
-            if isinstance(value, (list, tuple)) and len(value) == len(likes) and _is_tensor(value[index])
-        }
-        # Step counters are 0-d and plain on every rank; each rank counts for itself.
-        items = {name: item for name, item in items.items() if item.ndim or isinstance(item, DTensor)}
-        check_written(func, items, like)
+    for name in written_names(func):
+        written = named.get(name)
+        if not isinstance(written, (list, tuple)) or len(written) != len(likes):
+            continue
+        for item, like in zip(written, likes, strict=True):
+            # Step counters are 0-d and plain on every rank; each rank counts for itself.
+            plain_scalar = _is_tensor(item) and item.ndim == 0 and not isinstance(item, DTensor)
+            if like is not None and not plain_scalar and (item is not like):
+                check_written(func, {name: item}, like)
 
 
 def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

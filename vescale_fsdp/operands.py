@@ -79,7 +79,7 @@ def first_ragged(values: Iterable[Any]) -> RaggedDTensor | None:
 
 def is_partial(tensor: DTensor) -> bool:
     """Whether some mesh axis still has to be summed."""
-    return any(p.is_partial() for p in tensor.placements)
+    return any(placement.is_partial() for placement in tensor._spec.placements)
 
 
 def summed(value: Any) -> Any:
