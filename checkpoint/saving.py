@@ -31,6 +31,7 @@ from vescale_fsdp.checkpoint.manifest import (
     build_manifest,
 )
 from vescale_fsdp.checkpoint.per_rank import pack_blob
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.structure import TakenState, dump_json, take_state
@@ -161,15 +162,16 @@ class Saver:
     ) -> Manifest:
         agreed = self.coordinator.agree(taken.structure if taken else None, blob_bytes, error)
         # Every rank computes the same from the same input, so an error here is raised by all of them.
-        manifest = build_manifest(
-            agreed.classes,
-            save_id=agreed.save_id,
-            world_size=self.coordinator.world_size,
-            blob_bytes=agreed.blob_bytes,
-            user=user,
-            stripe_bytes=self.stripe_bytes,
-            split_bytes=None if self.every_node else self.split_bytes,
-        )
+        with gc_paused():
+            manifest = build_manifest(
+                agreed.classes,
+                save_id=agreed.save_id,
+                world_size=self.coordinator.world_size,
+                blob_bytes=agreed.blob_bytes,
+                user=user,
+                stripe_bytes=self.stripe_bytes,
+                split_bytes=None if self.every_node else self.split_bytes,
+            )
         if self.format == "native":
             return manifest
         chunks = tuple(chunk_shape(manifest, place) for place in range(len(manifest.entries)))
@@ -180,8 +182,9 @@ class Saver:
         try:
             if manifest.chunks is not None:
                 write_arrays(self.storage, manifest, taken.locals_by_name, self.coordinator)
-            file = RankFile(manifest, self.coordinator.rank)
-            write_rank_file(self.storage, FileImage(file, taken.locals_by_name, blob))
+            with gc_paused():
+                image = FileImage(RankFile(manifest, self.coordinator.rank), taken.locals_by_name, blob)
+            write_rank_file(self.storage, image)
         except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
         try:

@@ -46,6 +46,7 @@ from tools.bench_report import Row, print_table, write_json
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
 from vescale_fsdp.checkpoint.distribution import Axis, LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Entry, Structure, take_state
@@ -349,12 +350,13 @@ def simulated(world: int, num_tensors: int) -> Structure:
 def plan_seconds(structure: Structure, world: int) -> tuple[float, Manifest]:
     """CPU time of all planning of a save on one rank: digest, manifest, own file's header and offsets."""
     start = time.process_time()
-    assert len(structure.digest) == 16
-    manifest = build_manifest(
-        [(RankSet.world(world), structure)], save_id="0123456789abcdef", world_size=world
-    )
-    assert RankFile(manifest, world // 2).pieces
-    manifest.to_bytes()
+    with gc_paused():  # as `save` does
+        assert len(structure.digest) == 16
+        manifest = build_manifest(
+            [(RankSet.world(world), structure)], save_id="0123456789abcdef", world_size=world
+        )
+        assert RankFile(manifest, world // 2).pieces
+        manifest.to_bytes()
     return time.process_time() - start, manifest
 
 
