@@ -6,7 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tools.model_shapes import LAYERS
 from vescale_fsdp.drawing import BODY_PX, layout_svg, rank_colour, short_names
+from vescale_fsdp.granularity import Rows
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.planner import TensorSpec, plan_group
 
@@ -75,3 +77,17 @@ def test_names_lose_only_what_all_share() -> None:
 def test_neighbouring_ranks_differ_in_colour() -> None:
     """No two of sixteen ranks share a fill."""
     assert len({rank_colour(rank, 16) for rank in range(16)}) == 16
+
+
+def test_scattered_and_widely_held_tensors_are_marked() -> None:
+    """A scattered tensor is named as such; one on hundreds of ranks is one bar that says on which."""
+    specs = [
+        TensorSpec(fqn, shape, "bfloat16", Rows(128).block_numel(shape))
+        for fqn, shape in LAYERS["gpt-oss-120B"].items()
+    ]
+
+    svg = layout_svg(plan_group(specs, 1024))
+
+    assert "2880 x 4096, 23 x block 524,288, scattered" in svg
+    assert "on 577 ranks, 4 to 580" in svg
+    assert "padding 17.48 %, copied 0.37 %" in svg
