@@ -40,8 +40,9 @@ def s3() -> Iterator[str]:
     }
     old = {key: os.environ.get(key) for key in settings}
     os.environ.update(settings)
-    fsspec.filesystem("s3").mkdir("bucket")
-    yield "s3://bucket"
+    # moto keeps one set of buckets per process, whatever the server: other tests make one named "bucket".
+    fsspec.filesystem("s3").mkdir("conversions")
+    yield "s3://conversions"
     server.stop()
     for key, value in old.items():
         if value is None:
