@@ -26,6 +26,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from tools.bench_report import Row, print_table, write_json
 
 BUDGET_MIB = 512
