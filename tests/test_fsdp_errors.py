@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests import models
 from tests.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import fully_shard
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp import Element, FSDPModule, GroupLayout, fully_shard
+from vescale_fsdp.errors import LayoutError, LifecycleError
+from vescale_fsdp.group_comm import GatherPolicy, GroupComm
+from vescale_fsdp.unit import state_of
 
 
 class Scalar(nn.Module):
@@ -55,6 +58,85 @@ def mistakes() -> None:
 def test_misuse_of_fully_shard() -> None:
     """Containers, scalars, strided parameters, wrong rules, double wraps, deep copies."""
     run_ranks(1, mistakes)
+
+
+def everything_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What `fully_shard` might change: per module its class, hooks, states, parameters and buffers."""
+    return [
+        (
+            type(module),
+            set(vars(module)),
+            [id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())],
+            [len(getattr(module, hooks)) for hooks in HOOKS],
+            [set(vars(p)) for p in module._parameters.values() if p is not None],
+        )
+        for module in model.modules()
+    ]
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+def refused_halfway() -> None:
+    mesh = cpu_mesh()
+    model = models.build()
+    model.norm = nn.BatchNorm1d(3)
+    model.head.double()  # a second group, planned after the first
+
+    def rule(fqn: str, param: nn.Parameter) -> Element:
+        return Element() if param.dtype is torch.float32 else None  # type: ignore[return-value]
+
+    class NoGather(GatherPolicy):
+        def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> None:
+            if dtype is torch.float64:
+                raise LayoutError("no gather for this group")
+
+    before = everything_of(model)
+    storages = [p.untyped_storage().nbytes() for p in model.parameters()]
+    with pytest.raises(LayoutError, match="granularity rule"):
+        fully_shard(model, mesh=mesh, granularity=rule)
+    with pytest.raises(LayoutError, match="no gather"):
+        fully_shard(model, mesh=mesh, mp_policy=NoGather())
+    with pytest.raises(ValueError, match="divisor"):
+        fully_shard(model, mesh=mesh, reshard_after_forward=7)
+    assert everything_of(model) == before
+    assert [p.untyped_storage().nbytes() for p in model.parameters()] == storages
+    fully_shard(model, mesh=mesh)
+    assert everything_of(model) != before and len(state_of(model).groups) == 2  # type: ignore[union-attr]
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    """Parameters, buffers, hooks and classes are those of before, even if a later group is the reason."""
+    run_ranks(2, refused_halfway)
+
+
+class Inner(nn.Module):
+    """A module with a child that a list may name as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(x)
+
+
+def lists_of_modules() -> None:
+    mesh = cpu_mesh()
+    with pytest.raises(ValueError, match="nothing to shard"):
+        fully_shard([], mesh=mesh)
+    outer, other = Inner(), nn.Linear(5, 5)
+    given = [outer.child, outer, other, outer]
+    assert fully_shard(given, mesh=mesh) is given
+    assert isinstance(outer, FSDPModule) and isinstance(other, FSDPModule)
+    assert not isinstance(outer.child, FSDPModule)
+    assert state_of(outer).modules == (outer, other)  # type: ignore[union-attr]
+    assert type(fully_shard(nn.Linear(5, 5), mesh=mesh)) is type(other)
+
+
+def test_lists_of_modules() -> None:
+    """Modules inside others of the list belong to those; modules of one class get one sharded class."""
+    run_ranks(1, lists_of_modules)
 
 
 def tied_across_units() -> None:

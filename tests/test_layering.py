@@ -51,6 +51,7 @@ ORDER = (
     "reductions",
     "operators",
     "outer",
+    "group_plan",
     "group_comm",
     "dbuffer",
     "param_group",

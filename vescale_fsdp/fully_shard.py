@@ -1,15 +1,14 @@
 """fully_shard: the entry point. Same arguments as torch's, plus ``granularity`` and ``padding_policy``.
 
-It collects the parameters no earlier call has taken, groups them (one group per dtype and trainability, so
-that mixed dtypes in one unit need no care), asks the planner for a layout per group, and hands the result to
-a `ParamGroup` and the module's state. All decisions are made here, once; training repeats them.
+It collects the modules no earlier call has taken, has their parameters grouped and laid out (`plan_groups`: one
+group per dtype and trainability, so that mixed dtypes in one unit need no care), builds a `ParamGroup` of each
+plan, and only then changes the model. All decisions are made here, once; training repeats them.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
@@ -17,22 +16,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
 
-from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError, explain
-from vescale_fsdp.granularity import GranularityRule, check_patterns, resolve_granularity
+from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.granularity import GranularityRule, check_patterns
 from vescale_fsdp.group_comm import GroupComm
-from vescale_fsdp.layout import GroupLayout
+from vescale_fsdp.group_plan import PlanRules, mark_taken, plan_groups
 from vescale_fsdp.module import FSDPModule
-from vescale_fsdp.outer import check_outer, local_part
-from vescale_fsdp.padding import PaddingPolicy, check_padding
+from vescale_fsdp.padding import PaddingPolicy
 from vescale_fsdp.param_group import ParamGroup
-from vescale_fsdp.planner import TensorSpec, plan_group
 from vescale_fsdp.unit import FSDPState, attach_state, state_of
 
 __all__ = ["fully_shard"]
 
-_TAKEN = "_vescale_fsdp_taken_as"  # set on an original parameter: the name under which a unit took it
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
 
 
@@ -111,33 +106,30 @@ def fully_shard(
         LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
     """
     _refuse_mesh_dims(dp_mesh_dims)
-    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
-    for each in modules:
-        _check_module(each)
+    modules = _root_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     _check_mesh(mesh)
     reshard, part_size = _reshard_choice(reshard_after_forward, mesh)
     device = _device_of(mesh)
-    ignored = ignored_params or set()
-    _move_buffers(modules, ignored, device)
     check_patterns(granularity, _names(modules))
-    buckets = _bucket_params(modules, ignored, mesh)
-    if shard_placement_fn is not None:
-        _check_placements(shard_placement_fn, buckets)
-    groups = []
-    for bucket in buckets:
-        comm = GroupComm(mesh, part_size)
-        layout = _plan(bucket, comm.num_shards, granularity, padding_policy)
-        owned = (bucket.params, bucket.owners)
-        groups.append(ParamGroup(layout, comm, *owned, mp_policy, offload_policy, device))
-    for bucket in buckets:
-        for fqn, param in bucket.params.items():
-            vars(param)[_TAKEN] = fqn
-    state = FSDPState(modules, groups, mp_policy, reshard, device)
-    for each in modules:
-        attach_state(each, state)
-        cls = type(each)
-        each.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    managed = _managed_modules(modules)
+    ignored = frozenset(ignored_params or ())
+    rules = PlanRules(ignored, shard_placement_fn, granularity, padding_policy)
+    plans = plan_groups(managed, mesh, rules)
+    # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
+    groups = [
+        ParamGroup(plan, GroupComm(mesh, part_size), mp_policy, offload_policy, device) for plan in plans
+    ]
+    buffers = _moved_buffers(managed, device)
+    classes = [_sharded_class(type(each)) for each in modules]
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = buffer
+    for plan, group in zip(plans, groups, strict=True):
+        mark_taken(plan)
+        group.install()
+    attach_state(FSDPState(modules, groups, mp_policy, reshard, device))
+    for each, sharded_class in zip(modules, classes, strict=True):
+        each.__class__ = sharded_class
     return module
 
 
@@ -151,23 +143,6 @@ def _refuse_mesh_dims(dp_mesh_dims: object) -> None:
                 todo='slice them out of the full mesh by name: mesh["replicate", "shard"]',
             )
         )
-
-
-def _check_placements(function: Callable[[nn.Parameter], Any], buckets: list[_Bucket]) -> None:
-    for bucket in buckets:
-        for fqn, param in bucket.params.items():
-            wanted = function(param)
-            if wanted is None or (isinstance(wanted, Shard) and -param.ndim <= wanted.dim < param.ndim):
-                continue
-            raise UnsupportedOpError(
-                explain(
-                    "shard_placement_fn asks for what fully_shard cannot do.",
-                    expected=f"None, or Shard of one of the {param.ndim} dims",
-                    got=wanted,
-                    where=fqn,
-                    todo="say what must stay whole with granularity=; give experts their own mesh and call",
-                )
-            )
 
 
 def _reshard_choice(wanted: bool | int | None, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
@@ -188,6 +163,20 @@ def _reshard_choice(wanted: bool | int | None, mesh: DeviceMesh) -> tuple[bool |
         warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
         return False, None
     return True, wanted if wanted < num_shards else None
+
+
+def _root_modules(module: object) -> tuple[nn.Module, ...]:
+    """The modules of a call, without those inside others of them, as torch's does."""
+    given: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    for each in given:
+        _check_module(each)
+    inside = {id(below) for each in given for below in each.modules() if below is not each}
+    found = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
+    if not found:
+        raise ValueError(
+            explain("There is nothing to shard.", expected="at least one module", got=repr(module))
+        )
+    return found
 
 
 def _check_module(module: nn.Module) -> None:
@@ -259,87 +248,28 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
     return found
 
 
-def _move_buffers(modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], device: torch.device) -> None:
-    for _, module in _managed_modules(modules):
+def _moved_buffers(
+    managed: list[tuple[str, nn.Module]], device: torch.device
+) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """The buffers that lie elsewhere, moved to ``device``: (module, name, copy). Shared ones stay shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    found = []
+    for _, module in managed:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                found.append((module, name, moved[buffer]))
+    return found
 
 
-@dataclass
-class _Bucket:
-    """Parameters that will form one group."""
-
-    params: dict[str, nn.Parameter] = field(default_factory=dict)
-    owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
-
-
-def _bucket_params(
-    modules: tuple[nn.Module, ...], ignored: set[nn.Parameter], mesh: DeviceMesh
-) -> list[_Bucket]:
-    """Parameters by (dtype, trainable), each once, with every attribute that holds it."""
-    buckets: dict[tuple[torch.dtype, bool], _Bucket] = {}
-    placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
-    for prefix, module in _managed_modules(modules):
-        for name, param in module._parameters.items():
-            if param is None or param in ignored:
-                continue
-            if param in placed:
-                bucket, fqn = placed[param]
-                bucket.owners[fqn].append((module, name))
-                continue
-            fqn = prefix + name
-            _check_param(fqn, param, mesh)
-            bucket = buckets.setdefault((param.dtype, param.requires_grad), _Bucket())
-            bucket.params[fqn] = param
-            bucket.owners[fqn] = [(module, name)]
-            placed[param] = (bucket, fqn)
-    return list(buckets.values())
-
-
-def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    check_outer(fqn, param, mesh)
-    taken_by = vars(param).get(_TAKEN)
-    if taken_by is not None:
-        raise LayoutError(
-            explain(
-                "A parameter is shared by modules of two units; each would train its own copy.",
-                expected="all modules that share a parameter in one unit",
-                got=f"one that fully_shard has already taken as {taken_by!r}",
-                where=fqn,
-                todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
-            )
-        )
-    if type(param.data) is not torch.Tensor and not isinstance(param, DTensor):
-        raise UnsupportedOpError(
-            explain(
-                "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
-                expected="plain tensors, or DTensors of other parallelisms",
-                got=f"{type(param.data).__name__} (fsdp_pre_all_gather and the like are not called)",
-                where=fqn,
-                todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
-            )
-        )
-    if param.ndim == 0:
-        raise LayoutError(
-            explain(
-                "A parameter without dims cannot be sharded.",
-                expected="at least one dim",
-                got="shape ()",
-                where=fqn,
-                todo="make it a 1-D tensor of one element",
-            )
-        )
-    if not param.is_contiguous():
-        raise UnsupportedOpError(
-            explain(
-                "A parameter must be contiguous: its rows are cut as they lie in memory.",
-                expected="row-major strides",
-                got=f"shape {tuple(param.shape)}, strides {param.stride()}",
-                where=fqn,
-                todo="replace it by param.contiguous() before fully_shard",
-            )
-        )
+def _sharded_class(cls: type) -> type:
+    """The class a module of class ``cls`` gets; one for all modules of a class, which torch.compile guards on."""
+    known: type
+    for known in cls.__subclasses__():
+        if known.__mro__[1:3] == (FSDPModule, cls):
+            return known
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def _names(modules: tuple[nn.Module, ...]) -> list[str]:
@@ -350,20 +280,3 @@ def _names(modules: tuple[nn.Module, ...]) -> list[str]:
         for prefix, module in zip(prefixes, modules, strict=True)
         for name, _ in module.named_parameters(remove_duplicate=False)
     ]
-
-
-def _plan(
-    bucket: _Bucket, num_shards: int, granularity: GranularityRule, padding_policy: PaddingPolicy
-) -> GroupLayout:
-    specs = [
-        TensorSpec(
-            fqn,
-            tuple(local_part(param).shape),
-            str(param.dtype).removeprefix("torch."),
-            resolve_granularity(granularity, fqn, param).block_numel(tuple(local_part(param).shape)),
-        )
-        for fqn, param in bucket.params.items()
-    ]
-    layout = plan_group(specs, num_shards, scatter=padding_policy.scatter)
-    check_padding(layout, padding_policy, warn=dist.get_rank() == 0)
-    return layout

@@ -41,7 +41,8 @@ from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.group_comm import Gather, GatherPolicy, GroupComm
-from vescale_fsdp.layout import GroupLayout, TensorSlot
+from vescale_fsdp.group_plan import GroupPlan
+from vescale_fsdp.layout import TensorSlot
 from vescale_fsdp.outer import full_parameter, joint_spec, local_grad, local_part, outer_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, foreach_zero_, local_of, post_accumulate_grad_hooks
@@ -91,10 +92,9 @@ class ParamGroup:
     """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
 
     Args:
-        layout: where each parameter lies.
+        plan: the original parameters, who holds them, and where each will lie. They are read; `install`
+            replaces them.
         comm: the ranks and their collectives.
-        params: the original parameters by name, in the order of ``layout.slots``.
-        owners: per name, every (module, attribute) that is this parameter.
         mp_policy: dtypes of compute and reduction.
         offload_policy: whether shards, gradients and so the optimizer live on the host.
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
@@ -102,15 +102,13 @@ class ParamGroup:
 
     def __init__(
         self,
-        layout: GroupLayout,
+        plan: GroupPlan,
         comm: GroupComm,
-        params: dict[str, nn.Parameter],
-        owners: dict[str, list[tuple[nn.Module, str]]],
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         device: torch.device,
     ) -> None:
-        self.layout = layout
+        self.layout = plan.layout
         self.comm = comm
         self.mp_policy = mp_policy
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
@@ -125,12 +123,15 @@ class ParamGroup:
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
         self._unreplicated: torch.Tensor | None = None  # 1-D [S], reduced over shards, not over replicas
         self._host_copy: torch.Event | None = None  # when gradients have arrived on the host
-        first = next(iter(params.values()))
+        first = next(iter(plan.params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
-        self.params = [self._shard_param(slot, params[slot.fqn], owners[slot.fqn]) for slot in layout.slots]
+        self.params = [
+            self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn])
+            for slot in plan.layout.slots
+        ]
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
         if isinstance(mp_policy, GatherPolicy):
-            self.policy_gather = mp_policy.gather_of(layout, comm, self.compute_dtype)
+            self.policy_gather = mp_policy.gather_of(plan.layout, comm, self.compute_dtype)
 
     # -- construction ---------------------------------------------------------------------------------
 
@@ -154,9 +155,12 @@ class ParamGroup:
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
-        managed = ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param))
-        managed.set_on_modules(managed.sharded)
-        return managed
+        return ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param))
+
+    def install(self) -> None:
+        """Put the sharded parameters in place of the original ones."""
+        for param in self.params:
+            param.set_on_modules(param.sharded)
 
     def rebind(self) -> None:
         """Take over what the modules hold now (after ``_apply``, ``to_empty``, ``load_state_dict``).

@@ -306,6 +306,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(_STATE)
 
 
-def attach_state(module: nn.Module, state: FSDPState) -> None:
-    """Remember the state on the module (once)."""
-    module.__dict__[_STATE] = state
+def attach_state(state: FSDPState) -> None:
+    """Remember the state on its modules."""
+    for module in state.modules:
+        module.__dict__[_STATE] = state

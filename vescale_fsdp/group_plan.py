@@ -1,0 +1,185 @@
+"""GroupPlan: which parameters form a group, over which ranks, and how they will lie there.
+
+Planning changes nothing: a call of `fully_shard` that is refused, for whatever reason, leaves the model as it
+was. Only once every group of a unit has its plan are the groups built (`ParamGroup`) and handed to the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
+from vescale_fsdp.granularity import GranularityRule, resolve_granularity
+from vescale_fsdp.layout import GroupLayout
+from vescale_fsdp.outer import check_outer, local_part
+from vescale_fsdp.padding import PaddingPolicy, check_padding
+from vescale_fsdp.planner import TensorSpec, plan_group
+
+__all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
+
+_TAKEN = "_vescale_fsdp_taken_as"  # set on an original parameter: the name under which a unit took it
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What the user said about layouts (the arguments of `fully_shard` with these names)."""
+
+    ignored_params: frozenset[nn.Parameter]
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    granularity: GranularityRule
+    padding_policy: PaddingPolicy
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group to be.
+
+    Args:
+        params: the original parameters by name, in the order of ``layout.slots``.
+        owners: per name, every (module, attribute) that is this parameter.
+        layout: where each will lie.
+    """
+
+    params: dict[str, nn.Parameter]
+    owners: dict[str, list[tuple[nn.Module, str]]]
+    layout: GroupLayout
+
+
+@dataclass
+class _Bucket:
+    """Parameters that will form one group."""
+
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+
+
+def plan_groups(
+    managed: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh, rules: PlanRules
+) -> list[GroupPlan]:
+    """Plan the groups of one unit: one per dtype and trainability.
+
+    Args:
+        managed: the modules whose own parameters the unit takes, with the prefix of their names.
+        mesh: what they are sharded over.
+        rules: the user's.
+
+    Raises:
+        LayoutError, PlacementError, UnsupportedOpError: for a parameter that cannot be sharded so.
+    """
+    buckets = _bucket_params(managed, mesh, rules)
+    return [_plan(bucket, mesh.size(mesh.ndim - 1), rules) for bucket in buckets]
+
+
+def mark_taken(plan: GroupPlan) -> None:
+    """Remember on the original parameters that a unit has them: another one must not."""
+    for fqn, param in plan.params.items():
+        vars(param)[_TAKEN] = fqn
+
+
+def _bucket_params(
+    managed: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh, rules: PlanRules
+) -> list[_Bucket]:
+    """Parameters by (dtype, trainable), each once, with every attribute that holds it."""
+    buckets: dict[tuple[torch.dtype, bool], _Bucket] = {}
+    placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
+    for prefix, module in managed:
+        for name, param in module._parameters.items():
+            if param is None or param in rules.ignored_params:
+                continue
+            if param in placed:
+                bucket, fqn = placed[param]
+                bucket.owners[fqn].append((module, name))
+                continue
+            fqn = prefix + name
+            _check_param(fqn, param, mesh)
+            _check_placement(fqn, param, rules)
+            bucket = buckets.setdefault((param.dtype, param.requires_grad), _Bucket())
+            bucket.params[fqn] = param
+            bucket.owners[fqn] = [(module, name)]
+            placed[param] = (bucket, fqn)
+    return list(buckets.values())
+
+
+def _plan(bucket: _Bucket, num_shards: int, rules: PlanRules) -> GroupPlan:
+    specs = [
+        TensorSpec(
+            fqn,
+            tuple(local_part(param).shape),
+            str(param.dtype).removeprefix("torch."),
+            resolve_granularity(rules.granularity, fqn, param).block_numel(tuple(local_part(param).shape)),
+        )
+        for fqn, param in bucket.params.items()
+    ]
+    layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
+    check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
+    return GroupPlan(bucket.params, bucket.owners, layout)
+
+
+def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    check_outer(fqn, param, mesh)
+    taken_by = vars(param).get(_TAKEN)
+    if taken_by is not None:
+        raise LayoutError(
+            explain(
+                "A parameter is shared by modules of two units; each would train its own copy.",
+                expected="all modules that share a parameter in one unit",
+                got=f"one that fully_shard has already taken as {taken_by!r}",
+                where=fqn,
+                todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
+            )
+        )
+    if type(param.data) is not torch.Tensor and not isinstance(param, DTensor):
+        raise UnsupportedOpError(
+            explain(
+                "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
+                expected="plain tensors, or DTensors of other parallelisms",
+                got=f"{type(param.data).__name__} (fsdp_pre_all_gather and the like are not called)",
+                where=fqn,
+                todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
+            )
+        )
+    if param.ndim == 0:
+        raise LayoutError(
+            explain(
+                "A parameter without dims cannot be sharded.",
+                expected="at least one dim",
+                got="shape ()",
+                where=fqn,
+                todo="make it a 1-D tensor of one element",
+            )
+        )
+    if not param.is_contiguous():
+        raise UnsupportedOpError(
+            explain(
+                "A parameter must be contiguous: its rows are cut as they lie in memory.",
+                expected="row-major strides",
+                got=f"shape {tuple(param.shape)}, strides {param.stride()}",
+                where=fqn,
+                todo="replace it by param.contiguous() before fully_shard",
+            )
+        )
+
+
+def _check_placement(fqn: str, param: nn.Parameter, rules: PlanRules) -> None:
+    if rules.shard_placement_fn is None:
+        return
+    wanted = rules.shard_placement_fn(param)
+    if wanted is None or (isinstance(wanted, Shard) and -param.ndim <= wanted.dim < param.ndim):
+        return
+    raise UnsupportedOpError(
+        explain(
+            "shard_placement_fn asks for what fully_shard cannot do.",
+            expected=f"None, or Shard of one of the {param.ndim} dims",
+            got=wanted,
+            where=fqn,
+            todo="say what must stay whole with granularity=; give experts their own mesh and call",
+        )
+    )
