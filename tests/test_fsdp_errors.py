@@ -126,7 +126,7 @@ def lists_of_modules() -> None:
     with pytest.raises(ValueError, match="nothing to shard"):
         fully_shard([], mesh=mesh)
     outer, other = Inner(), nn.Linear(5, 5)
-    given = [outer.child, outer, other, outer]
+    given: Any = [outer.child, outer, other, outer]
     assert fully_shard(given, mesh=mesh) is given
     assert isinstance(outer, FSDPModule) and isinstance(other, FSDPModule)
     assert not isinstance(outer.child, FSDPModule)

@@ -107,10 +107,15 @@ class FSDPModule:
                 state.requires_gradient_sync = value
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last one of this forward's (False keeps the forward order)."""
-        schedule = self._state().schedule
-        if schedule is not None:
-            schedule.is_last_backward = is_last_backward
+        """Whether the next backward is the last one of this forward's.
+
+        False keeps the forward's order for those that follow, and leaves the reduction of units that the next
+        backward does not come by to them. For the whole tree, whichever of its modules is asked.
+        """
+        state = self._state()
+        state.is_last_backward = is_last_backward
+        if state.schedule is not None:
+            state.schedule.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full parameters are freed after the forward (overrides the root's default too).

@@ -41,7 +41,10 @@ class Unit(Protocol):
     backward_prefetch: list[Any] | None
     unshard_in_backward: bool
 
-    def end_backward(self) -> None:
+    def finish_forward(self) -> None:
+        """Called when the root's forward ends."""
+
+    def end_backward(self, *, is_last: bool) -> None:
         """Called when the whole backward pass is over."""
 
 
@@ -170,6 +173,11 @@ class Schedule:
             if unit not in self._order:
                 self._order.append(unit)
 
+    def end_forward(self) -> None:
+        """The root's forward ends: units of which it ran only some modules are through as well."""
+        for unit in self.units:
+            unit.finish_forward()
+
     def _next_in_forward(self, unit: Unit) -> Sequence[Unit]:
         if unit.forward_prefetch is not None:
             return unit.forward_prefetch
@@ -207,7 +215,7 @@ class Schedule:
         with profiled("FSDP::root_post_backward_callback", ""):
             # Reverse order of the forward: the same on every rank, whatever autograd did not reach.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
-                unit.end_backward()
+                unit.end_backward(is_last=self.is_last_backward)
             while self.comm.in_flight:
                 self.comm.finish_reduction()
             for unit in self.units:

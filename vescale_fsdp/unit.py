@@ -1,7 +1,7 @@
 """FSDPState: the hooks that turn module calls into steps of the schedule.
 
     pre-forward     gather the unit's parameters, cast its inputs
-    post-forward    reshard (if asked), watch the outputs for their gradients
+    post-forward    reshard (if asked), watch the outputs for their gradients, cast them
     pre-backward    gather again, and the unit that comes next
     post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
     end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
@@ -9,6 +9,10 @@
 A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
 one reduction. Every unit that took part in a forward with gradients is reduced, with zeros where a rank left
 parameters unused: no rank waits for another that never comes.
+
+A unit made of a list of modules gathers before the first of them runs and reshards after the last, or, where a
+forward runs only some, when the root's forward ends. What runs outside a root's forward (the head of a chunked
+loss, called once per chunk) stays gathered until the backward, and each backward adds its reduction.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ class FSDPState:
         self.schedule: Schedule | None = None
         self.label = type(modules[0]).__name__  # for the profiler: the module's name, once the root knows it
         self.is_root = False
+        self.is_last_backward = True  # as said before the first forward; the root's schedule takes it over
         self.post_optim_event: torch.Event | None = None
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
@@ -98,6 +103,7 @@ class FSDPState:
             )
         self.is_root = True
         self.schedule = Schedule(self.comm)
+        self.schedule.is_last_backward = self.is_last_backward
         below: list[FSDPState] = []
         for name, module in self.modules[0].named_modules():
             state = state_of(module)
@@ -211,16 +217,23 @@ class FSDPState:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         schedule = self._schedule()
         with profiled("FSDP::post_forward ", self.shown):
-            finished = len(self._entered) == len(self.modules)
-            if finished:
-                self._entered.clear()
-            if finished and self.reshard_after_forward and not schedule.in_backward:
-                self.comm.reshard(self.groups, keep_part=True)
+            if len(self._entered) == len(self.modules):
+                self.finish_forward()
+            if self.is_root and not schedule.in_backward:
+                schedule.end_forward()
             output = self._watch_outputs(output)
             if self.mp_policy.output_dtype is not None:
                 with profiled("FSDP::cast_forward_outputs", ""):
                     output = pytree.tree_map(_caster(self.mp_policy.output_dtype), output)
         return output
+
+    def finish_forward(self) -> None:
+        """All modules of the unit that this forward runs have run (nothing if none has)."""
+        if not self._entered:
+            return
+        self._entered.clear()
+        if self.reshard_after_forward and not self._schedule().in_backward:
+            self.comm.reshard(self.groups, keep_part=True)
 
     def _watch_outputs(self, output: Any) -> Any:
         if torch.is_grad_enabled():
@@ -244,13 +257,17 @@ class FSDPState:
         if self._outstanding == 0:
             self._finish_backward()
 
-    def end_backward(self) -> None:
-        """The backward is over: reduce what no post-backward node reached."""
-        self._outstanding = 0
-        late = any(
-            param.has_grad for group in self.groups for param in group.params
-        )  # used outside the module's own forward
-        if self._took_part or late:
+    def end_backward(self, *, is_last: bool) -> None:
+        """The backward is over: reduce what no post-backward node reached.
+
+        Args:
+            is_last: no backward of this forward follows, so that units it did not come by are reduced too.
+        """
+        self._entered.clear()
+        # Without the unit's own forward, or by way of inputs that need no gradient.
+        late = any(param.has_grad for group in self.groups for param in group.params)
+        if late or (self._took_part and is_last):
+            self._outstanding = 0
             self._finish_backward()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
