@@ -36,7 +36,7 @@ from vescale_fsdp.spec import (
     ragged_axis,
     spec_with,
 )
-from vescale_fsdp.torch_private import DTensorSpec, local_of, register_foreach_type
+from vescale_fsdp.torch_private import DTensorSpec, dispatch_to_subclass, local_of, register_foreach_type
 
 __all__ = [
     "PendingTensor",
@@ -259,6 +259,7 @@ class RaggedDTensor(DTensor):
 
 
 register_foreach_type(RaggedDTensor)
+dispatch_to_subclass(RaggedDTensor)
 
 
 def _rebuild(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -52,6 +52,7 @@ __all__ = [
     "TensorMeta",
     "autograd_engine_callback",
     "concatenate_meshes",
+    "dispatch_to_subclass",
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
@@ -76,6 +77,36 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
     for types in (_optim_types, _util_types):
         if cls not in types:
             types.append(cls)  # type: ignore[arg-type]
+
+
+class _Dispatching(Protocol):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any, /) -> Any: ...
+
+
+def dispatch_to_subclass(cls: _Dispatching) -> None:
+    """Let operators on a subclass of DTensor reach the subclass's own ``__torch_dispatch__``.
+
+    torch 2.10 and 2.11 take every instance of DTensor, subclasses too, down DTensor's own path in C++ and
+    never ask the subclass (pytorch issue 177716, mended in 2.12). A rule registered for an operator and the
+    class is asked before that path; so there it is registered for every operator this torch knows.
+    """
+    if torch.__version__ >= "2.12":
+        return
+    libraries: dict[str, torch.library.Library] = {}
+    for name in operator_names():
+        namespace = name.partition("::")[0]
+        if namespace not in libraries:
+            libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+        rules = torch.library.register_torch_dispatch(name, cls, lib=libraries[namespace])
+        rules(_ask_subclass)
+    _dispatch_rules.extend(libraries.values())
+
+
+_dispatch_rules: list[torch.library.Library] = []  # rules go when their library does
+
+
+def _ask_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    return cls.__torch_dispatch__(func, types, args, kwargs)
 
 
 def autograd_engine_callback(callback: Callable[[], None]) -> None:
