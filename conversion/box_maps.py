@@ -4,13 +4,14 @@ Each knows which boxes of its inputs an output box needs, so that it streams lik
 is the inverse of another:
 
     ConcatView - SliceView     StackView - IndexView     PermuteView, ReshapeView: themselves, the other way
-    InterleaveView - the same with ``back=True``          PadView - SliceView
+    InterleaveView - the same with ``back=True``          PadView - SliceView        ZerosView - nothing
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "ReshapeView",
     "SliceView",
     "StackView",
+    "ZerosView",
 ]
 
 
@@ -73,8 +75,54 @@ class RenameView(TensorView):
         return self.inner.identity()
 
 
+class _OneInput(TensorView):
+    """A view of one tensor that keeps its name and type and changes its shape."""
+
+    inner: TensorView
+
+    @abstractmethod
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the result."""
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        found = self.inner.info
+        return TensorInfo(found.name, self._shape(found.shape), found.dtype)
+
+    def _require(self, dim: int, fits: Callable[[int], bool], problem: str, expected: str) -> None:
+        """Refuse an inner tensor without this dim, or with a size there that does not fit."""
+        info = self.inner.info
+        if dim >= len(info.shape) or not fits(info.shape[dim]):
+            raise _refuse(problem, f"{expected} in dim {dim}", info.shape, info)
+
+
+class _ManyInputs(TensorView):
+    """Several tensors as one, named after the first."""
+
+    parts: tuple[TensorView, ...]
+    dim: int
+
+    @abstractmethod
+    def _shape(self, first: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the result."""
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        first = self.parts[0].info
+        return TensorInfo(first.name, self._shape(first.shape), first.dtype)
+
+    def _require_alike(self, problem: str, alike: Callable[[tuple[int, ...]], object]) -> None:
+        """Refuse parts whose types or relevant sizes differ from the first one's."""
+        first = self.parts[0].info
+        for part in self.parts:
+            info = part.info
+            if info.dtype != first.dtype or alike(info.shape) != alike(first.shape):
+                expected = f"{first.dtype.name} {first.shape}, as {first.name} has"
+                raise _refuse(problem, expected, f"{info.dtype.name} {info.shape}", info)
+
+
 @dataclass(frozen=True)
-class ConcatView(TensorView):
+class ConcatView(_ManyInputs):
     """Tensors one after the other along a dim."""
 
     parts: tuple[TensorView, ...]
@@ -82,20 +130,12 @@ class ConcatView(TensorView):
 
     def __post_init__(self) -> None:
         first = self.parts[0].info
-        for part in self.parts:
-            info = part.info
-            if self.dim >= len(info.shape) or info.dtype != first.dtype:
-                raise _refuse(
-                    "tensors cannot be joined", f"{first.dtype.name} with dim {self.dim}", info, info
-                )
-            if _replace(info.shape, self.dim, 0) != _replace(first.shape, self.dim, 0):
-                raise _refuse("tensors cannot be joined", f"shapes like {first.shape}", info.shape, info)
+        if self.dim >= len(first.shape):
+            raise _refuse("tensors cannot be joined", f"a dim {self.dim}", first.shape, first)
+        self._require_alike("tensors cannot be joined", lambda shape: _replace(shape, self.dim, 0))
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        first = self.parts[0].info
-        total = sum(part.info.shape[self.dim] for part in self.parts)
-        return TensorInfo(first.name, _replace(first.shape, self.dim, total), first.dtype)
+    def _shape(self, first: tuple[int, ...]) -> tuple[int, ...]:
+        return _replace(first, self.dim, sum(part.info.shape[self.dim] for part in self.parts))
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         start, stop = box.offsets[self.dim], box.offsets[self.dim] + box.sizes[self.dim]
@@ -114,7 +154,7 @@ class ConcatView(TensorView):
 
 
 @dataclass(frozen=True)
-class SliceView(TensorView):
+class SliceView(_OneInput):
     """Indices [start, start + size) of a dim."""
 
     inner: TensorView
@@ -123,15 +163,11 @@ class SliceView(TensorView):
     size: int
 
     def __post_init__(self) -> None:
-        info = self.inner.info
-        if self.dim >= len(info.shape) or self.start + self.size > info.shape[self.dim]:
-            expected = f"at least {self.start + self.size} in dim {self.dim}"
-            raise _refuse("a tensor is too small to be cut", expected, info.shape, info)
+        stop = self.start + self.size
+        self._require(self.dim, lambda n: n >= stop, "a tensor is too small to be cut", f"at least {stop}")
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        found = self.inner.info
-        return TensorInfo(found.name, _replace(found.shape, self.dim, self.size), found.dtype)
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return _replace(inner, self.dim, self.size)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         offsets = _replace(box.offsets, self.dim, box.offsets[self.dim] + self.start)
@@ -142,7 +178,7 @@ class SliceView(TensorView):
 
 
 @dataclass(frozen=True)
-class StackView(TensorView):
+class StackView(_ManyInputs):
     """Tensors of one shape along a new dim."""
 
     parts: tuple[TensorView, ...]
@@ -150,16 +186,12 @@ class StackView(TensorView):
 
     def __post_init__(self) -> None:
         first = self.parts[0].info
-        for part in self.parts:
-            info = part.info
-            if (info.shape, info.dtype) != (first.shape, first.dtype) or self.dim > len(info.shape):
-                raise _refuse("tensors cannot be stacked", f"{first.dtype.name} {first.shape}", info, info)
+        if self.dim > len(first.shape):
+            raise _refuse("tensors cannot be stacked", f"{self.dim} dims or more", first.shape, first)
+        self._require_alike("tensors cannot be stacked", lambda shape: shape)
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        first = self.parts[0].info
-        shape = (*first.shape[: self.dim], len(self.parts), *first.shape[self.dim :])
-        return TensorInfo(first.name, shape, first.dtype)
+    def _shape(self, first: tuple[int, ...]) -> tuple[int, ...]:
+        return (*first[: self.dim], len(self.parts), *first[self.dim :])
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         dim = self.dim
@@ -173,7 +205,7 @@ class StackView(TensorView):
 
 
 @dataclass(frozen=True)
-class IndexView(TensorView):
+class IndexView(_OneInput):
     """One index of a dim, which is gone."""
 
     inner: TensorView
@@ -181,16 +213,11 @@ class IndexView(TensorView):
     index: int
 
     def __post_init__(self) -> None:
-        info = self.inner.info
-        if self.dim >= len(info.shape) or self.index >= info.shape[self.dim]:
-            expected = f"at least {self.index + 1} in dim {self.dim}"
-            raise _refuse("a tensor is too small to be taken apart", expected, info.shape, info)
+        problem = "a tensor is too small to be taken apart"
+        self._require(self.dim, lambda n: n > self.index, problem, f"at least {self.index + 1}")
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        found = self.inner.info
-        shape = (*found.shape[: self.dim], *found.shape[self.dim + 1 :])
-        return TensorInfo(found.name, shape, found.dtype)
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return (*inner[: self.dim], *inner[self.dim + 1 :])
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         dim = self.dim
@@ -203,7 +230,7 @@ class IndexView(TensorView):
 
 
 @dataclass(frozen=True)
-class PermuteView(TensorView):
+class PermuteView(_OneInput):
     """Dims in another order: dim i of the result is dim ``dims[i]`` of the inner tensor."""
 
     inner: TensorView
@@ -218,10 +245,8 @@ class PermuteView(TensorView):
     def _back(self) -> tuple[int, ...]:
         return tuple(self.dims.index(dim) for dim in range(len(self.dims)))
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        found = self.inner.info
-        return TensorInfo(found.name, tuple(found.shape[dim] for dim in self.dims), found.dtype)
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(inner[dim] for dim in self.dims)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         offsets = tuple(box.offsets[dim] for dim in self._back)
@@ -233,7 +258,7 @@ class PermuteView(TensorView):
 
 
 @dataclass(frozen=True)
-class ReshapeView(TensorView):
+class ReshapeView(_OneInput):
     """The same items, row-major, in another shape."""
 
     inner: TensorView
@@ -244,10 +269,8 @@ class ReshapeView(TensorView):
         if math.prod(self.shape) != info.numel or info.dtype.is_packed:
             raise _refuse("a tensor cannot have this shape", self.shape, info.shape, info)
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        found = self.inner.info
-        return TensorInfo(found.name, self.shape, found.dtype)
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return self.shape
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         try:
@@ -270,7 +293,7 @@ class ReshapeView(TensorView):
 
 
 @dataclass(frozen=True)
-class InterleaveView(TensorView):
+class InterleaveView(_OneInput):
     """Within each of ``groups`` equal groups of a dim, ``parts`` runs become interleaved items.
 
         groups 1, parts 2:  a0 a1 a2 b0 b1 b2  ->  a0 b0 a1 b1 a2 b2      (``back``: the other way)
@@ -285,35 +308,70 @@ class InterleaveView(TensorView):
     back: bool = False
 
     def __post_init__(self) -> None:
-        info = self.inner.info
-        if self.dim >= len(info.shape) or info.shape[self.dim] % (self.groups * self.parts):
-            expected = f"a multiple of {self.groups} x {self.parts} in dim {self.dim}"
-            raise _refuse("a tensor cannot be interleaved", expected, info.shape, info)
+        runs, expected = self.groups * self.parts, f"a multiple of {self.groups} x {self.parts}"
+        problem = "a tensor cannot be interleaved"
+        self._require(self.dim, lambda n: runs > 0 and n % runs == 0, problem, expected)
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        return self.inner.info
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return inner
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         dim, group = self.dim, self.info.shape[self.dim] // self.groups
         start, stop = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
-        first, last = start // group, -(-stop // group)  # whole groups around what is asked
-        sizes = _replace(box.sizes, dim, (last - first) * group)
-        scratch = np.empty(sizes, dtype=out.dtype)
-        self.inner.read_into(Box(_replace(box.offsets, dim, first * group), sizes), scratch)
+        position = start
+        while position < stop:
+            inside = position % group
+            size = group - inside if inside or stop - position < group else (stop - position) // group * group
+            size = min(size, stop - position)
+            where = _on_dim(dim, slice(position - start, position - start + size))
+            part = Box(_replace(box.offsets, dim, position), _replace(box.sizes, dim, size))
+            if size % group:
+                self._read_in_group(part, out[where], position - inside, group)
+            else:
+                self._read_groups(part, out[where], group)
+            position += size
+
+    def _read_groups(self, box: Box, out: np.ndarray, group: int) -> None:
+        """Whole groups: as many items of the inner tensor, in another order."""
+        dim, scratch = self.dim, np.empty(box.sizes, dtype=out.dtype)
+        self.inner.read_into(box, scratch)
         runs = (self.parts, group // self.parts)
-        split = scratch.reshape(
-            *sizes[:dim], last - first, *(runs[::-1] if self.back else runs), *sizes[dim + 1 :]
-        )
-        mixed = split.swapaxes(dim + 1, dim + 2).reshape(sizes)
-        out[...] = mixed[_on_dim(dim, slice(start - first * group, stop - first * group))]
+        inner_runs = runs[::-1] if self.back else runs
+        split = scratch.reshape(*box.sizes[:dim], -1, *inner_runs, *box.sizes[dim + 1 :])
+        out[...] = split.swapaxes(dim + 1, dim + 2).reshape(box.sizes)
+
+    def _read_in_group(self, box: Box, out: np.ndarray, base: int, group: int) -> None:
+        """A part of one group. Never the whole group, which may be the whole tensor: forward nothing but
+        the items asked for is read, back at most ``parts`` times as many."""
+        dim, parts, run = self.dim, self.parts, group // self.parts
+        low = box.offsets[dim] - base
+        high = low + box.sizes[dim]
+        if not self.back:
+            for p in range(parts):
+                first, last = -(-(low - p) // parts), -(-(high - p) // parts)
+                if first < last:
+                    offsets = _replace(box.offsets, dim, base + p * run + first)
+                    sizes = _replace(box.sizes, dim, last - first)
+                    where = _on_dim(dim, slice(first * parts + p - low, None, parts))
+                    self.inner.read_into(Box(offsets, sizes), out[where])
+            return
+        within_one = low // run == (high - 1) // run
+        first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
+        sizes = _replace(box.sizes, dim, (last - first) * parts)
+        scratch = np.empty(sizes, dtype=out.dtype)
+        self.inner.read_into(Box(_replace(box.offsets, dim, base + first * parts), sizes), scratch)
+        for p in range(low // run, (high - 1) // run + 1):
+            begin, end = max(low, p * run), min(high, (p + 1) * run)
+            picked = slice((begin - p * run - first) * parts + p, None, parts)
+            count = _on_dim(dim, slice(0, end - begin))
+            out[_on_dim(dim, slice(begin - low, end - low))] = scratch[_on_dim(dim, picked)][count]
 
     def identity(self) -> str:
         return f"interleave({self.dim}, {self.groups}, {self.parts}, {self.back}, {self.inner.identity()})"
 
 
 @dataclass(frozen=True)
-class PadView(TensorView):
+class PadView(_OneInput):
     """Zeros after the end of a dim, up to ``size``."""
 
     inner: TensorView
@@ -321,14 +379,11 @@ class PadView(TensorView):
     size: int
 
     def __post_init__(self) -> None:
-        info = self.inner.info
-        if self.dim >= len(info.shape) or info.shape[self.dim] > self.size:
-            raise _refuse("a tensor is too large to be padded", f"at most {self.size}", info.shape, info)
+        problem, expected = "a tensor is too large to be padded", f"at most {self.size}"
+        self._require(self.dim, lambda n: n <= self.size, problem, expected)
 
-    @cached_property
-    def info(self) -> TensorInfo:
-        found = self.inner.info
-        return TensorInfo(found.name, _replace(found.shape, self.dim, self.size), found.dtype)
+    def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
+        return _replace(inner, self.dim, self.size)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         filled = max(0, min(box.sizes[self.dim], self.inner.info.shape[self.dim] - box.offsets[self.dim]))
@@ -339,3 +394,20 @@ class PadView(TensorView):
 
     def identity(self) -> str:
         return f"pad({self.dim}, {self.size}, {self.inner.identity()})"
+
+
+@dataclass(frozen=True)
+class ZerosView(TensorView):
+    """A tensor that is stored nowhere: all zeros."""
+
+    made: TensorInfo
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.made
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        out[...] = np.zeros((), dtype=out.dtype)
+
+    def identity(self) -> str:
+        return f"zeros({self.made.shape})"

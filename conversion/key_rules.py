@@ -1,8 +1,8 @@
 """Key rules: how one framework's tensors become another's, as data.
 
-A rule file is TOML with names in [let], rules in [[rule]] and keys that may vanish in [[drop]]. It is
-written once, from Hugging Face's names ("hf") to another framework's ("ours"), and used both ways: every
-operation has an inverse.
+A rule file is TOML with names in [let], rules in [[rule]], keys that may vanish in [[drop]] and keys that
+only the other framework has in [[zeros]]. It is written once, from Hugging Face's names ("hf") to another
+framework's ("ours"), and used both ways: every operation has an inverse.
 
     format = 1
     [let]
@@ -13,10 +13,18 @@ operation has an inverse.
     ops  = [{ rope = { heads = "kv" } }]
     [[drop]]
     hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
+    [[zeros]]
+    ours  = "layers.{l}.moe.expert_bias_E"       # made once for each match of "beside", dropped on the way back
+    beside = "model.layers.{l}.mlp.gate.weight"
+    shape = ["num_experts"]
+    dtype = "float32"
 
 ``{l}`` stands for a whole number. ``optional = true`` lets a rule match nothing. ``tie = "NAME"`` makes our
 tensor from hf's NAME where hf leaves its own out (tied weights). Keys without a rule are an error unless
 the file says ``keep_others = true``.
+
+A file may start from a shipped one: ``extends = "torchtitan-llama"`` takes its rules, except those whose hf
+names have a rule here, and [rename] gives our side's names of that file other spellings.
 """
 
 from __future__ import annotations
@@ -24,16 +32,17 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from typing import Any
 
+from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
 from vescale_fsdp.conversion.operations import Operation, Stack, parse_operation
 from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["KeyRule", "Pattern", "RuleSet", "load_rules", "shipped_rules"]
+__all__ = ["KeyRule", "Pattern", "RuleSet", "Zeros", "load_rules", "shipped_rules"]
 
 _FORMAT = 1
 _CAPTURE = re.compile(r"\{(\w+)\}")
@@ -103,6 +112,16 @@ class KeyRule:
 
 
 @dataclass(frozen=True)
+class Zeros:
+    """A tensor of ours that hf has no counterpart of: zeros, one for each match of a name of hf's."""
+
+    ours: Pattern
+    beside: Pattern
+    shape: tuple[str | int, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
 class RuleSet:
     """All rules of one file."""
 
@@ -111,7 +130,44 @@ class RuleSet:
     rules: tuple[KeyRule, ...]
     drops_hf: tuple[Pattern, ...] = field(default=())
     drops_ours: tuple[Pattern, ...] = field(default=())
+    zeros: tuple[Zeros, ...] = field(default=())
     keep_others: bool = False  # keys that no rule matches keep their names
+
+    def renamed(self, spellings: Mapping[str, str]) -> RuleSet:
+        """The same rules with other names on our side.
+
+        Raises:
+            ConversionError: for a name that no rule has.
+        """
+        known = {p.text for r in self.rules for p in r.ours} | {p.text for p in self.drops_ours}
+        known |= {zeros.ours.text for zeros in self.zeros}
+        if unknown := set(spellings) - known:
+            expected = f"names on our side of {self.name}, such as {min(known)}"
+            raise _bad(f"[rename] over {self.name}", expected, ", ".join(sorted(unknown)))
+
+        def spelled(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+            return tuple(Pattern(spellings.get(p.text, p.text)) for p in patterns)
+
+        return replace(
+            self,
+            rules=tuple(replace(rule, ours=spelled(rule.ours)) for rule in self.rules),
+            drops_ours=spelled(self.drops_ours),
+            zeros=tuple(replace(z, ours=spelled((z.ours,))[0]) for z in self.zeros),
+        )
+
+    def extended_by(self, own: RuleSet) -> RuleSet:
+        """These rules under those of a file that extends them."""
+        taken = {pattern.text for rule in own.rules for pattern in rule.hf}
+        kept = tuple(rule for rule in self.rules if not any(p.text in taken for p in rule.hf))
+        return RuleSet(
+            own.name,
+            {**self.lets, **own.lets},
+            (*kept, *own.rules),
+            (*self.drops_hf, *own.drops_hf),
+            (*self.drops_ours, *own.drops_ours),
+            (*self.zeros, *own.zeros),
+            self.keep_others or own.keep_others,
+        )
 
 
 def shipped_rules() -> tuple[str, ...]:
@@ -150,19 +206,30 @@ def _bad(name: str, expected: str, got: object) -> ConversionError:
 def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
     if data.get("format") != _FORMAT:
         raise _bad(name, f"format = {_FORMAT}", data.get("format"))
-    known = {"format", "let", "rule", "drop", "keep_others"}
+    known = {"format", "extends", "rename", "let", "rule", "drop", "zeros", "keep_others"}
     if unknown := set(data) - known:
         raise _bad(name, f"the tables {', '.join(sorted(known))}", ", ".join(sorted(unknown)))
-    rules = tuple(_rule(name, number, rule) for number, rule in enumerate(data.get("rule", ())))
     drops = data.get("drop", ())
-    return RuleSet(
+    own = RuleSet(
         name,
         {str(key): str(value) for key, value in data.get("let", {}).items()},
-        rules,
+        tuple(_rule(name, number, rule) for number, rule in enumerate(data.get("rule", ()))),
         tuple(Pattern(drop["hf"]) for drop in drops if "hf" in drop),
         tuple(Pattern(drop["ours"]) for drop in drops if "ours" in drop),
+        tuple(_zeros(zeros) for zeros in data.get("zeros", ())),
         bool(data.get("keep_others", False)),
     )
+    base = data.get("extends")
+    if base is None and "rename" not in data:
+        return own
+    if base not in shipped_rules():
+        raise _bad(name, f"extends = one of {', '.join(shipped_rules())}", base)
+    return load_rules(base).renamed(data.get("rename", {})).extended_by(own)
+
+
+def _zeros(data: Mapping[str, Any]) -> Zeros:
+    shape = tuple(data["shape"])
+    return Zeros(Pattern(data["ours"]), Pattern(data["beside"]), shape, dtype_from_torch(data["dtype"]))
 
 
 def _rule(name: str, number: int, data: Mapping[str, Any]) -> KeyRule:

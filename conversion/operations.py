@@ -5,9 +5,12 @@ node per name pattern of the rule, where a node is a tensor, or a list of them w
 (experts). Running the operations forward makes ours from hf, running the inverses backward makes hf from
 ours.
 
-    {concat = {dim, sizes}}  several nodes -> one          {stack = {over, dim, count}}  a counted list -> one
-    {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, parts}}   {rope = {heads}}
+    {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a counted list -> one
+    {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, groups, parts}}   {rope = {heads}}
     {pad = {dim, from, to}}   {cast = {to, back}}
+
+``groups`` joins within each of so many groups: [q q k v] [q q k v] ... instead of [q q q q] [k k] [v v].
+``heads`` may be a list, one for each pattern of the rule, where 0 leaves its tensor alone.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["Bundle", "Node", "Operation", "Stack", "parse_operation"]
+__all__ = ["Bundle", "Cast", "Node", "Operation", "Stack", "parse_operation"]
 
 Node = Any  # a TensorView, or a list of nodes
 Bundle = list[Node]
@@ -55,25 +58,46 @@ def _each(node: Node, change: Callable[[TensorView], TensorView]) -> Node:
     return [_each(item, change) for item in node] if isinstance(node, list) else change(node)
 
 
+def _require_size(view: TensorView, dim: int, size: int, text: str) -> None:
+    """Refuse a tensor that is to be taken apart if it does not have the size the parts need."""
+    shape = view.info.shape
+    if dim >= len(shape) or shape[dim] != size:
+        raise ConversionError(
+            explain(
+                "a tensor does not have the size that the rule says",
+                expected=f"{size} in dim {dim} ({text})",
+                got=f"shape {shape}",
+                where=view.info.name,
+                todo="pass the config.json of this model, or correct the rule's sizes",
+            )
+        )
+
+
 class _EachTensor(Operation):
     """An operation on every tensor by itself."""
 
     @abstractmethod
-    def make(self, view: TensorView, sizes: Sizes, *, back: bool) -> TensorView:
-        """The changed tensor."""
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        """The changed tensor of the rule's pattern number ``place``."""
+
+    def _run(self, bundle: Bundle, sizes: Sizes, *, back: bool) -> Bundle:
+        return [
+            _each(node, lambda view, place=place: self.make(view, sizes, place, back=back))  # type: ignore[misc]
+            for place, node in enumerate(bundle)
+        ]
 
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        return [_each(node, lambda view: self.make(view, sizes, back=False)) for node in bundle]
+        return self._run(bundle, sizes, back=False)
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        return [_each(node, lambda view: self.make(view, sizes, back=True)) for node in bundle]
+        return self._run(bundle, sizes, back=True)
 
 
 @dataclass(frozen=True)
 class _Transpose(_EachTensor):
     dims: tuple[int, ...]
 
-    def make(self, view: TensorView, sizes: Sizes, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
         dims = tuple(self.dims.index(dim) for dim in range(len(self.dims))) if back else self.dims
         return PermuteView(view, dims)
 
@@ -83,18 +107,29 @@ class _Reshape(_EachTensor):
     hf: tuple[str | int, ...]
     ours: tuple[str | int, ...]
 
-    def make(self, view: TensorView, sizes: Sizes, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
         return ReshapeView(view, tuple(sizes(size) for size in (self.hf if back else self.ours)))
 
 
 @dataclass(frozen=True)
 class _Interleave(_EachTensor):
     dim: int
-    groups: str | int
+    groups: tuple[str | int, ...]  # one for all, or one for each pattern
     parts: int
 
-    def make(self, view: TensorView, sizes: Sizes, *, back: bool) -> TensorView:
-        return InterleaveView(view, self.dim, sizes(self.groups), self.parts, back)
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        if place >= len(self.groups) > 1:
+            raise ConversionError(
+                explain(
+                    "a rule gives numbers of heads or groups for fewer tensors than it has names",
+                    expected="one number for all names, or one for each",
+                    got=f"{list(self.groups)}",
+                    where=view.info.name,
+                    todo="write one number for each name of the rule; 0 leaves its tensor alone",
+                )
+            )
+        groups = sizes(self.groups[place if len(self.groups) > 1 else 0])
+        return InterleaveView(view, self.dim, groups, self.parts, back) if groups else view
 
 
 @dataclass(frozen=True)
@@ -103,18 +138,20 @@ class _Pad(_EachTensor):
     small: str | int
     large: str | int
 
-    def make(self, view: TensorView, sizes: Sizes, *, back: bool) -> TensorView:
-        if back:
-            return SliceView(view, self.dim, 0, sizes(self.small))
-        return PadView(view, self.dim, sizes(self.large))
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        small, large = sizes(self.small), sizes(self.large)
+        _require_size(view, self.dim, large if back else small, str(self.large if back else self.small))
+        return SliceView(view, self.dim, 0, small) if back else PadView(view, self.dim, large)
 
 
 @dataclass(frozen=True)
-class _Cast(_EachTensor):
+class Cast(_EachTensor):
+    """Another type; the only operation that changes values."""
+
     to: str
     back_to: str
 
-    def make(self, view: TensorView, sizes: Sizes, *, back: bool) -> TensorView:
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
         dtype = dtype_from_torch(self.back_to if back else self.to)
         return view if view.info.dtype == dtype else CastView(view, dtype)
 
@@ -123,37 +160,58 @@ class _Cast(_EachTensor):
 class _Concat(Operation):
     dim: int
     sizes: tuple[str | int, ...]
+    groups: str | int = 1
 
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        return [self._join(bundle)]
-
-    def _join(self, nodes: Sequence[Node]) -> Node:
-        if isinstance(nodes[0], list):
-            return [self._join(column) for column in zip(*nodes, strict=True)]
-        return ConcatView(tuple(nodes), self.dim)
-
-    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
-        lengths = [sizes(size) for size in self.sizes]
-        (node,) = bundle
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        return [
-            _each(node, lambda view, start=start, n=n: self._cut(view, start, n, sum(lengths)))  # type: ignore[misc]
-            for start, n in zip(starts, lengths, strict=True)
-        ]
-
-    def _cut(self, view: TensorView, start: int, size: int, total: int) -> TensorView:
-        shape = view.info.shape
-        if self.dim >= len(shape) or shape[self.dim] != total:
+        if len(bundle) != len(self.sizes):
             raise ConversionError(
                 explain(
-                    "a joined tensor does not have the size that the rule says",
-                    expected=f"{total} in dim {self.dim}",
-                    got=f"shape {shape}",
-                    where=view.info.name,
-                    todo="pass the config.json of this model, or correct the rule's sizes",
+                    "a rule joins another number of tensors than it gives sizes for",
+                    expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
+                    got=f"{len(bundle)} names",
+                    todo="write one size for each name of the rule",
                 )
             )
-        return SliceView(view, self.dim, start, size)
+        return [self._join(bundle, [sizes(size) for size in self.sizes], sizes(self.groups))]
+
+    def _join(self, nodes: Sequence[Node], lengths: list[int], groups: int) -> Node:
+        if isinstance(nodes[0], list):
+            return [self._join(column, lengths, groups) for column in zip(*nodes, strict=True)]
+        for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
+            _require_size(view, self.dim, groups * length, str(text))
+        if groups == 1:
+            return ConcatView(tuple(nodes), self.dim)
+        grouped = tuple(self._in_groups(view, groups) for view in nodes)
+        return self._flat(ConcatView(grouped, self.dim + 1))
+
+    def _in_groups(self, view: TensorView, groups: int) -> TensorView:
+        """The dim in two: group, and place in the group."""
+        shape = view.info.shape
+        size = shape[self.dim] // groups
+        return ReshapeView(view, (*shape[: self.dim], groups, size, *shape[self.dim + 1 :]))
+
+    def _flat(self, view: TensorView) -> TensorView:
+        shape = view.info.shape
+        joined = shape[self.dim] * shape[self.dim + 1]
+        return ReshapeView(view, (*shape[: self.dim], joined, *shape[self.dim + 2 :]))
+
+    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        lengths, groups = [sizes(size) for size in self.sizes], sizes(self.groups)
+        (node,) = bundle
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        total = sum(lengths) * groups
+        text = " + ".join(map(str, self.sizes))
+
+        def cut(view: TensorView, start: int, size: int) -> TensorView:
+            _require_size(view, self.dim, total, text)
+            if groups == 1:
+                return SliceView(view, self.dim, start, size)
+            return self._flat(SliceView(self._in_groups(view, groups), self.dim + 1, start, size))
+
+        return [
+            _each(node, lambda view, start=start, n=n: cut(view, start, n))  # type: ignore[misc]
+            for start, n in zip(starts, lengths, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -181,29 +239,23 @@ class Stack(Operation):
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         count = sizes(self.count)
         for view in bundle:
-            shape = view.info.shape
-            if self.dim >= len(shape) or shape[self.dim] != count:
-                raise ConversionError(
-                    explain(
-                        "a stacked tensor does not have the size that the rule says",
-                        expected=f"{count} in dim {self.dim} ({self.count})",
-                        got=f"shape {shape}",
-                        where=view.info.name,
-                        todo="pass the config.json of this model, or correct the rule",
-                    )
-                )
+            _require_size(view, self.dim, count, str(self.count))
         return [[IndexView(view, self.dim, index) for index in range(count)] for view in bundle]
 
 
+def _list(value: Any) -> tuple[str | int, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
 _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
-    "concat": lambda v: _Concat(int(v["dim"]), tuple(v["sizes"])),
+    "concat": lambda v: _Concat(int(v["dim"]), tuple(v["sizes"]), v.get("groups", 1)),
     "stack": lambda v: Stack(str(v["over"]), int(v["dim"]), v["count"]),
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
-    "interleave": lambda v: _Interleave(int(v["dim"]), v.get("groups", 1), int(v.get("parts", 2))),
-    "rope": lambda v: _Interleave(0, v["heads"], 2),
+    "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
+    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),
     "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
-    "cast": lambda v: _Cast(str(v["to"]), str(v["back"])),
+    "cast": lambda v: Cast(str(v["to"]), str(v["back"])),
 }
 
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.conversion.box_maps import RenameView
+from vescale_fsdp.conversion.box_maps import RenameView, ZerosView
 from vescale_fsdp.conversion.expressions import evaluate
-from vescale_fsdp.conversion.key_rules import KeyRule, Pattern, RuleSet
-from vescale_fsdp.conversion.operations import Bundle, Node
+from vescale_fsdp.conversion.key_rules import KeyRule, Pattern, RuleSet, shipped_rules
+from vescale_fsdp.conversion.operations import Bundle, Cast, Node
+from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
 
@@ -29,7 +30,7 @@ class Applied:
 
     Args:
         views: the new tensors by new name.
-        origins: new name -> names it was made from.
+        origins: new name -> names it was made from; tensors of zeros have none.
         dropped: names that [[drop]] let go.
     """
 
@@ -76,9 +77,11 @@ class _Application:
         self._used: dict[str, KeyRule] = {}
         self._made: dict[str, TensorView] = {}
         self._origins: dict[str, tuple[str, ...]] = {}
+        self._idle: list[str] = []  # what rules look for that found nothing
 
     def run(self) -> Applied:
-        drops = self._rules.drops_ours if self._to_hf else self._rules.drops_hf
+        zeros = tuple(zeros.ours for zeros in self._rules.zeros)
+        drops = (*self._rules.drops_ours, *zeros) if self._to_hf else self._rules.drops_hf
         dropped = tuple(name for name in self._views if any(p.match(name) for p in drops))
         for rule in self._rules.rules:
             self._apply(rule, [name for name in self._views if name not in dropped])
@@ -87,18 +90,31 @@ class _Application:
             for name in unused:
                 self._add(name, self._views[name], (name,))
         elif unused:
-            raise self._bad("rules for every key", f"none for {_some(unused)}", "add a rule or a [[drop]]")
+            todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
+            raise self._bad("rules for every key", f"none for {_some(unused)}", todo)
+        if self._idle:
+            todo = (
+                "remove the rule or mark it optional = true; if the source is another model, take its rules"
+            )
+            raise self._bad("rules that match something", f"nothing matches {_some(self._idle)}", todo)
+        if not (self._to_hf or self._partial):
+            self._add_zeros()
         return Applied(self._made, self._origins, dropped)
+
+    def _add_zeros(self) -> None:
+        for zeros in self._rules.zeros:
+            for name in self._views:
+                captures = zeros.beside.match(name)
+                if captures is not None:
+                    made = zeros.ours.fill(captures)
+                    shape = tuple(self._size(size) for size in zeros.shape)
+                    self._add(made, ZerosView(TensorInfo(made, shape, zeros.dtype)), ())
 
     def _apply(self, rule: KeyRule, names: list[str]) -> None:
         sources = rule.ours if self._to_hf else rule.hf
         groups = self._groups(rule, sources, names)
         if not groups and not rule.optional and not self._partial:
-            raise self._bad(
-                "rules that match something",
-                f"nothing matches {sources[0].text}",
-                "remove the rule or mark it optional = true",
-            )
+            self._idle.append(sources[0].text)
         for key, found in groups.items():
             self._make(rule, sources, dict(key), found)
 
@@ -164,6 +180,8 @@ class _Application:
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
         for op in reversed(rule.ops) if to_hf else rule.ops:
+            if self._partial and isinstance(op, Cast):
+                continue  # moments keep the type the optimizer chose
             bundle = (op.backward if to_hf else op.forward)(bundle, self._size)
         return bundle
 
@@ -180,7 +198,8 @@ class _Application:
         if name in self._made:
             raise self._bad("each result made once", f"{name} made twice", "make the patterns distinct")
         self._made[name] = RenameView(view, name)
-        self._origins[name] = origins
+        if origins:
+            self._origins[name] = origins
 
     def _bad(self, expected: str, got: object, todo: str) -> ConversionError:
         where = f"{self._rules.name}, {'to' if self._to_hf else 'from'} Hugging Face"
