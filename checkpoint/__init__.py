@@ -5,23 +5,28 @@
 See FORMAT.md for what lies on disk.
 """
 
-from vescale_fsdp.checkpoint.async_saving import SaveHandle, async_save
-from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
-from vescale_fsdp.checkpoint.loading import LoadReport, load
-from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
-from vescale_fsdp.checkpoint.per_rank import PerRank
-from vescale_fsdp.checkpoint.ram_tier import RamTier
-from vescale_fsdp.checkpoint.reader import CheckpointReader, StoredTensor, read_state
-from vescale_fsdp.checkpoint.saving import save
-from vescale_fsdp.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
-from vescale_fsdp.checkpoint.verifying import Problem, VerifyReport, verify
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.lazy import lazily_export
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.async_saving import SaveHandle, async_save
+    from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
+    from vescale_fsdp.checkpoint.loading import LoadReport, load
+    from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
+    from vescale_fsdp.checkpoint.per_rank import PerRank
+    from vescale_fsdp.checkpoint.ram_tier import RamTier
+    from vescale_fsdp.checkpoint.reader import CheckpointReader, StoredTensor, read_state
+    from vescale_fsdp.checkpoint.saving import save
+    from vescale_fsdp.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
+    from vescale_fsdp.checkpoint.verifying import Problem, VerifyReport, verify
 
 __all__ = [
     "CheckpointManager",
@@ -50,3 +55,20 @@ __all__ = [
     "set_state_dict",
     "verify",
 ]
+
+lazily_export(
+    __name__,
+    {
+        "vescale_fsdp.checkpoint.async_saving": "SaveHandle async_save",
+        "vescale_fsdp.checkpoint.dcp": "RaggedLoadPlanner RaggedReader RaggedSavePlanner RaggedWriter",
+        "vescale_fsdp.checkpoint.loading": "LoadReport load",
+        "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
+        "vescale_fsdp.checkpoint.per_rank": "PerRank",
+        "vescale_fsdp.checkpoint.ram_tier": "RamTier",
+        "vescale_fsdp.checkpoint.reader": "CheckpointReader StoredTensor read_state",
+        "vescale_fsdp.checkpoint.saving": "save",
+        "vescale_fsdp.checkpoint.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
+        "set_model_state_dict set_optimizer_state_dict set_state_dict",
+        "vescale_fsdp.checkpoint.verifying": "Problem VerifyReport verify",
+    },
+)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.saving import Saver
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
-from vescale_fsdp.checkpoint.structure import TakenState, take_state
+from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
 
 __all__ = ["AsyncSaver", "SaveHandle", "Stager", "async_save"]

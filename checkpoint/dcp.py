@@ -45,7 +45,7 @@ from vescale_fsdp.checkpoint.reading import ReadPlan
 from vescale_fsdp.checkpoint.region import Region
 from vescale_fsdp.checkpoint.saving import Saver, commit_manifest
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
-from vescale_fsdp.checkpoint.structure import TakenState, take_state
+from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange

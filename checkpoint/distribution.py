@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,9 @@ from vescale_fsdp.checkpoint.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange, contiguous_strides
 from vescale_fsdp.layout import GroupLayout, TensorSlot
-from vescale_fsdp.placement import RaggedShard
+
+if TYPE_CHECKING:
+    from vescale_fsdp.placement import RaggedShard
 
 __all__ = [
     "Axes",
@@ -225,6 +227,8 @@ class UnitsCut(_FlatCut):
     @cached_property
     def placement(self) -> RaggedShard:
         """The placement itself."""
+        from vescale_fsdp.placement import RaggedShard  # a class of torch's, which no other cut needs
+
         return RaggedShard(self.dims, tuple(units for count, units in self.runs for _ in range(count)))
 
     def flat_range(

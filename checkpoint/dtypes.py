@@ -3,13 +3,19 @@
 A manifest names a dtype as torch does, without the prefix: ``"bfloat16"``. A safetensors file has fewer
 dtypes than torch; what it lacks is stored bit for bit under an unsigned integer of the same width (complex
 numbers as pairs of floats), so that any safetensors reader can open the file. The manifest has the last word.
+
+torch is imported where one of its dtypes is asked for: reading a manifest takes names and widths only.
 """
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+from typing import TYPE_CHECKING
 
 from vescale_fsdp.errors import CheckpointError, explain
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["carrier_of", "dtype_name", "dtype_named", "itemsize_of", "storage_code"]
 
@@ -33,24 +39,34 @@ _NATIVE_CODES = {
 }
 _PAIR_CODES = {"complex32": "F16", "complex128": "F64"}
 _WIDTH_CODES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
-_CARRIERS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
+_CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+_NAMES_BY_ITEMSIZE = {
+    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
+    2: "uint16 int16 float16 bfloat16",
+    4: "uint32 int32 float32 complex32",
+    8: "uint64 int64 float64 complex64",
+    16: "complex128",
 }
-_DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-_NAMES: dict[torch.dtype, str] = {value: name for name, value in _DTYPES.items()}
+_ITEMSIZES = {name: size for size, names in _NAMES_BY_ITEMSIZE.items() for name in names.split()}
+
+
+@cache
+def _torch_dtypes() -> dict[str, torch.dtype]:
+    """Every dtype of this torch by name."""
+    import torch
+
+    found = (value for value in vars(torch).values() if isinstance(value, torch.dtype))
+    return {str(dtype).removeprefix("torch."): dtype for dtype in found}
+
+
+@cache
+def _torch_names() -> dict[torch.dtype, str]:
+    return {dtype: name for name, dtype in _torch_dtypes().items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The manifest's name of a dtype: ``torch.bfloat16`` is ``"bfloat16"``."""
-    return _NAMES[dtype]
+    return _torch_names()[dtype]
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -59,8 +75,9 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         CheckpointError: if this version of torch has no such dtype.
     """
-    if name in _DTYPES:
-        return _DTYPES[name]
+    dtypes = _torch_dtypes()
+    if name in dtypes:
+        return dtypes[name]
     raise CheckpointError(
         explain(
             "The checkpoint holds a dtype that this version of torch does not have.",
@@ -72,8 +89,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def itemsize_of(name: str) -> int:
-    """Bytes per element of a dtype by its name."""
-    return dtype_named(name).itemsize
+    """Bytes per element of a dtype by its name; raises as `dtype_named` for an unknown one."""
+    return _ITEMSIZES.get(name) or dtype_named(name).itemsize
 
 
 def storage_code(name: str) -> tuple[str, int]:
@@ -87,4 +104,4 @@ def storage_code(name: str) -> tuple[str, int]:
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
     """A dtype of the same width that every copy kernel supports; bits are moved under it unchanged."""
-    return _CARRIERS[dtype.itemsize]
+    return dtype_named(_CARRIERS[dtype.itemsize])

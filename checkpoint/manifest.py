@@ -25,8 +25,9 @@ from vescale_fsdp.checkpoint.distribution import (
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.dtypes import dtype_named
+from vescale_fsdp.checkpoint.dtypes import itemsize_of
 from vescale_fsdp.checkpoint.merge import merge_structures
+from vescale_fsdp.checkpoint.names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Region
 from vescale_fsdp.checkpoint.structure import Entry, Structure, dump_json
@@ -37,9 +38,6 @@ from vescale_fsdp.layout import GroupLayout
 
 __all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "build_manifest", "new_save_id"]
 
-FORMAT_NAME = "vescale-checkpoint"
-FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
 STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 
@@ -319,7 +317,7 @@ def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
 
 def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
     entry, structure = manifest.entries[place], manifest.structure
-    dtype_named(entry.dtype)
+    itemsize_of(entry.dtype)
     problem = None
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
         problem = f"shape {entry.shape}"

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vescale_fsdp.checkpoint.encoding import is_stateful
 from vescale_fsdp.checkpoint.per_rank import PerRank
-from vescale_fsdp.checkpoint.tree import Json, decode, has_tensors, is_stateful, join_name
+from vescale_fsdp.checkpoint.tree import Json, decode, has_tensors, join_name
 
 __all__ = ["Match", "TensorRead", "match"]
 

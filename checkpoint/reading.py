@@ -7,7 +7,6 @@ verification, jobs cover whole stripes, and each stripe's hash is compared while
 
 from __future__ import annotations
 
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,117 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
-from vescale_fsdp.checkpoint.rankfile import CHECKSUM_BYTES, RankFile
+from vescale_fsdp.checkpoint.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.sinks import Bytes, Sink
-from vescale_fsdp.checkpoint.storage import FileReader, Storage
+from vescale_fsdp.checkpoint.storage import Storage
 from vescale_fsdp.checkpoint.writing import checksum_of
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, explain
 
-__all__ = ["OpenRankFile", "ReadPlan", "Reads"]
+__all__ = ["ReadPlan", "Reads", "missing_manifest"]
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _HASH_BYTES = 1 << 20  # 1 MiB: read and hashed at once, so that it is hashed from the cache
-
-
-class OpenRankFile:
-    """A rank's file, open, with its size, header and checksum table proven against the manifest.
-
-    Raises:
-        CheckpointError: if the file is missing.
-        CorruptCheckpointError: if it is not the file the manifest describes.
-    """
-
-    def __init__(self, storage: Storage, file: RankFile) -> None:
-        self.file = file
-        self.where = f"{storage.where}/{file.name}"
-        try:
-            self.reader: FileReader = storage.open_file(file.name)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                explain(
-                    "A file of the checkpoint is missing.",
-                    expected=f"{file.total_bytes} bytes that hold {_some(self._names())}",
-                    got="no file",
-                    where=self.where,
-                    todo="restore an older step",
-                )
-            ) from error
-        try:
-            self._prove_size()
-            self._prove_header()
-            self.checksums = self._read_table()
-        except BaseException:
-            self.reader.close()
-            raise
-
-    def _names(self) -> list[str]:
-        return self.file.names_in(len(self.file.header), self.file.table_start)
-
-    def _prove_size(self) -> None:
-        size, expected = self.reader.size_bytes, self.file.total_bytes
-        if size != expected:
-            lost = self.file.names_in(min(size, expected), self.file.table_start)
-            raise self.corrupt(
-                "A file of the checkpoint has another size than the manifest says.",
-                f"{expected} bytes",
-                f"{size} bytes" + (f"; lost: {_some(lost)}" if size < expected else ""),
-            )
-
-    def _prove_header(self) -> None:
-        expected = self.file.header
-        found = bytearray(len(expected))
-        self.reader.read_at(0, [found])
-        if found == expected:
-            return
-        at = next(place for place, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        start = max(0, at - 60)
-        raise self.corrupt(
-            "A file's header is not the one that follows from the manifest: it is damaged, or another "
-            "checkpoint's file.",
-            f".. {expected[start : at + 60]!r} ..",
-            f".. {bytes(found[start : at + 60])!r} ..; from byte {at} on; holds {_some(self._names())}",
-        )
-
-    def _read_table(self) -> tuple[int, ...]:
-        table = bytearray((self.file.num_stripes + 1) * CHECKSUM_BYTES)
-        self.reader.read_at(self.file.table_start, [table])
-        (own,) = struct.unpack("<Q", table[-CHECKSUM_BYTES:])
-        if xxhash.xxh3_64_intdigest(table[:-CHECKSUM_BYTES]) != own:
-            raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
-        return struct.unpack(f"<{self.file.num_stripes}Q", table[:-CHECKSUM_BYTES])
-
-    def prove_stripe(self, index: int, checksum: int) -> None:
-        """Compare a stripe's checksum with the table's.
-
-        Raises:
-            CorruptCheckpointError: naming the file, the bytes and the tensors in them.
-        """
-        if checksum != self.checksums[index]:
-            start, stop = self.file.stripe(index)
-            raise self.corrupt(
-                f"Bytes [{start}, {stop}) are not those that were written.",
-                f"checksum {self.checksums[index]:016x}",
-                f"{checksum:016x}; in them: {_some(self.file.names_in(start, stop))}",
-            )
-
-    def hash_stripe(self, index: int, scratch: Bytes) -> int:
-        """Checksum of a stripe, read through a small buffer."""
-        start, stop = self.file.stripe(index)
-        state = xxhash.xxh3_64()
-        for at in range(start, stop, len(scratch)):
-            part = scratch[: min(len(scratch), stop - at)]
-            self.reader.read_at(at, [part])
-            state.update(part.data)
-        return state.intdigest()
-
-    def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
-        """An error that names this file."""
-        todo = "restore an older step; verify(path) lists all that is wrong"
-        return CorruptCheckpointError(
-            explain(problem, expected=expected, got=got, where=self.where, todo=todo)
-        )
 
 
 class _Job(NamedTuple):
@@ -337,12 +237,6 @@ def _intervals(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -
         while cut < stop:
             yield max(cut, start), min(cut + size, stop)
             cut += size
-
-
-def _some(names: Sequence[str]) -> str:
-    """A few names, for messages."""
-    shown = ", ".join(names[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown or "nothing"
 
 
 def missing_manifest(where: str) -> CheckpointError:

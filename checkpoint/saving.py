@@ -34,7 +34,8 @@ from vescale_fsdp.checkpoint.per_rank import pack_blob
 from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
-from vescale_fsdp.checkpoint.structure import TakenState, dump_json, take_state
+from vescale_fsdp.checkpoint.structure import dump_json
+from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.checkpoint.writing import write_rank_file
 from vescale_fsdp.checkpoint.zarr_layout import chunk_shape, group_json

@@ -1,8 +1,8 @@
 """The structure of one rank's state: all that ranks must agree on, and nothing that grows with them.
 
 `Structure` is a value: the state tree, what is known of every tensor, and the layouts. Two ranks hold the
-same kind of state exactly if their structures are equal, which a 16-byte digest tells. `take_state` walks
-a live state and returns its structure beside this rank's bytes: local tensors and per-rank values.
+same kind of state exactly if their structures are equal, which a 16-byte digest tells. `taking.take_state`
+finds it on a live state; reading one from a manifest needs no torch.
 """
 
 from __future__ import annotations
@@ -11,23 +11,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import xxhash
 
-from vescale_fsdp.checkpoint.describe import Described, Describer
-from vescale_fsdp.checkpoint.distribution import Axes, Axis, Cut, Distribution, LayoutCut, cut_from_json
+from vescale_fsdp.checkpoint.distribution import Axes, Axis, Cut, Distribution, cut_from_json
 from vescale_fsdp.checkpoint.dtypes import itemsize_of
-from vescale_fsdp.checkpoint.per_rank import PerRank
-from vescale_fsdp.checkpoint.quiet import gc_paused
-from vescale_fsdp.checkpoint.tree import Json, TreeSink, encode
-from vescale_fsdp.dtensor import RaggedDTensor
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.geometry import numel_of
 from vescale_fsdp.layout import GroupLayout
 
-__all__ = ["Entry", "Structure", "TakenState", "dump_json", "take_state"]
+__all__ = ["Entry", "Structure", "dump_json", "renumber"]
 
 
 def dump_json(value: Json) -> bytes:
@@ -117,131 +111,6 @@ class Structure:
         return Distribution(self.axes[entry.axes], entry.cuts)
 
 
-class TakenState(NamedTuple):
-    """A rank's structure, its tensors by name, and its per-rank values by name (encoded tree, tensors)."""
-
-    structure: Structure
-    locals_by_name: dict[str, torch.Tensor]
-    per_rank: dict[str, tuple[Json, list[torch.Tensor]]]
-
-
-def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenState:
-    """Walk a live state; nothing is copied and nothing is communicated.
-
-    Args:
-        state: any nesting of what `tree` lists; usually a dict.
-        rank_of: number within the checkpoint's world of each global rank, where they differ.
-
-    Raises:
-        CheckpointError: for values or tensors that cannot be stored, naming the first.
-    """
-    taker = _Taker(Describer(rank_of))
-    with gc_paused():
-        return taker.taken(encode(state, "", taker))
-
-
-class _Taken(NamedTuple):
-    """A tensor met on the walk."""
-
-    entry: Entry
-    local: torch.Tensor
-    role: str
-    offset: int
-
-
-class _Taker(TreeSink):
-    def __init__(self, describer: Describer) -> None:
-        self._describer = describer
-        self._axes: dict[Axes, int] = {}
-        self._found: list[_Taken] = []
-        self._names: set[str] = set()
-        self._by_memory: dict[tuple[Any, ...], list[int]] = {}
-        self._per_rank: dict[str, tuple[Json, list[torch.Tensor]]] = {}
-        self._roles: dict[str, int] = {}
-
-    def tensor(self, name: str, tensor: torch.Tensor) -> Json:
-        described = self._describer.describe(name, tensor)
-        if described.local is None:
-            return {"$": "absent"}
-        axes = self._axes.setdefault(described.distribution.axes, len(self._axes))
-        key = _memory_key(tensor, described)
-        for place in self._by_memory.get(key, ()) if key is not None else ():
-            if self._found[place].local.is_set_to(described.local):
-                return {"$": "tensor", "i": place}
-        self._claim(name)
-        entry = Entry(name, described.dtype, described.shape, axes, described.distribution.cuts)
-        role, offset = self._role(entry)
-        self._found.append(_Taken(entry, described.local, role, offset))
-        if key is not None:
-            self._by_memory.setdefault(key, []).append(len(self._found) - 1)
-        return {"$": "tensor", "i": len(self._found) - 1}
-
-    def per_rank(self, name: str, value: PerRank) -> Json:
-        self._claim(name)
-        leaf = _LeafTaker()
-        self._per_rank[name] = (encode(value.value, name, leaf), leaf.tensors)
-        return {"$": "per_rank", "name": name}
-
-    def _claim(self, name: str) -> None:
-        if name in self._names:
-            raise CheckpointError(
-                explain(
-                    "Two leaves of the state have one name.",
-                    expected="keys that differ as text",
-                    got=f"two times {name!r}",
-                    todo="rename one of the keys (1 and '1' are the same name)",
-                )
-            )
-        self._names.add(name)
-
-    def _role(self, entry: Entry) -> tuple[str, int]:
-        """What a tensor is to its group (weights, one kind of moments), and where it lies in the buffer."""
-        cut = entry.cuts[-1] if entry.cuts else None
-        if not isinstance(cut, LayoutCut):
-            return "", 0
-        slot = self._describer.layouts[cut.layout].slots[cut.slot]
-        role = f"{cut.layout}:" + entry.name.replace(slot.fqn, "*", 1)
-        self._roles.setdefault(role, len(self._roles))
-        return role, slot.offset
-
-    def taken(self, tree: Json) -> TakenState:
-        """Everything found, with the tensors brought into file order."""
-
-        # Falling item sizes keep every tensor aligned in its file; then groups, roles, buffer order.
-        def file_order(place: int) -> tuple[int, int, int, int]:
-            item = self._found[place]
-            return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, place)
-
-        order = sorted(range(len(self._found)), key=file_order)
-        number_of = {place: number for number, place in enumerate(order)}
-        entries = tuple(self._found[place].entry for place in order)
-        structure = Structure(renumber(tree, number_of), entries, tuple(self._axes), self._describer.layouts)
-        found = {item.entry.name: item.local for item in self._found}
-        return TakenState(structure, found, self._per_rank)
-
-
-class _LeafTaker(TreeSink):
-    """Numbers the tensors of one per-rank value; a DTensor gives its local part."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def tensor(self, name: str, tensor: torch.Tensor) -> Json:
-        local = Describer().describe(name, tensor).local
-        self.tensors.append(torch.empty(0) if local is None else local)
-        return {"$": "tensor", "i": len(self.tensors) - 1}
-
-    def per_rank(self, name: str, value: PerRank) -> Json:
-        raise CheckpointError(
-            explain(
-                "A PerRank value lies inside another.",
-                expected="one PerRank around both",
-                got="two",
-                where=name,
-            )
-        )
-
-
 def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
     """A tree whose tensor leaves carry new numbers."""
     if isinstance(node, list):
@@ -251,19 +120,3 @@ def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
     if node.get("$") == "tensor":
         return {**node, "i": number_of[node["i"]]}
     return {key: renumber(item, number_of) for key, item in node.items()}
-
-
-def _memory_key(tensor: torch.Tensor, described: Described) -> tuple[Any, ...] | None:
-    """Key under which tensors that share memory meet; None for tensors that are never taken for shared.
-
-    All ranks must come to the same answer, also those whose piece is empty and has no address: a ragged
-    piece is therefore shared only with one of the same slot, and not at all if its slot is unknown.
-    """
-    local = described.local
-    assert local is not None
-    slot = None
-    if isinstance(tensor, RaggedDTensor):
-        if tensor.layout_ref is None:
-            return None
-        slot = (id(tensor.layout_ref[0]), tensor.layout_ref[1])
-    return (local.data_ptr(), described.shape, described.dtype, described.distribution, slot)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.reader import read_manifest
-from vescale_fsdp.checkpoint.reading import OpenRankFile
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.zarr_reading import verify_arrays
 from vescale_fsdp.errors import CheckpointError

@@ -2,8 +2,7 @@
 
 Router biases or state-space parameters may have to stay float32, so besides one type for all there are
 patterns with a type of their own, and those win. Integers, booleans, complex and 8-bit or smaller floats
-are never cast. Values are those of torch's ``.to(dtype)``; numpy does the work, so that no torch import is
-needed.
+are never cast.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
 from vescale_fsdp.conversion.tensors import TensorInfo
@@ -20,10 +18,10 @@ from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
 from vescale_fsdp.geometry import Box
 
-__all__ = ["CastRules", "CastView", "cast_array"]
+if TYPE_CHECKING:
+    import numpy as np
 
-_NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
-_BF16_NAN = 0x7FC0
+__all__ = ["CastRules", "CastView"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,10 @@ class CastView(TensorView):
         return TensorInfo(found.name, found.shape, self.dtype)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        from vescale_fsdp.conversion.rounding import cast_array
+
         source = self.inner.info.dtype
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
@@ -123,26 +125,3 @@ class CastView(TensorView):
 
     def identity(self) -> str:
         return f"{self.inner.identity()} as {self.dtype.name}"
-
-
-def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Raw items of one float type as raw items of another, rounded to nearest, ties to even."""
-    if source == target:
-        return raw
-    values = _from_bf16(raw) if source.name == "bfloat16" else raw.view(_NUMPY[source.name])
-    with np.errstate(over="ignore", invalid="ignore"):  # too large for the target is infinity, as in torch
-        if target.name == "bfloat16":
-            return _to_bf16(values.astype(np.float32))
-        return values.astype(_NUMPY[target.name]).view(target.raw)
-
-
-def _from_bf16(raw: np.ndarray) -> np.ndarray:
-    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _to_bf16(values: np.ndarray) -> np.ndarray:
-    """Keep the upper half of each float32, rounded to nearest even; any NaN becomes the one torch makes."""
-    bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
-    lowest_kept = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = ((bits + np.uint32(0x7FFF) + lowest_kept) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(_BF16_NAN), rounded)

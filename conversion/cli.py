@@ -5,6 +5,7 @@
     vescale-convert plan CHECKPOINT --shards 8,64,512 --granularity rows:32 --out PICTURES
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage.
+What one command alone needs is imported by that command, since imports would take longer than small work.
 """
 
 from __future__ import annotations
@@ -14,29 +15,22 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from tqdm import tqdm
 
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
-from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.execution import Part, RunOptions
-from vescale_fsdp.conversion.inspection import describe, draw, format_bytes, format_description
-from vescale_fsdp.conversion.key_rules import shipped_rules
-from vescale_fsdp.conversion.model_names import find_model
 from vescale_fsdp.conversion.open_source import KINDS, open_source
 from vescale_fsdp.conversion.optimizer_form import OPTIMIZER_FORMS
-from vescale_fsdp.conversion.sizes import parse_bytes
+from vescale_fsdp.conversion.sizes import format_bytes, parse_bytes
 from vescale_fsdp.conversion.store import open_store, split_file
-from vescale_fsdp.conversion.verification import verify
 from vescale_fsdp.errors import ConversionError, VescaleError
-from vescale_fsdp.granularity import Granularity, parse_granularity
-from vescale_fsdp.padding import PaddingPolicy
-from vescale_fsdp.planner import Scatter
-from vescale_fsdp.report import plan_report
-from vescale_fsdp.shapes import natural_order
+
+if TYPE_CHECKING:
+    from vescale_fsdp.granularity import Granularity
+    from vescale_fsdp.planner import Scatter
 
 __all__ = ["cli", "main"]
 
@@ -53,6 +47,16 @@ class _Size(click.ParamType[int]):
             return parse_bytes(value)
         except ConversionError as error:
             self.fail(str(error), param, ctx)
+
+
+class _RulesOption(click.Option):
+    """Names the shipped rules in its help, and looks for them only then."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from vescale_fsdp.conversion.key_rules import shipped_rules
+
+        self.help = f"Key rules: {', '.join(shipped_rules())}, or TOML."
+        return super().get_help_record(ctx)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -93,7 +97,7 @@ _convert_options = _options(
         metavar="[PATTERN=]TYPE",
         help="Cast floats of the model; a pattern wins over the global type (repeatable).",
     ),
-    click.option("--rules", metavar="NAME|FILE", help=f"Key rules: {', '.join(shipped_rules())}, or TOML."),
+    click.option("--rules", cls=_RulesOption, metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="The side of the rules OUT shall be."),
     click.option(
         "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Limit per data file."
@@ -133,6 +137,8 @@ def inspect_command(
     src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
 ) -> None:
     """Print what the checkpoint SRC holds."""
+    from vescale_fsdp.conversion.inspection import describe, draw, format_description
+
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     if svg is not None:
         picture = draw(source, layout)
@@ -152,6 +158,8 @@ def verify_command(
     src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
 ) -> None:
     """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
+    from vescale_fsdp.conversion.verification import verify
+
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     with _Progress(0 if quick else source.nbytes, quiet=quiet) as progress:
         report = verify(source, deep=not quick, progress=progress.advance)
@@ -185,6 +193,8 @@ def diff_command(
     quiet: bool,
 ) -> None:
     """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
+    from vescale_fsdp.conversion.difference import Tolerance, diff
+
     left, right = open_source(a), open_source(b)
     with _Progress(left.nbytes + right.nbytes, quiet=quiet) as progress:
         tolerance = Tolerance(rtol, atol, ignore_dtype)
@@ -226,6 +236,11 @@ def plan_command(
     as_json: bool,
 ) -> None:
     """Print how fully_shard would lay out the model in SRC over so many ranks, and what it would cost."""
+    from vescale_fsdp.conversion.model_names import find_model
+    from vescale_fsdp.padding import PaddingPolicy
+    from vescale_fsdp.report import plan_report
+    from vescale_fsdp.shapes import natural_order
+
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     infos = {name: source.tensors[key].info for key, name in find_model(source).names.items()}
     shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
@@ -250,6 +265,8 @@ def _numbers(text: str) -> list[int]:
 
 def _rule(texts: tuple[str, ...]) -> dict[str, Granularity]:
     """Patterns in the order given; those without one come last and mean all."""
+    from vescale_fsdp.granularity import parse_granularity
+
     rules = [text.rpartition("=") for text in texts]
     return {
         pattern or "*": parse_granularity(rule) for pattern, _, rule in sorted(rules, key=lambda r: not r[0])
@@ -343,8 +360,11 @@ class _Progress:
     """Bytes on stderr; nothing if that is no terminal."""
 
     def __init__(self, total_bytes: int, *, quiet: bool) -> None:
-        shown = not quiet and sys.stderr.isatty()
-        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr) if shown else None
+        self._bar = None
+        if not quiet and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr)
         self._lock = threading.Lock()
 
     def __enter__(self) -> _Progress:

@@ -1,4 +1,8 @@
-"""The one call behind every ``to-...`` command: source in, files of another format out."""
+"""The one call behind every ``to-...`` command: source in, files of another format out.
+
+What only some conversions need (a target's planner, key rules, ties) is imported when one of them runs: a
+small conversion takes less time than the imports of them all.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,12 @@ from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.casting import CastRules, CastView
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
-from vescale_fsdp.conversion.key_rules import load_rules
 from vescale_fsdp.conversion.optimizer_form import with_optimizer_form
 from vescale_fsdp.conversion.output_plan import OutputPlan
-from vescale_fsdp.conversion.rules_on_state import state_with_rules
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.state import State, model_state, whole_state
 from vescale_fsdp.conversion.store import split_file
-from vescale_fsdp.conversion.ties import find_tied_twins
-from vescale_fsdp.conversion.to_dcp import plan_dcp
-from vescale_fsdp.conversion.to_hf import plan_hf
-from vescale_fsdp.conversion.to_native import plan_native
-from vescale_fsdp.conversion.to_torch import plan_torch
-from vescale_fsdp.conversion.to_zarr import plan_zarr
 from vescale_fsdp.errors import ConversionError, explain
-from vescale_fsdp.granularity import parse_granularity
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
 
@@ -156,10 +151,10 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         state = whole_state(source, options.model_prefix, options.prefix)
         state = with_optimizer_form(state, options.optimizer)
     if options.rules is not None:
-        to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
-        config = assets.config or _own_config(source)
-        state = state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
-    if kind == "hf":
+        state = _with_rules(state, kind, options, assets.config or _own_config(source))
+    if kind == "hf" and assets.config is not None:
+        from vescale_fsdp.conversion.ties import find_tied_twins
+
         tied, warnings = find_tied_twins(state.views, assets.config)
         state = state.without(tied)
     state = state.filtered(options.include, options.exclude).with_model_views(casts.apply)
@@ -168,17 +163,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
             assets.set_weights_dtype(casts.default.name)
         if assets.config is None:
             warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
-        plan = plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
-    elif kind == "dcp":
-        plan = plan_dcp(state, options.max_shard_bytes)
-    elif kind == "native":
-        plan = plan_native(state, options.ranks, parse_granularity(options.granularity))
-    elif kind == "zarr":
-        plan = plan_zarr(state)
-    elif kind == "torch":
-        plan = plan_torch(state, split_file(target)[1])
-    else:
-        raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))
+    plan = _plan_files(state, target, kind, options, assets)
     changed = {
         name: (view.inner.info.dtype.name, view.dtype.name)
         for name, view in state.views.items()
@@ -186,3 +171,38 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     }
     dry_run = options.run.dry_run
     return ConvertReport(source, target, plan, state, Outcome(), tied, changed, tuple(warnings), dry_run)
+
+
+def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[str, Any]) -> State:
+    from vescale_fsdp.conversion.key_rules import load_rules
+    from vescale_fsdp.conversion.rules_on_state import state_with_rules
+
+    assert options.rules is not None
+    to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
+    return state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
+
+
+def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, assets: Assets) -> OutputPlan:
+    """The files of one format, planned by its own module."""
+    if kind == "hf":
+        from vescale_fsdp.conversion.to_hf import plan_hf
+
+        return plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
+    if kind == "dcp":
+        from vescale_fsdp.conversion.to_dcp import plan_dcp
+
+        return plan_dcp(state, options.max_shard_bytes)
+    if kind == "native":
+        from vescale_fsdp.conversion.to_native import plan_native
+        from vescale_fsdp.granularity import parse_granularity
+
+        return plan_native(state, options.ranks, parse_granularity(options.granularity))
+    if kind == "zarr":
+        from vescale_fsdp.conversion.to_zarr import plan_zarr
+
+        return plan_zarr(state)
+    if kind == "torch":
+        from vescale_fsdp.conversion.to_torch import plan_torch
+
+        return plan_torch(state, split_file(target)[1])
+    raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import google_crc32c
-
 __all__ = ["CRC32", "CRC32C", "Crc"]
 
 _ONE = 0x80000000  # the polynomial 1: in reflected order the highest bit is the lowest power
@@ -38,6 +36,8 @@ class Crc:
 
 
 def _crc32c(data: Any) -> int:
+    import google_crc32c
+
     found: int = google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data)
     return found
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.conversion.casting import cast_array
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
 from vescale_fsdp.conversion.hf_layout import natural_key
 from vescale_fsdp.conversion.model_names import find_model
+from vescale_fsdp.conversion.rounding import cast_array
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.view import SourceView, TensorView, read_range
 

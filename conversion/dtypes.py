@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.errors import ConversionError, explain
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["DTYPES", "DType", "dtype_from_code", "dtype_from_torch"]
 
@@ -60,6 +61,8 @@ class DType:
     @property
     def raw(self) -> np.dtype[Any]:
         """The numpy type its bytes travel as; values are never interpreted while copying."""
+        import numpy as np
+
         return np.dtype(f"u{self.itemsize}") if self.itemsize <= 8 else np.dtype(f"V{self.itemsize}")
 
     def to_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,21 +7,11 @@ from typing import Any
 
 from vescale_fsdp.conversion.hf_layout import natural_key
 from vescale_fsdp.conversion.model_names import find_model
+from vescale_fsdp.conversion.sizes import format_bytes
 from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.drawing import layout_svg
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["describe", "draw", "format_bytes", "format_description"]
-
-
-def format_bytes(nbytes: int) -> str:
-    """Decimal units, three digits: ``1.23 GB``."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"
+__all__ = ["describe", "draw", "format_description"]
 
 
 def describe(source: Source) -> dict[str, Any]:
@@ -59,6 +49,8 @@ def draw(source: Source, number: int | None = None) -> str:
     Raises:
         ConversionError: if the format knows no layouts, or not so many.
     """
+    from vescale_fsdp.drawing import layout_svg
+
     layouts = source.layouts
     if not layouts or (number is not None and number >= len(layouts)):
         raise ConversionError(

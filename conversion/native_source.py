@@ -3,11 +3,14 @@ elements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.rankfile import FilePiece, RankFile
+from vescale_fsdp.checkpoint.storage import Buffer, FileReader
 from vescale_fsdp.checkpoint.tree import decode
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.nesting import flatten, name_of
@@ -16,7 +19,7 @@ from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
-__all__ = ["open_native"]
+__all__ = ["open_native", "rank_files"]
 
 
 class _TensorLeaf(NamedTuple):
@@ -34,7 +37,7 @@ def open_native(store: Store) -> Source:
         CheckpointError: if a newer version wrote it.
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
-    manifest = Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
+    manifest = _manifest(store)
     chunks = _chunks_by_place(store, manifest)
     state = decode(manifest.structure.tree, _leaf, store.url)
     nested = state if isinstance(state, Mapping) else {"state": state}
@@ -56,6 +59,54 @@ def open_native(store: Store) -> Source:
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id}
     layouts = manifest.structure.layouts
     return Source("native", store, tensors, values, paths, facts, omitted=tuple(omitted), layouts=layouts)
+
+
+def _manifest(store: Store) -> Manifest:
+    return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
+
+
+def rank_files(store: Store) -> dict[str, Callable[[], OpenRankFile]]:
+    """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes.
+
+    Raises:
+        CheckpointError, CorruptCheckpointError: as `open_native`; from the callables also.
+    """
+    manifest = _manifest(store)
+    files = (RankFile(manifest, rank) for rank in range(manifest.world_size))
+    return {file.name: partial(OpenRankFile, _Files(store), file) for file in files}
+
+
+class _Files:
+    """A store as `OpenRankFile` wants it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    @property
+    def where(self) -> str:
+        return self._store.url
+
+    def open_file(self, name: str) -> FileReader:
+        return _Reader(self._store, name)
+
+
+class _Reader(FileReader):
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
+        self._size_bytes = store.required_size(name)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            self._store.read_into(self._name, offset_bytes, view)
+            offset_bytes += len(view)
+
+    def close(self) -> None:
+        """The store keeps what is open."""
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:

@@ -1,17 +1,14 @@
-"""Finding out what a path or URL holds, and opening it."""
+"""Finding out what a path or URL holds, and opening it.
+
+Each format's reader is imported when a checkpoint of that format is opened, so that looking at a DCP folder
+does not wait for the libraries that other formats need.
+"""
 
 from __future__ import annotations
 
-from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME
-from vescale_fsdp.conversion.dcp_source import METADATA_FILE, open_dcp
-from vescale_fsdp.conversion.hf_source import open_hf_folder, open_safetensors
-from vescale_fsdp.conversion.native_source import open_native
-from vescale_fsdp.conversion.ranks_source import open_ranks, rank_files
+from vescale_fsdp.checkpoint.names import MANIFEST_NAME
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
-from vescale_fsdp.conversion.to_zarr import ROOT_FILE
-from vescale_fsdp.conversion.torch_source import is_torch_file, open_torch
-from vescale_fsdp.conversion.zarr_source import open_zarr
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["KINDS", "open_source"]
@@ -35,25 +32,44 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     folder = open_store(url)
     found = kind or _detect(folder, url)
     if found == "native":
+        from vescale_fsdp.conversion.native_source import open_native
+
         return open_native(folder)
     if found == "dcp":
+        from vescale_fsdp.conversion.dcp_source import open_dcp
+
         return open_dcp(folder, trust_pickle=trust_pickle)
     if found == "hf":
+        from vescale_fsdp.conversion.hf_source import open_hf_folder
+
         return open_hf_folder(folder)
     if found == "safetensors":
+        from vescale_fsdp.conversion.hf_source import open_safetensors
+
         parent, name = split_file(url)
         return open_safetensors(open_store(parent), name)
     if found == "zarr":
+        from vescale_fsdp.conversion.zarr_source import open_zarr
+
         return open_zarr(folder)
     if found == "ranks":
+        from vescale_fsdp.conversion.ranks_source import open_ranks
+
         return open_ranks(folder, trust_pickle=trust_pickle)
     if found == "torch":
+        from vescale_fsdp.conversion.torch_source import open_torch
+
         parent, name = split_file(url)
         return open_torch(open_store(parent), name, trust_pickle=trust_pickle)
     raise ConversionError(_unknown(url, f"kind {found}"))
 
 
 def _detect(folder: Store, url: str) -> str:
+    from vescale_fsdp.conversion.dcp_source import METADATA_FILE
+    from vescale_fsdp.conversion.ranks_source import rank_files
+    from vescale_fsdp.conversion.to_zarr import ROOT_FILE
+    from vescale_fsdp.conversion.torch_source import is_torch_file
+
     files = folder.list_files()
     if MANIFEST_NAME in files:
         return "native"

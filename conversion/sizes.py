@@ -1,4 +1,4 @@
-"""Byte sizes as people type them: ``5GB`` (decimal), ``512MiB`` (binary), ``1000000``."""
+"""Byte sizes as people type them (``5GB`` decimal, ``512MiB`` binary, ``1000000``) and as they read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes"]
 
 _UNITS = {"": 1, "B": 1} | {
     unit + end: base**power
@@ -32,3 +32,13 @@ def parse_bytes(text: str) -> int:
             )
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(nbytes: int) -> str:
+    """Decimal units, three digits: ``1.23 GB``."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -1,9 +1,7 @@
 """A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
 
 A `Source` is mostly data (see `tensors.py`): the readers of each format only find out what lies where. One
-routine then reads boxes: the part each chunk holds is read straight into the caller's array where it is one
-run in the file, and through a small covering read where it is not, so that memory stays bounded by what is
-asked.
+routine then reads boxes of any format (`box_reading.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import xxhash
 
 from vescale_fsdp.conversion.store import Store
@@ -22,14 +19,15 @@ from vescale_fsdp.conversion.torch_archive import TorchArchive
 from vescale_fsdp.conversion.unpickle import TensorRef
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
-from vescale_fsdp.layout import GroupLayout
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vescale_fsdp.layout import GroupLayout
 
 __all__ = ["BoxReader", "Source", "StoredValue"]
 
-_COVER_BYTES = 4 * 2**20  # 4 MiB: largest scratch read for items that are not one run in the file
-
-
-BoxReader = Callable[[Box], np.ndarray]
+BoxReader = Callable[[Box], "np.ndarray"]
 
 
 class StoredValue(Protocol):
@@ -117,56 +115,12 @@ class Source:
         Raises:
             CorruptCheckpointError: if files are missing, truncated or not what the metadata says.
         """
-        tensor = self.tensors[name]
         if name in self.readers:
             out[...] = self.readers[name](box).view(out.dtype)
             return
-        for chunk in tensor.chunks:
-            part = box.intersect(chunk.box)
-            if part is not None:
-                # The ellipsis keeps the part of a 0-d tensor an array.
-                index: tuple[Any, ...] = (*part.slices(box.offsets), ...)
-                self._read_part(tensor.info, chunk, part, out[index])
+        from vescale_fsdp.conversion.box_reading import read_box
 
-    def _read_part(self, info: TensorInfo, chunk: StoredChunk, part: Box, view: np.ndarray) -> None:
-        if not chunk.file:
-            view[...] = np.zeros((), dtype=view.dtype)
-            return
-        offset, strides = self.locate(info, chunk)
-        first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, strides, strict=True))
-        itemsize = info.dtype.itemsize
-        self._read_strided(chunk.file, offset + first * itemsize, part.sizes, strides, view)
-
-    def _read_strided(
-        self, file: str, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], view: np.ndarray
-    ) -> None:
-        """Read items ``offset + sum(i * stride)`` into ``view`` of shape ``sizes``."""
-        itemsize = view.dtype.itemsize
-        is_run = all(
-            n == 1 or s == c for n, s, c in zip(sizes, strides, contiguous_strides(sizes), strict=True)
-        )
-        if is_run and view.flags.c_contiguous:
-            self.store.read_into(file, offset, _bytes_of(view))
-            return
-        cover = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * itemsize
-        if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
-            scratch = np.empty(cover // itemsize, dtype=view.dtype)
-            self.store.read_into(file, offset, _bytes_of(scratch))
-            byte_strides = tuple(s * itemsize for s in strides)
-            view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
-            return
-        # Cut the dim that spans most of the file, so that few wide reads remain instead of many narrow ones.
-        dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
-        half = sizes[dim] // 2
-        low, high = (
-            (*sizes[:dim], half, *sizes[dim + 1 :]),
-            (*sizes[:dim], sizes[dim] - half, *sizes[dim + 1 :]),
-        )
-        whole = (slice(None),) * dim
-        self._read_strided(file, offset, low, strides, view[(*whole, slice(0, half))])
-        self._read_strided(
-            file, offset + half * strides[dim] * itemsize, high, strides, view[(*whole, slice(half, None))]
-        )
+        read_box(self, self.tensors[name], box, out)
 
     def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
         """Byte offset of a chunk's first item in its file, and its strides there."""
@@ -197,8 +151,3 @@ class Source:
                 )
             )
         return chunk.offset + archive.tensor_offset(ref), ref.strides
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    """The array's memory, one byte per item."""
-    return array.reshape(-1).view(np.uint8).data

@@ -16,8 +16,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any
 
-import fsspec
-
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["LocalStore", "OutputFile", "RemoteStore", "Store", "open_store", "partial_name", "split_file"]
@@ -276,6 +274,8 @@ class _RemoteOutput(OutputFile):
     def abort(self) -> None:
         if self._stream.closed:
             return
+        import fsspec
+
         if isinstance(self._stream, fsspec.spec.AbstractBufferedFile):
             # Closing would publish a torn object, and so would the finaliser of a file that is not closed.
             self._stream.discard()
@@ -351,6 +351,8 @@ def open_store(url: str) -> Store:
     """
     if "://" not in url:
         return LocalStore(url)
+    import fsspec  # 0.1 s that local conversions do without
+
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ValueError, ImportError) as error:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import pairwise
 
 from vescale_fsdp.conversion.dtypes import DType
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
 
-__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "whole_box"]
+__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "flat_start", "whole_box"]
 
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
 
@@ -112,32 +111,36 @@ def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] 
     """Two boxes that share an element, if any. Boxes cover exactly numel elements when this is called."""
     if len(boxes) < 2:
         return None
-    intervals = _flat_intervals(shape, boxes)
-    if intervals is not None:
-        order = np.argsort(intervals[:, 0], kind="stable")
-        ordered = intervals[order]
-        clash = np.flatnonzero(ordered[1:, 0] < ordered[:-1, 1])
-        return (boxes[order[clash[0]]], boxes[order[clash[0] + 1]]) if len(clash) else None
-    return _overlap_on_grid(boxes)
+    intervals = []
+    strides = contiguous_strides(shape)
+    for box in boxes:
+        start = flat_start(shape, strides, box)
+        if start is None:
+            return _overlap_on_grid(boxes)
+        intervals.append((start, start + box.numel, box))
+    intervals.sort(key=lambda interval: interval[0])
+    clash = (pair for pair in pairwise(intervals) if pair[1][0] < pair[0][1])
+    return next(((left[2], right[2]) for left, right in clash), None)
 
 
-def _flat_intervals(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray | None:
-    """[start, stop) of each box in the flattened tensor, or None if some box is not one run."""
-    offsets = np.array([box.offsets for box in boxes], dtype=np.int64)
-    sizes = np.array([box.sizes for box in boxes], dtype=np.int64)
-    is_run = np.ones(len(boxes), dtype=bool)
-    is_whole = np.ones(len(boxes), dtype=bool)  # the dims right of the current one are complete
-    for dim in reversed(range(len(shape))):
-        is_run &= is_whole | (sizes[:, dim] == 1)
-        is_whole &= sizes[:, dim] == shape[dim]
-    if not is_run.all():
-        return None
-    starts = offsets @ np.array(contiguous_strides(shape), dtype=np.int64)
-    return np.stack([starts, starts + sizes.prod(axis=1)], axis=1)
+def flat_start(shape: Sequence[int], strides: Sequence[int], box: Box) -> int | None:
+    """Where a box begins in the flattened tensor, or None if it is not one run of it."""
+    is_whole = True  # the dims right of the current one are complete
+    start = 0
+    for full, stride, offset, size in zip(
+        reversed(shape), reversed(strides), reversed(box.offsets), reversed(box.sizes), strict=True
+    ):
+        if not (is_whole or size == 1):
+            return None
+        is_whole = is_whole and size == full
+        start += offset * stride
+    return start
 
 
 def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:
     """Count boxes per cell of the grid that all box edges span; fall back to pairs for absurd grids."""
+    import numpy as np
+
     edges = []
     for dim in range(len(boxes[0].offsets)):
         ends = {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])}

@@ -17,12 +17,12 @@ import torch
 import xxhash
 
 from vescale_fsdp.checkpoint.distribution import Axis, Cut, LayoutCut
+from vescale_fsdp.checkpoint.encoding import TreeSink, encode
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest, build_manifest
 from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.rankfile import CHECKSUM_BYTES, RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Entry, Structure, renumber
-from vescale_fsdp.checkpoint.tree import TreeSink, encode
 from vescale_fsdp.conversion.copying import ComputedPart, FilePlan, FixedPart, Part, TensorPart
 from vescale_fsdp.conversion.nesting import Path, nest
 from vescale_fsdp.conversion.output_plan import ClosingFile, OutputPlan

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.geometry import Box, boxes_of_range
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["SourceView", "TensorView", "read_range"]
 

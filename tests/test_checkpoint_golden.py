@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.saving import Format, Saver
 from vescale_fsdp.checkpoint.storage import open_storage
-from vescale_fsdp.checkpoint.structure import take_state
+from vescale_fsdp.checkpoint.taking import take_state
 from vescale_fsdp.geometry import boxes_of_range
 
 GOLDEN = Path(__file__).parent / "golden"

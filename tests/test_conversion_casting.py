@@ -11,10 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from vescale_fsdp.conversion.casting import CastRules, cast_array
+from vescale_fsdp.conversion.casting import CastRules
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.rounding import cast_array
 from vescale_fsdp.errors import ConversionError
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -23,6 +23,7 @@ FOLDERS = {
 # Modules of the runtime from the bottom up: each may import those above it in this list. Subpackages
 # (optim, quantize) stand on all of them.
 ORDER = (
+    "lazy",
     "errors",
     "geometry",
     "granularity",

@@ -49,7 +49,8 @@ from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
-from vescale_fsdp.checkpoint.structure import Entry, Structure, take_state
+from vescale_fsdp.checkpoint.structure import Entry, Structure
+from vescale_fsdp.checkpoint.taking import take_state
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard

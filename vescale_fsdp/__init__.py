@@ -5,26 +5,31 @@ without ever cutting a block, gathered and reduced without copies, and saved wit
 number of ranks can load them.
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from typing import TYPE_CHECKING
 
-from vescale_fsdp.dtensor import (
-    PendingTensor,
-    RaggedDTensor,
-    distribute_tensor,
-    is_ragged,
-    redistribute,
-    redistribute_async,
-)
-from vescale_fsdp.fully_shard import fully_shard
-from vescale_fsdp.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
-from vescale_fsdp.layout import GroupLayout, ModelLayout, TensorSlot
-from vescale_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from vescale_fsdp.operators import is_supported
-from vescale_fsdp.padding import PaddingPolicy, PaddingWarning
-from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
-from vescale_fsdp.planner import TensorSpec, plan_group
-from vescale_fsdp.random import get_rng_state, manual_seed, set_rng_state
-from vescale_fsdp.report import PlanReport, plan_report
+from vescale_fsdp.lazy import lazily_export
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    from vescale_fsdp.dtensor import (
+        PendingTensor,
+        RaggedDTensor,
+        distribute_tensor,
+        is_ragged,
+        redistribute,
+        redistribute_async,
+    )
+    from vescale_fsdp.fully_shard import fully_shard
+    from vescale_fsdp.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
+    from vescale_fsdp.layout import GroupLayout, ModelLayout, TensorSlot
+    from vescale_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+    from vescale_fsdp.operators import is_supported
+    from vescale_fsdp.padding import PaddingPolicy, PaddingWarning
+    from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
+    from vescale_fsdp.planner import TensorSpec, plan_group
+    from vescale_fsdp.random import get_rng_state, manual_seed, set_rng_state
+    from vescale_fsdp.report import PlanReport, plan_report
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -63,3 +68,22 @@ __all__ = [
     "set_rng_state",
     "share_comm_ctx",
 ]
+
+lazily_export(
+    __name__,
+    {
+        "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
+        "vescale_fsdp.dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
+        "redistribute_async",
+        "vescale_fsdp.fully_shard": "fully_shard",
+        "vescale_fsdp.granularity": "Element Flat Granularity Rows Tiles Whole",
+        "vescale_fsdp.layout": "GroupLayout ModelLayout TensorSlot",
+        "vescale_fsdp.module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
+        "vescale_fsdp.operators": "is_supported",
+        "vescale_fsdp.padding": "PaddingPolicy PaddingWarning",
+        "vescale_fsdp.placement": "RaggedShard StridedRaggedShard",
+        "vescale_fsdp.planner": "TensorSpec plan_group",
+        "vescale_fsdp.random": "get_rng_state manual_seed set_rng_state",
+        "vescale_fsdp.report": "PlanReport plan_report",
+    },
+)

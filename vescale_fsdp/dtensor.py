@@ -11,6 +11,7 @@ returns a wrong value in silence: an operator without a rule raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,9 +53,17 @@ __all__ = [
 ]
 
 
-# Operator -> function that carries it out. `vescale_fsdp.operators` stands above this module and fills it in.
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-_rules: list[Callable[[torch._ops.OpOverload], Rule]] = []
+
+
+def _first_rule(func: torch._ops.OpOverload) -> Rule:
+    """Load the rules: they stand above this module and import it, so its first operator brings them in."""
+    import_module("vescale_fsdp.operators")
+    return _rules[-1](func)
+
+
+# Operator -> function that carries it out. `vescale_fsdp.operators` puts its own in place when it is imported.
+_rules: list[Callable[[torch._ops.OpOverload], Rule]] = [_first_rule]
 
 
 def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
