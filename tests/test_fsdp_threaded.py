@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 
 from vescale_fsdp.dbuffer import DBuffer
-from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.group_comm import GroupComm
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.planner import TensorSpec, plan_group
@@ -38,7 +37,7 @@ def gather_and_reduce(layout: GroupLayout, values: dict[str, torch.Tensor]) -> N
             piece.range.start : piece.range.stop
         ]
     full = DBuffer(layout, torch.zeros(layout.numel))
-    full.start_gather(shard, comm.gather, at=FlatRange(*layout.shard_range(rank)))
+    full.start_gather(shard, comm.gather)
     full.wait_gather()
     for slot in layout.slots:
         assert torch.equal(full.view(slot), values[slot.fqn]), slot.fqn

@@ -55,6 +55,7 @@ ORDER = (
     "group_plan",
     "group_comm",
     "dbuffer",
+    "streams",
     "param_group",
     "schedule",
     "unit",

@@ -105,17 +105,18 @@ class DBuffer:
             else:
                 piece.copy_(part)
 
-    def start_gather(self, own: torch.Tensor, gather: Gather, *, at: FlatRange | None) -> None:
-        """Start filling the buffer with what each rank holds. One cast if the dtypes differ, else no copy.
+    def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: FlatRange | None = None) -> None:
+        """Start filling the buffer with what each rank holds.
 
         Args:
-            own: 1-D, this rank's contribution, in any dtype and on any device.
+            own: 1-D, this rank's contribution.
             gather: the collective, as ``gather(full, own)``.
-            at: where the contribution lies in the buffer; None: the gather takes it as it is, without a cast.
+            copy_to: where in the buffer the contribution is copied before, because its dtype or device is not
+                the buffer's; None: the gather takes it as it is, and nothing is copied.
         """
         with torch.no_grad():
-            if at is not None and (own.dtype != self.flat.dtype or own.device != self.flat.device):
-                mine = self.flat[at.start : at.stop]
+            if copy_to is not None:
+                mine = self.flat[copy_to.start : copy_to.stop]
                 mine.copy_(own, non_blocking=True)
                 own = mine
             self._work = gather(self.flat, own)

@@ -24,10 +24,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.collectives import Work
+from vescale_fsdp.collectives import Work, all_gather_into, all_reduce_in_place, reduce_scatter_into
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard
-from vescale_fsdp.redistribute import all_gather_into, reduce_scatter_into
 
 __all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
 
@@ -159,7 +158,9 @@ class GroupComm:
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place (nothing without one)."""
         if self.replicate_group is not None:
-            dist.all_reduce(shard, self._op(shard.dtype), group=self.replicate_group)
+            work = all_reduce_in_place(shard, self._op(shard.dtype), self.replicate_group)
+            if work is not None:
+                work.wait()
 
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard, in place, where the collective did not average."""

@@ -315,8 +315,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """After this the module holds its full parameters."""
-        for group in self._state.groups:
-            group.wait_unsharded()
+        self._state.comm.wait(self._state.groups)
 
 
 def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:

@@ -13,7 +13,7 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
 
 Life cycle (`GroupState`):
 
-    SHARDED --unshard()--> GATHERING --wait_unsharded()--> UNSHARDED --reshard()--> SHARDED
+    SHARDED --unshard()--> GATHERING --finish_gather(), hand_over()--> UNSHARDED --reshard()--> SHARDED
     UNSHARDED --reshard(keep_part=True)--> PARTLY_SHARDED --unshard()--> GATHERING
 
 PARTLY_SHARDED is `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the
@@ -45,6 +45,7 @@ from vescale_fsdp.group_plan import GroupPlan
 from vescale_fsdp.layout import TensorSlot
 from vescale_fsdp.outer import full_parameter, joint_spec, local_grad, local_part, outer_of
 from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.streams import Event
 from vescale_fsdp.torch_private import DTensorSpec, foreach_zero_, local_of, post_accumulate_grad_hooks
 
 __all__ = ["GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
@@ -56,7 +57,7 @@ class GroupState(Enum):
     SHARDED = auto()  # entered at construction and by reshard()
     PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
     GATHERING = auto()  # entered by unshard(): the all-gather is under way
-    UNSHARDED = auto()  # entered by wait_unsharded(): modules read the full buffer
+    UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
 
 
 @dataclass
@@ -87,6 +88,11 @@ class ReducedShard(NamedTuple):
     source: DBuffer  # kept until the reduction has read it
     work: Work | None
 
+    def wait(self) -> None:
+        """Wait until ``shard`` is written and ``source`` read (on an accelerator: the current stream waits)."""
+        if self.work is not None:
+            self.work.wait()
+
 
 class ParamGroup:
     """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
@@ -115,6 +121,7 @@ class ParamGroup:
         self.device = device
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
+        self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
         self.make_room: Callable[[], None] = _nothing  # called before a gradient buffer is allocated
         self._spare_grads: DBuffer | None = None  # the last such buffer, its storage freed
@@ -122,7 +129,6 @@ class ParamGroup:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
         self._unreplicated: torch.Tensor | None = None  # 1-D [S], reduced over shards, not over replicas
-        self._host_copy: torch.Event | None = None  # when gradients have arrived on the host
         first = next(iter(plan.params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.params = [
@@ -138,8 +144,7 @@ class ParamGroup:
     def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type == "meta" or self.offload is None:
             return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-        pinned = self.offload.pin_memory and self.device.type != "cpu"
-        return torch.zeros(self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=pinned)
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned)
 
     def _shard_param(
         self, slot: TensorSlot, param: nn.Parameter, owners: list[tuple[nn.Module, str]]
@@ -216,6 +221,16 @@ class ParamGroup:
         return self.mp_policy.reduce_dtype or self.compute_dtype
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard lives on the host while the unit computes elsewhere."""
+        return self.offload is not None and self.device.type != "cpu"
+
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether what lives on the host is in pinned memory, so that copies run beside the host's work."""
+        return self.is_offloaded and self.offload is not None and self.offload.pin_memory
+
+    @property
     def trainable(self) -> bool:
         """Whether any parameter wants a gradient."""
         return any(param.sharded.requires_grad for param in self.params)
@@ -223,7 +238,7 @@ class ParamGroup:
     # -- gather ---------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Start the all-gather on the current stream; `wait_unsharded` ends it."""
+        """Start the all-gather on the current stream; `finish_gather` and `hand_over` end it."""
         if self.state in (GroupState.GATHERING, GroupState.UNSHARDED):
             return
         if self.full is None:
@@ -233,11 +248,13 @@ class ParamGroup:
         self.full.allocate()
         if self.state is GroupState.PARTLY_SHARDED:
             assert self._part is not None
-            self.full.start_gather(self._part, self.comm.gather_parts, at=self._part_range())
+            self.full.start_gather(self._part, self.comm.gather_parts)
         elif self.policy_gather is not None:
-            self.full.start_gather(self.shard, self.policy_gather, at=None)
+            self.full.start_gather(self.shard, self.policy_gather)
         else:
-            self.full.start_gather(self.shard, self.comm.gather, at=self.layout.shard_range(self.comm.rank))
+            must_move = self.is_offloaded or self.shard.dtype != self.compute_dtype
+            at = self.layout.shard_range(self.comm.rank) if must_move else None
+            self.full.start_gather(self.shard, self.comm.gather, copy_to=at)
         self.state = GroupState.GATHERING
 
     def _check_shard(self) -> None:
@@ -274,13 +291,14 @@ class ParamGroup:
             param.unsharded = full_parameter(full.view(param.slot), param.outer)
             param.watched = False
 
-    def wait_unsharded(self) -> None:
-        """Wait for the all-gather and hand the unsharded parameters to the modules."""
-        if self.state is not GroupState.GATHERING:
-            return
+    def finish_gather(self) -> None:
+        """Wait for the all-gather (on an accelerator: the current stream, the one it began on, waits)."""
         assert self.full is not None
         self.full.wait_gather()
-        self._part = None  # not earlier: the gather reads it, on another stream
+
+    def hand_over(self) -> None:
+        """Hand the unsharded parameters to the modules. The compute stream has waited for the gather."""
+        self._part = self.gathered = None  # not earlier: the gather reads the part
         for param in self.params:
             assert param.unsharded is not None
             param.unsharded.requires_grad_(param.sharded.requires_grad)
@@ -296,7 +314,7 @@ class ParamGroup:
         Args:
             keep_part: keep this rank's part over the smaller group, for the gather of the backward.
         """
-        self.wait_unsharded()
+        assert self.state is not GroupState.GATHERING, "a gather under way is waited for first"
         if self.state is GroupState.UNSHARDED:
             assert self.full is not None
             for param in self.params:
@@ -352,9 +370,7 @@ class ParamGroup:
         self._spare_grads = source
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
-        """Wait for a reduction and add its result to the sharded gradients."""
-        if reduced.work is not None:
-            reduced.work.wait()
+        """Add what a reduction left, which the caller has waited for, to the sharded gradients."""
         shard = reduced.shard
         if self._unreplicated is not None:
             shard.add_(self._unreplicated)
@@ -376,23 +392,19 @@ class ParamGroup:
 
     def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
         """A reduced shard where the parameters are: the host, under CPU offload."""
-        if shard.device == self.shard.device:
+        if not self.is_offloaded:
             return shard
-        host = self._new_shard(shard.dtype, self.shard.device)
+        host = self._room_on_host(shard)
         # The host may read it only once it is there: at once if somebody reads at once, else at the end.
         read_at_once = any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
         )
-        host.copy_(shard, non_blocking=host.is_pinned() and not read_at_once)
-        self._host_copy = torch.accelerator.current_stream(shard.device).record_event()
+        host.copy_(shard, non_blocking=self._is_pinned and not read_at_once)
         return host
 
-    def wait_host_copy(self) -> None:
-        """Wait until offloaded gradients are on the host (the end of a backward)."""
-        if self._host_copy is not None:
-            self._host_copy.synchronize()
-            self._host_copy = None
+    def _room_on_host(self, shard: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
 
     def _accumulate(self, param: ManagedParam, local: torch.Tensor) -> None:
         existing = param.sharded.grad
@@ -403,8 +415,8 @@ class ParamGroup:
             existing._local_tensor.add_(local)  # type: ignore[attr-defined]
 
     def drop_grads(self) -> None:
-        """Forget unsharded gradients that wait for a reduction (after an exception)."""
-        self.grads = None
+        """Forget unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
+        self.grads = self._unreplicated = None
         for param in self.params:
             param.has_grad = False
             if param.unsharded is not None:

@@ -13,18 +13,21 @@ The next unit is gathered while the current one computes: in the forward by the 
 iteration (or the user's list), in the backward by the reverse of this forward's order. Memory is freed
 deterministically, without ``record_stream``: a buffer is given back when the compute stream is done with it
 as an event says, and the gather stream waits for that event before it allocates again. On the CPU there are
-no streams: collectives run in gloo's threads and `wait` is a wait.
+no streams: collectives run in gloo's threads and `wait` is a wait. ``tests/test_fsdp_streams.py`` runs all of
+this on recorded streams and finds every access and allocation in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from vescale_fsdp.param_group import GroupState, ParamGroup, ReducedShard
+from vescale_fsdp.streams import Event, Stream, Streams
 from vescale_fsdp.torch_private import autograd_engine_callback, profiled
 
 _SHARDED = (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
@@ -49,55 +52,101 @@ class Unit(Protocol):
 
 
 class CommContext:
-    """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`)."""
+    """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`).
 
-    def __init__(self, device: torch.device) -> None:
+    Who owns which memory (the caching allocator gives a freed block to the stream it was allocated on, at
+    once, so every other stream that used it must be waited for first):
+
+        gathered buffers, and what a gather needs beside them     g; reused behind the event ``freed``
+        gradient buffers                                          c; freed once c waits for their reduction
+        reduced shards, so sharded gradients                      r; r waits for c at the start of a reduction
+
+    Args:
+        streams: where streams come from; None on the CPU, where a wait is a wait.
+    """
+
+    def __init__(self, streams: Streams | None) -> None:
+        self.streams = streams
         self.max_reductions = 1
         self.in_flight: list[tuple[ParamGroup, ReducedShard]] = []
-        self.freed: torch.Event | None = None  # the compute stream's last use of a freed buffer
-        self.gather_stream: torch.Stream | None = None
-        self.reduce_stream: torch.Stream | None = None
-        if device.type not in ("cpu", "meta"):
-            self.gather_stream = torch.Stream(device=device, priority=-1)
-            self.reduce_stream = torch.Stream(device=device, priority=-1)
+        self.freed: Event | None = None  # the compute stream's last use of a freed buffer
+        self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
 
-    @staticmethod
-    def compute_stream(beside: torch.Stream) -> torch.Stream:
-        """The stream that the caller computes on."""
-        return torch.accelerator.current_stream(beside.device)
+    # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
+    @cached_property
+    def gather_stream(self) -> Stream | None:
+        """Where gathers start, and the casts before and the decoding after them run."""
+        return self.streams.new() if self.streams is not None else None
+
+    @cached_property
+    def reduce_stream(self) -> Stream | None:
+        """Where reductions start, and what is done with a reduced shard runs."""
+        return self.streams.new() if self.streams is not None else None
+
+    def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
+        return self.streams.on(stream) if self.streams is not None and stream is not None else nullcontext()
+
+    def _compute_waits_for(self, stream: Stream | None) -> None:
+        if self.streams is not None:
+            self.streams.current().wait_stream(stream)
 
     def wait_for_compute(self) -> None:
         """Let the gather stream wait for what the compute stream has been given (the optimizer's step)."""
-        if self.gather_stream is not None:
-            self.gather_stream.wait_stream(self.compute_stream(self.gather_stream))
+        if self.streams is not None and self.gather_stream is not None:
+            self.gather_stream.wait_stream(self.streams.current())
 
-    def wait_for_event(self, event: torch.Event) -> None:
+    def wait_for_event(self, event: Event) -> None:
         """Let the gather stream wait for a user's event instead of the whole compute stream."""
         if self.gather_stream is not None:
             self.gather_stream.wait_event(event)
+
+    # -- gather ---------------------------------------------------------------------------------------
 
     def gather(self, groups: Sequence[ParamGroup]) -> None:
         """Start all-gathers, once the buffers freed so far may be used again."""
         if self.gather_stream is not None and self.freed is not None:
             self.gather_stream.wait_event(self.freed)
-        with _on(self.gather_stream):
+        with self._on(self.gather_stream):
             for group in groups:
                 group.unshard()
+                if self.gather_stream is not None and group.gathered is None:
+                    # What decodes or copies out behind the collective uses memory of this stream: here, now.
+                    group.finish_gather()
+                    group.gathered = self.gather_stream.record_event()
+        self._note_host_copy(self.gather_stream, groups)
+
+    def wait(self, groups: Sequence[ParamGroup]) -> None:
+        """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
+        for group in groups:
+            if group.state is GroupState.GATHERING:
+                self.settle([group])
+                group.hand_over()
+
+    def settle(self, groups: Sequence[ParamGroup]) -> None:
+        """See to it that gathers under way have read their shards before the compute stream goes on."""
+        for group in groups:
+            if group.state is GroupState.GATHERING and group.gathered is None:
+                group.finish_gather()
+            elif self.streams is not None and group.gathered is not None:
+                self.streams.current().wait_event(group.gathered)
 
     def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
         """Free full parameters; the next gather waits until the compute stream is done with them."""
+        self.wait(groups)
         for group in groups:
             group.reshard(keep_part=keep_part)
-        if self.gather_stream is not None:
-            self.freed = self.compute_stream(self.gather_stream).record_event()
+        if self.streams is not None:
+            self.freed = self.streams.current().record_event()
+
+    # -- reduce ---------------------------------------------------------------------------------------
 
     def reduce(self, group: ParamGroup) -> None:
         """Start a reduction; at most ``max_reductions`` stay in flight."""
         while len(self.in_flight) >= self.max_reductions:
             self.finish_reduction()
-        if self.reduce_stream is not None:
-            self.reduce_stream.wait_stream(self.compute_stream(self.reduce_stream))
-        with _on(self.reduce_stream):
+        if self.streams is not None and self.reduce_stream is not None:
+            self.reduce_stream.wait_stream(self.streams.current())
+        with self._on(self.reduce_stream):
             self.in_flight.append((group, group.start_reduce()))
 
     def make_room(self) -> None:
@@ -106,24 +155,48 @@ class CommContext:
         There a wait costs little, since the cores that would overlap with it do the reduction. On an
         accelerator the reduction runs beside the next unit's backward, and its buffer with it.
         """
-        if self.reduce_stream is None:
+        if self.streams is None:
             while self.in_flight:
                 self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """Finish the oldest reduction in flight."""
+        """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
         group, reduced = self.in_flight.pop(0)
-        with _on(self.reduce_stream):
-            group.finish_reduce(reduced)
-        if self.reduce_stream is not None:
-            # The gradient buffer belongs to the compute stream: its memory may be reused there only after
-            # the reduction has read it.
-            self.compute_stream(self.reduce_stream).wait_stream(self.reduce_stream)
+        with self._on(self.reduce_stream):
+            reduced.wait()
+        # Only now may the compute stream, which owns the gradient buffer, use its memory again. What follows
+        # (the replicas' all-reduce, casts) need not be waited for before the next reduction has run.
+        self._compute_waits_for(self.reduce_stream)
         group.recycle(reduced.source)
+        with self._on(self.reduce_stream):
+            group.finish_reduce(reduced)
+        self._note_host_copy(self.reduce_stream, [group])
 
+    def finish_reductions(self) -> None:
+        """Finish all of them; the compute stream may read the sharded gradients behind this."""
+        while self.in_flight:
+            self.finish_reduction()
+        self._compute_waits_for(self.reduce_stream)
 
-def _on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
-    return stream if stream is not None else nullcontext()
+    def drop_reductions(self) -> None:
+        """Forget all reductions in flight, once they no longer touch their buffers."""
+        with self._on(self.reduce_stream):
+            for _, reduced in self.in_flight:
+                reduced.wait()
+        self._compute_waits_for(self.reduce_stream)
+        self.in_flight.clear()
+
+    # -- host -----------------------------------------------------------------------------------------
+
+    def _note_host_copy(self, stream: Stream | None, groups: Sequence[ParamGroup]) -> None:
+        if stream is not None and any(group.is_offloaded for group in groups):
+            self._host_copies[stream] = stream.record_event()
+
+    def wait_for_host_copies(self) -> None:
+        """Block until copies from and to the host are done: it may then write shards and read gradients."""
+        for event in self._host_copies.values():
+            event.synchronize()
+        self._host_copies.clear()
 
 
 class Schedule:
@@ -140,24 +213,26 @@ class Schedule:
         self.is_last_backward = True
         self._order: list[Unit] = []  # of this forward
         self._previous_order: list[Unit] = []  # of the forward before
+        self._guessed: set[Unit] = set()  # gathered because they came next in the previous order
 
-    def gather(self, unit: Unit) -> None:
-        """Start the all-gathers of a unit (nothing if they are under way or done)."""
-        if any(group.state in _SHARDED for group in unit.groups):
-            self.comm.gather(unit.groups)
-
-    def _wait(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.wait_unsharded()
+    def gather(self, unit: Unit) -> bool:
+        """Start the all-gathers of a unit; False if they are under way or done."""
+        if not any(group.state in _SHARDED for group in unit.groups):
+            return False
+        self.comm.gather(unit.groups)
+        return True
 
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The root starts a forward: remember the last order, drop parts the optimizer may have overtaken."""
         for unit in self.units:
-            for group in unit.groups:
-                if group.state is GroupState.PARTLY_SHARDED:
-                    group.reshard()
+            parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
+            if parts:
+                self.comm.reshard(parts)
+        for unit in self._guessed:  # and did not run: out of date as well
+            self.comm.reshard(unit.groups)
+        self._guessed.clear()
         if self._order:
             self._previous_order = self._order
         self._order = []
@@ -165,11 +240,13 @@ class Schedule:
     def enter_forward(self, unit: Unit) -> None:
         """A unit starts its forward: gather it, and the unit that comes next."""
         self.gather(unit)
-        self._wait(unit)
+        self.comm.wait(unit.groups)
+        self._guessed.discard(unit)
         if not self.in_backward:
             for following in self._next_in_forward(unit):
                 with profiled("FSDP::forward_prefetch for ", following.label):
-                    self.gather(following)
+                    if self.gather(following) and unit.forward_prefetch is None:
+                        self._guessed.add(following)
             if unit not in self._order:
                 self._order.append(unit)
 
@@ -177,6 +254,10 @@ class Schedule:
         """The root's forward ends: units of which it ran only some modules are through as well."""
         for unit in self.units:
             unit.finish_forward()
+        # What was gathered ahead may be used later, or never; the caller may change the parameters now.
+        self.comm.settle([group for unit in self._guessed for group in unit.groups])
+        if not torch.is_grad_enabled():
+            self.comm.wait_for_host_copies()
 
     def _next_in_forward(self, unit: Unit) -> Sequence[Unit]:
         if unit.forward_prefetch is not None:
@@ -197,7 +278,7 @@ class Schedule:
             autograd_engine_callback(self._end_backward)
         if unit.unshard_in_backward:
             self.gather(unit)
-            self._wait(unit)
+            self.comm.wait(unit.groups)
         for following in self._next_in_backward(unit):
             if following.unshard_in_backward:
                 with profiled("FSDP::backward_prefetch for ", following.label):
@@ -216,24 +297,21 @@ class Schedule:
             # Reverse order of the forward: the same on every rank, whatever autograd did not reach.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
                 unit.end_backward(is_last=self.is_last_backward)
-            while self.comm.in_flight:
-                self.comm.finish_reduction()
-            for unit in self.units:
-                for group in unit.groups:
-                    group.wait_host_copy()
+                # A gather nobody waited for must not read a shard that the optimizer is about to write.
+                self.comm.wait(unit.groups)
+            self.comm.finish_reductions()
+            self.comm.wait_for_host_copies()
         self.in_backward = False
         if self.is_last_backward and self._order:
             self._previous_order, self._order = self._order, []
 
     def reset(self) -> None:
         """Forget everything in flight after an exception; gradients not yet reduced are dropped."""
-        for _, reduced in self.comm.in_flight:
-            if reduced.work is not None:
-                reduced.work.wait()
-        self.comm.in_flight.clear()
+        self.comm.drop_reductions()
         for unit in self.units:
             for group in unit.groups:
                 group.drop_grads()
             self.comm.reshard(unit.groups)
         self.in_backward = False
         self._order = []
+        self._guessed.clear()

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.schedule import CommContext, Schedule
+from vescale_fsdp.streams import Event, streams_of
 from vescale_fsdp.torch_private import profiled, pytree
 
 __all__ = ["FSDPState", "attach_state", "state_of"]
@@ -70,12 +71,12 @@ class FSDPState:
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] | None = None
         self.backward_prefetch: list[FSDPState] | None = None
-        self.comm = CommContext(device)
+        self.comm = CommContext(streams_of(device))
         self.schedule: Schedule | None = None
         self.label = type(modules[0]).__name__  # for the profiler: the module's name, once the root knows it
         self.is_root = False
         self.is_last_backward = True  # as said before the first forward; the root's schedule takes it over
-        self.post_optim_event: torch.Event | None = None
+        self.post_optim_event: Event | None = None
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
@@ -129,7 +130,8 @@ class FSDPState:
                 state.reshard_after_forward = state is not self
 
     def join(self, comm: CommContext) -> None:
-        """Use these streams and this bound on what is in flight."""
+        """Use these streams; what is in flight may be as much as either allowed."""
+        comm.max_reductions = max(comm.max_reductions, self.comm.max_reductions)
         self.comm = comm
         for group in self.groups:
             group.make_room = comm.make_room
@@ -287,8 +289,8 @@ class FSDPState:
     # -- state dict -----------------------------------------------------------------------------------
 
     def _reshard_hook(self, *unused: Any) -> None:
-        for group in self.groups:
-            group.reshard()
+        self.comm.reshard(self.groups)
+        self.comm.wait_for_host_copies()  # the caller may write shards on the host
 
     def _rebind_hook(self, *unused: Any) -> None:
         for group in self.groups:

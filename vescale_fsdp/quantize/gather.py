@@ -118,10 +118,7 @@ class _CodedGather:
         own_rest = rest.view(ranks, -1)[self.comm.rank]
         self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)
         works = [all_gather_into(codes, own_codes, group), all_gather_into(rest, own_rest, group)]
-        coded = _Coded(self, full, codes, rest, works)
-        if full.device.type != "cpu":
-            coded.decode_on_this_stream()
-        return coded
+        return _Coded(self, full, codes, rest, works)
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
         for slot, piece in self.layout.pieces_of(self.comm.rank):
@@ -171,22 +168,10 @@ class _Coded:
         self._full = full
         self._parts = (codes, rest)
         self._works = works
-        self._decoded: torch.Event | None = None
-
-    def decode_on_this_stream(self) -> None:
-        """Decode right behind the collectives, on the stream that owns the buffers; `wait` waits for that."""
-        self._finish()
-        self._decoded = torch.accelerator.current_stream(self._full.device).record_event()
-
-    def wait(self) -> None:
-        """Return once the full buffer holds the weights, for the current stream."""
-        if self._decoded is not None:
-            torch.accelerator.current_stream(self._full.device).wait_event(self._decoded)
-        else:
-            self._finish()
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def wait(self) -> None:
+        """Decode behind the collectives, on the current stream: the one that owns the buffers."""
         for work in self._works:
             if work is not None:
                 work.wait()
