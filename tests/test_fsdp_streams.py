@@ -98,17 +98,30 @@ def optimizer_in_backward(recorder: StreamRecorder, model: models.Stack) -> None
 
 
 def partly_used(recorder: StreamRecorder, model: models.Stack) -> None:
-    """Frozen and unused parameters, blocks left out, forwards alone, weights changed by hand in between."""
+    """Frozen parameters, blocks left out that were gathered ahead, weights changed by hand in between."""
     for param in model.blocks[0].parameters():
         param.requires_grad_(False)
     step(model, 0)
     blocks = model.blocks
-    model.blocks = nn.ModuleList([blocks[0], blocks[2]])  # block 1 is gathered ahead in vain
-    step(model, 1)
+    few = nn.ModuleList([blocks[0]])  # block 1 is gathered ahead in vain
+    model.blocks = few
     with torch.no_grad():
         model(models.batch(2, 0))
         for param in blocks.parameters():
             param.mul_(0.5)
+    model.blocks = blocks
+    step(model, 1)
+    model.blocks = few
+    step(model, 2)
+    model.set_reshard_after_backward(False)
+    blocks[1].set_reshard_after_backward(False)
+    blocks[0].set_modules_to_backward_prefetch([blocks[1]])  # in vain, too
+    step(model, 2)
+    with torch.no_grad():
+        for group in recorder.groups:
+            group.shard.mul_(0.5)
+    for module in (*blocks, model):
+        module.reshard()
     model.blocks = blocks
     step(model, 3)
     model.load_state_dict(model.state_dict())

@@ -225,7 +225,7 @@ class Schedule:
     # -- forward --------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """The root starts a forward: remember the last order, drop parts the optimizer may have overtaken."""
+        """The root starts a forward: remember the last order, drop what the optimizer may have overtaken."""
         for unit in self.units:
             parts = [group for group in unit.groups if group.state is GroupState.PARTLY_SHARDED]
             if parts:
