@@ -97,6 +97,16 @@ class OpenRankFile:
             raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
         return struct.unpack(f"<{self.file.num_stripes}Q", table[:-CHECKSUM_BYTES])
 
+    @property
+    def stripe_bytes(self) -> int:
+        """Size of a stripe; the last may be short."""
+        return self.file.manifest.stripe_bytes
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the file's start that stripes cover."""
+        return self.file.table_start
+
     def prove_stripe(self, index: int, checksum: int) -> None:
         """Compare a stripe's checksum with the table's.
 

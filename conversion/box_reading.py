@@ -48,12 +48,12 @@ def _read_strided(
     itemsize = view.dtype.itemsize
     is_run = all(n == 1 or s == c for n, s, c in zip(sizes, strides, contiguous_strides(sizes), strict=True))
     if is_run and view.flags.c_contiguous:
-        source.store.read_into(file, offset, _bytes_of(view))
+        source.read_bytes(file, offset, _bytes_of(view))
         return
     cover = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * itemsize
     if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
         scratch = np.empty(cover // itemsize, dtype=view.dtype)
-        source.store.read_into(file, offset, _bytes_of(scratch))
+        source.read_bytes(file, offset, _bytes_of(scratch))
         byte_strides = tuple(s * itemsize for s in strides)
         view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
         return

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.casting import CastRules, CastView
 from vescale_fsdp.conversion.copying import Progress
@@ -129,7 +130,8 @@ def convert(
         CorruptCheckpointError: if the source turns out damaged.
     """
     chosen = options or ConvertOptions()
-    report = _plan(source, target, kind, chosen)
+    with gc_paused():
+        report = _plan(source, target, kind, chosen)
     announce(report.plan.tensor_nbytes)
     outcome = run_plan(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
     return ConvertReport(**{**vars(report), "outcome": outcome})

@@ -1,45 +1,33 @@
-"""Moving bytes: the parts of many files, by a few threads with one fixed buffer each.
+"""Moving bytes: the jobs of many files, by a few threads with one fixed buffer each.
 
-A file is planned as a row of *parts* whose sizes are known beforehand: fixed bytes, tensors, and bytes that
-are computed from checksums of tensors before them (zip directories need those). Every tensor is cut into
-*segments*, runs of its flattened items that fit a buffer. A thread fills its buffer from the view and
-writes it at the offset the plan gives; nothing else is held, so memory is the buffers, whatever the size of
-the model or of its largest tensor.
+A thread takes a job (see `jobs`), reads or computes its bytes into its buffer and writes them where the plan
+says; nothing else is held, so memory is the buffers, whatever the size of the model or of its largest tensor.
 
     512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
 
-Files that accept writes in any order share all threads; files that are streams take one thread each.
+Files that accept writes in any order share all threads; files that are streams take one thread each. Every
+byte passes through memory, where it is compared with the source's checksums, if there are any, and hashed for
+the journal: hashing a buffer in the cache takes a tenth of the time that writing it takes.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
 
-import numpy as np
 import xxhash
 
-from vescale_fsdp.conversion.crc import Crc
+from vescale_fsdp.conversion.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart
+from vescale_fsdp.conversion.jobs import Job, MoveJob, Segment, jobs_by_source, jobs_in_order, steps, writes
 from vescale_fsdp.conversion.store import OutputFile
-from vescale_fsdp.conversion.view import TensorView, read_range
+from vescale_fsdp.conversion.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = [
-    "ComputedPart",
-    "CopyLimits",
-    "FilePlan",
-    "FixedPart",
-    "Progress",
-    "TensorPart",
-    "copy_files",
-    "segment_digest",
-    "whole",
-]
+__all__ = ["CopyLimits", "Progress", "copy_files", "written_digest"]
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
 
@@ -86,116 +74,60 @@ class CopyLimits:
         return min(_MAX_BUFFER_BYTES, share) // 16 * 16
 
 
-@dataclass(frozen=True)
-class FixedPart:
-    """Bytes known beforehand."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Size in the file."""
-        return len(self.data)
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """Items [start, stop) of a flattened tensor."""
-
-    view: TensorView
-    start: int
-    stop: int
-    crc: Crc | None = None  # to be known to computed parts
-
-    @property
-    def nbytes(self) -> int:
-        """Size in the file."""
-        return (self.stop - self.start) * self.view.info.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class ComputedPart:
-    """Bytes made from the CRCs of tensor parts before it, keyed by their index in the file."""
-
-    nbytes: int
-    make: Callable[[dict[int, int]], bytes]
-
-
-T = TypeVar("T")
-Part = FixedPart | TensorPart | ComputedPart
-
-
-def whole(view: TensorView) -> TensorPart:
-    """The part that is all of a tensor."""
-    return TensorPart(view, 0, view.info.numel)
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """One output file: its name and its parts, front to back."""
-
-    name: str
-    parts: tuple[Part, ...]
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Byte offset of every part."""
-        found, position = [], 0
-        for part in self.parts:
-            found.append(position)
-            position += part.nbytes
-        return tuple(found)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of the whole file."""
-        return sum(part.nbytes for part in self.parts)
-
-    @cached_property
-    def tensor_nbytes(self) -> int:
-        """Bytes of tensors in the file."""
-        return sum(part.nbytes for part in self.parts if isinstance(part, TensorPart))
-
-    def segments(self, buffer_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """(index of a tensor part, first item, stop item) of every piece of work, in file order."""
-        for index, part in enumerate(self.parts):
-            if isinstance(part, TensorPart):
-                step = buffer_bytes // part.view.info.dtype.itemsize
-                for start in range(part.start, part.stop, step):
-                    yield index, start, min(start + step, part.stop)
-
-
 class _WorkingFile:
     """A file being written: what is left to do and the checksums so far."""
 
-    def __init__(self, plan: FilePlan, out: OutputFile, buffer_bytes: int) -> None:
+    def __init__(self, plan: FilePlan, out: OutputFile, num_jobs: int) -> None:
         self.plan, self.out = plan, out
-        self._left = sum(1 for _ in plan.segments(buffer_bytes))
+        self._left = num_jobs
         self._lock = threading.Lock()
-        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # part -> (start item, crc, bytes)
-        self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of the segment)
+        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # part -> (byte offset, crc, bytes)
+        self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
 
-    def write(self, segment: tuple[int, int, int], buffer: np.ndarray) -> tuple[int, bool]:
-        """Do one segment; returns its bytes and whether it was the last of the file."""
-        index, start, stop = segment
-        part = self.plan.parts[index]
-        assert isinstance(part, TensorPart)
-        data = read_range(part.view, start, stop, buffer)
-        offset = self.plan.offsets[index] + (start - part.start) * part.view.info.dtype.itemsize
-        self.out.write_at(offset, data.data)
-        digest = xxhash.xxh3_64_intdigest(data.data)
-        crc = part.crc.of(data.data) if part.crc else 0
+    def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
+        """Do one job; returns its bytes and whether it was the last of the file."""
+        nbytes = self._compute(job, buffer) if isinstance(job, Segment) else self._move(job, buffer)
+        with self._lock:
+            self._left -= 1
+            return nbytes, self._left == 0
+
+    def _compute(self, segment: Segment, buffer: memoryview) -> int:
+        import numpy as np  # only views that change their tensor need it
+
+        from vescale_fsdp.conversion.view import read_range
+
+        view = self.plan.tensor(segment.part).view
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        data = read_range(view, segment.start, segment.stop, array).data
+        self._write(segment.place(self.plan)[0], data, segment.part)
+        return len(data)
+
+    def _move(self, job: MoveJob, buffer: memoryview) -> int:
+        stripe = xxhash.xxh3_64()
+        nbytes = 0
+        for start, stop, moves in steps(job, len(buffer)):
+            data = buffer[: stop - start]
+            job.source.store.read_into(job.file, start, data)
+            if job.stripe is not None:
+                stripe.update(data)
+            for move in moves:
+                at = move.offset - start
+                self._write(move.target, data[at : at + move.nbytes], move.part)
+                nbytes += move.nbytes
+        checked = job.source.checked(job.file)
+        if checked is not None and job.stripe is not None:
+            checked.prove_stripe(job.stripe, stripe.intdigest())
+        return nbytes
+
+    def _write(self, offset: int, data: memoryview, part: int) -> None:
+        self.out.write_at(offset, data)
+        digest = xxhash.xxh3_64_intdigest(data)
+        kind = self.plan.tensor(part).crc
+        crc = kind.of(data) if kind else 0
         with self._lock:
             self._digests.append((offset, digest))
-            if part.crc:
-                self._crcs.setdefault(index, []).append((start, crc, data.nbytes))
-            self._left -= 1
-            return data.nbytes, self._left == 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no tensor data to write."""
-        return self._left == 0
+            if kind:
+                self._crcs.setdefault(part, []).append((offset, crc, len(data)))
 
     def write_known(self, first: int, stop: int) -> None:
         """Write fixed and computed parts among parts [first, stop)."""
@@ -211,106 +143,103 @@ class _WorkingFile:
     def _part_crcs(self) -> dict[int, int]:
         found = {i: 0 for i, part in enumerate(self.plan.parts) if isinstance(part, TensorPart)}
         for index, pieces in self._crcs.items():
-            part = self.plan.parts[index]
-            assert isinstance(part, TensorPart) and part.crc is not None
+            kind = self.plan.tensor(index).crc
+            assert kind is not None
             for _, piece_crc, nbytes in sorted(pieces):
-                found[index] = part.crc.combine(found[index], piece_crc, nbytes)
+                found[index] = kind.combine(found[index], piece_crc, nbytes)
         return found
 
     def digest(self) -> str:
-        """One checksum of all segments, in file order; `segment_digest` finds the same in the written
-        file."""
+        """One checksum of all writes, in file order; `written_digest` finds the same in the written file."""
         return _join_digests(digest for _, digest in sorted(self._digests))
 
 
-def _join_digests(digests: Iterator[int]) -> str:
+def _join_digests(digests: Iterable[int]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
-def segment_digest(plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int) -> str:
+def _jobs(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Job]:
+    return (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
+
+
+def written_digest(
+    plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
+) -> str:
     """The checksum a finished file was recorded with, from its bytes as they are now."""
-
-    def digests() -> Iterator[int]:
-        for index, start, stop in plan.segments(buffer_bytes):
-            part = plan.parts[index]
-            assert isinstance(part, TensorPart)
-            itemsize = part.view.info.dtype.itemsize
-            offset = plan.offsets[index] + (start - part.start) * itemsize
-            yield xxhash.xxh3_64_intdigest(read(offset, (stop - start) * itemsize))
-
-    return _join_digests(digests())
+    places = writes(plan, _jobs(plan, buffer_bytes, in_order=in_order), buffer_bytes)
+    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in places)
 
 
 @dataclass
 class _Copier:
-    """What the threads of one conversion share: buffers, the progress callback, and the sign to stop."""
+    """What the threads of one conversion share."""
 
     limits: CopyLimits
-    create: Callable[[str], OutputFile]
+    create: Callable[[FilePlan], OutputFile]
     progress: Progress
     on_finished: Callable[[FilePlan, str], None]
-    stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    buffers: SimpleQueue[np.ndarray] = field(default_factory=SimpleQueue)
+    buffers: SimpleQueue[memoryview] = field(default_factory=SimpleQueue)
 
     def __post_init__(self) -> None:
-        for _ in range(self.limits.usable_threads):
-            self.buffers.put(
-                np.empty(self.limits.buffer_bytes, dtype=np.uint8)
-            )  # untouched pages cost nothing
+        for _ in range(self.limits.usable_threads):  # pages that are never touched cost nothing
+            self.buffers.put(memoryview(mmap.mmap(-1, self.limits.buffer_bytes)))
 
-    def open(self, plan: FilePlan) -> _WorkingFile:
-        return _WorkingFile(plan, self.create(plan.name), self.limits.buffer_bytes)
+    @contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        """One of the buffers, as long as a thread works."""
+        buffer = self.buffers.get()
+        try:
+            yield buffer
+        finally:
+            self.buffers.put(buffer)
 
     def close(self, file: _WorkingFile) -> None:
         file.out.finish()
         with self.lock:
             self.on_finished(file.plan, file.digest())
 
-    def work(self, jobs: Iterator[tuple[_WorkingFile, tuple[int, int, int]]]) -> None:
-        """Write segments of files that take them in any order, until there are none or a thread failed."""
-        buffer = self.buffers.get()
-        try:
-            for file, segment in jobs:
-                if self.stop.is_set():
-                    return
-                nbytes, is_last = file.write(segment, buffer)
+    def jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
+        """The work on files that take it in any order; each file is created when its first job is taken."""
+        for plan in plans:
+            jobs = list(_jobs(plan, self.limits.buffer_bytes, in_order=False))
+            file = _WorkingFile(plan, self.create(plan), len(jobs))
+            if not jobs:
+                file.write_known(0, len(plan.parts))
+                self.close(file)
+            for job in jobs:
+                yield file, job
+
+    def work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
+        """Do jobs until there are none."""
+        with self.buffer() as buffer:
+            for file, job in jobs:
+                nbytes, is_last = file.do(job, buffer)
                 self.progress(nbytes)
                 if is_last:
                     file.write_known(0, len(file.plan.parts))
                     self.close(file)
-        except BaseException:
-            self.stop.set()
-            raise
-        finally:
-            self.buffers.put(buffer)
 
-    def stream(self, plans: Iterator[FilePlan]) -> None:
+    def stream(self, plans: Shared[FilePlan]) -> None:
         """Write whole files front to back, one after the other; a file is finished only if complete."""
-        buffer = self.buffers.get()
-        try:
+        with self.buffer() as buffer:
             for plan in plans:
-                file, known = self.open(plan), 0
-                for segment in plan.segments(self.limits.buffer_bytes):
-                    if self.stop.is_set():
+                file, known = _WorkingFile(plan, self.create(plan), 0), 0
+                for segment in jobs_in_order(plan, self.limits.buffer_bytes):
+                    if plans.is_stopped:
                         return
-                    file.write_known(known, segment[0])
-                    known = segment[0]
-                    self.progress(file.write(segment, buffer)[0])
+                    file.write_known(known, segment.part)
+                    known = segment.part
+                    self.progress(file.do(segment, buffer)[0])
                 file.write_known(known, len(plan.parts))
                 self.close(file)
-        except BaseException:
-            self.stop.set()
-            raise
-        finally:
-            self.buffers.put(buffer)
 
 
 def copy_files(
     plans: Sequence[FilePlan],
     limits: CopyLimits,
     *,
-    create: Callable[[str], OutputFile],
+    create: Callable[[FilePlan], OutputFile],
     in_order: bool,
     progress: Progress,
     on_finished: Callable[[FilePlan, str], None] = lambda _plan, _digest: None,
@@ -320,7 +249,7 @@ def copy_files(
     Args:
         plans: what to write.
         limits: memory and threads.
-        create: opens an output by name; called when its first byte is about to be written.
+        create: opens an output; called when its first byte is about to be written.
         in_order: whether outputs must be written front to back.
         progress: called with bytes done since the last call, from several threads.
         on_finished: called, one at a time, with each finished (not committed) file and its digest.
@@ -329,40 +258,7 @@ def copy_files(
         Exception: the first error of any thread; the others stop. Outputs are not aborted.
     """
     copier = _Copier(limits, create, progress, on_finished)
-    with ThreadPoolExecutor(limits.usable_threads, thread_name_prefix="convert") as pool:
-        if in_order:
-            shared_plans = _Shared(iter(plans))
-            _wait([pool.submit(copier.stream, shared_plans) for _ in range(limits.usable_threads)])
-        else:
-            shared_jobs = _Shared(_jobs(copier, plans))
-            _wait([pool.submit(copier.work, shared_jobs) for _ in range(limits.usable_threads)])
-
-
-def _jobs(copier: _Copier, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, tuple[int, int, int]]]:
-    for plan in plans:
-        file = copier.open(plan)
-        if file.is_empty:
-            file.write_known(0, len(plan.parts))
-            copier.close(file)
-        for segment in plan.segments(copier.limits.buffer_bytes):
-            yield file, segment
-
-
-def _wait(pending: Sequence[Future[Any]]) -> None:
-    wait(pending)
-    for future in pending:
-        future.result()
-
-
-class _Shared(Generic[T]):
-    """One iterator, taken from by several threads."""
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items, self._lock = items, threading.Lock()
-
-    def __iter__(self) -> _Shared[T]:
-        return self
-
-    def __next__(self) -> T:
-        with self._lock:
-            return next(self._items)
+    if in_order:
+        in_threads(limits.usable_threads, copier.stream, plans)
+    else:
+        in_threads(limits.usable_threads, copier.work, copier.jobs(plans))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.errors import ConversionError, explain
@@ -48,7 +49,7 @@ class DType:
         """The name people know it by: torch's, else safetensors'."""
         return self.torch_name or str(self.code)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes per item of the shapes this package uses (1 for packed types)."""
         return max(1, self.bits // 8)

@@ -12,11 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vescale_fsdp.conversion.copying import CopyLimits, FilePlan, Progress, copy_files, segment_digest
+from vescale_fsdp.conversion.copying import CopyLimits, Progress, copy_files, written_digest
+from vescale_fsdp.conversion.file_plan import FilePlan
 from vescale_fsdp.conversion.journal import Journal
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.store import OutputFile, Store
 from vescale_fsdp.conversion.target_folder import check_target, is_leftover, open_target
+from vescale_fsdp.conversion.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
@@ -153,27 +155,40 @@ class _Run:
         if not self._options.resume or not self._mine.load():
             self._mine.start()
             return []
-        return [file.name for file in self._files if self._is_intact(file)]
+        intact: set[str] = set()
+
+        def check(files: Shared[FilePlan]) -> None:
+            intact.update(file.name for file in files if self._is_intact(file))
+
+        in_threads(self._options.limits.usable_threads, check, self._files)
+        return [file.name for file in self._files if file.name in intact]
 
     def _is_intact(self, file: FilePlan) -> bool:
         name = self._store.working_name(file.name)
         if file.name not in self._mine.finished or self._store.size(name) != file.nbytes:
             return False
-        digest, segment_bytes = self._mine.finished[file.name]
-        return digest == segment_digest(file, lambda at, n: self._store.read(name, at, n), segment_bytes)
+        digest, buffer_bytes = self._mine.finished[file.name]
+        found = written_digest(
+            file, lambda at, n: self._store.read(name, at, n), buffer_bytes, in_order=self._in_order
+        )
+        return digest == found
+
+    @property
+    def _in_order(self) -> bool:
+        return self._plan.wrap is not None or not self._store.renames
 
     def _copy(self, todo: Sequence[FilePlan]) -> None:
-        def create(name: str) -> OutputFile:
-            out = self._store.create(name)
-            self._outputs[name] = self._plan.wrap(name, out) if self._plan.wrap else out
-            return self._outputs[name]
+        def create(file: FilePlan) -> OutputFile:
+            out = self._store.create(file.name, file.nbytes)
+            self._outputs[file.name] = self._plan.wrap(file.name, out) if self._plan.wrap else out
+            return self._outputs[file.name]
 
         limits = self._options.limits
         copy_files(
             todo,
             limits,
             create=create,
-            in_order=self._plan.wrap is not None or not self._store.renames,
+            in_order=self._in_order,
             progress=self._progress,
             on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
         )

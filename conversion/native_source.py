@@ -4,7 +4,7 @@ elements."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint.storage import Buffer, FileReader
 from vescale_fsdp.checkpoint.tree import decode
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.nesting import flatten, name_of
-from vescale_fsdp.conversion.source import Source, StoredValue
+from vescale_fsdp.conversion.source import CheckedFile, Source, StoredValue
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError, explain
@@ -58,7 +58,22 @@ def open_native(store: Store) -> Source:
             values[name] = _constant(leaf)
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id}
     layouts = manifest.structure.layouts
-    return Source("native", store, tensors, values, paths, facts, omitted=tuple(omitted), layouts=layouts)
+    return Source(
+        "native",
+        store,
+        tensors,
+        values,
+        paths,
+        facts,
+        omitted=tuple(omitted),
+        layouts=layouts,
+        checked=_checked(rank_files(store)),
+    )
+
+
+def _checked(files: Mapping[str, Callable[[], OpenRankFile]]) -> Callable[[str], CheckedFile | None]:
+    """Rank files, each opened when it is first read."""
+    return cache(lambda name: files[name]())
 
 
 def _manifest(store: Store) -> Manifest:

@@ -7,6 +7,7 @@ does not wait for the libraries that other formats need.
 from __future__ import annotations
 
 from vescale_fsdp.checkpoint.names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
 from vescale_fsdp.errors import ConversionError, explain
@@ -30,7 +31,11 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     """
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
-    found = kind or _detect(folder, url)
+    with gc_paused():
+        return _open(folder, url, kind or _detect(folder, url), trust_pickle=trust_pickle)
+
+
+def _open(folder: Store, url: str, found: str, *, trust_pickle: bool) -> Source:
     if found == "native":
         from vescale_fsdp.conversion.native_source import open_native
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import xxhash
 
-from vescale_fsdp.conversion.copying import FilePlan, TensorPart
+from vescale_fsdp.conversion.file_plan import FilePlan, TensorPart
 from vescale_fsdp.conversion.store import OutputFile
 
 __all__ = ["ClosingFile", "OutputPlan"]

@@ -6,15 +6,16 @@ routine then reads boxes of any format (`box_reading.py`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, flat_start
 from vescale_fsdp.conversion.torch_archive import TorchArchive
 from vescale_fsdp.conversion.unpickle import TensorRef
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
@@ -25,9 +26,38 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.layout import GroupLayout
 
-__all__ = ["BoxReader", "Source", "StoredValue"]
+__all__ = ["BoxReader", "ByteRun", "CheckedFile", "Source", "StoredValue"]
+
+_SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 BoxReader = Callable[[Box], "np.ndarray"]
+
+
+class ByteRun(NamedTuple):
+    """Bytes of a file that are items of a tensor as they are, one after the other."""
+
+    source: Source
+    file: str
+    offset: int
+    nbytes: int
+
+
+class CheckedFile(Protocol):
+    """A file whose bytes have checksums, one per stripe."""
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Size of a stripe; the last may be short."""
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the file's start that stripes cover."""
+
+    def hash_stripe(self, index: int, scratch: bytearray) -> int:
+        """xxh3-64 of a stripe's bytes as they are, read through ``scratch``."""
+
+    def prove_stripe(self, index: int, checksum: int) -> None:
+        """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
 
 
 class StoredValue(Protocol):
@@ -35,6 +65,15 @@ class StoredValue(Protocol):
 
     def __call__(self) -> Any:
         """The value: numbers, strings, lists and dicts."""
+
+
+class _Interval(NamedTuple):
+    """Items [start, stop) of a flattened tensor and where the first of them lies."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
 
 
 @dataclass
@@ -52,6 +91,7 @@ class Source:
         file: name of the one file that is the whole checkpoint; empty for a folder.
         omitted: entries that this package cannot carry over (values that differ per rank).
         layouts: how groups of tensors were sharded, where the format knows.
+        checked: a file's checksums by its name, where the format has some that reading can compare.
         facts: lines worth telling people (``inspect`` prints them).
     """
 
@@ -66,7 +106,10 @@ class Source:
     file: str = ""
     omitted: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
+    checked: Callable[[str], CheckedFile | None] = lambda _: None
     _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
+    _proven: dict[str, set[int]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -121,6 +164,61 @@ class Source:
         from vescale_fsdp.conversion.box_reading import read_box
 
         read_box(self, self.tensors[name], box, out)
+
+    def read_bytes(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched.
+
+        Raises:
+            CorruptCheckpointError: if the file is too short or its bytes are not those that were saved.
+        """
+        checked = self.checked(file)
+        if checked is not None:
+            proven = self._proven.setdefault(file, set())
+            size, stop = checked.stripe_bytes, min(offset + len(buffer), checked.checked_bytes)
+            for index in range(offset // size, -(-stop // size)):
+                if index not in proven:
+                    checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+                    proven.add(index)
+        self.store.read_into(file, offset, buffer)
+
+    def runs(self, name: str, start: int, stop: int) -> list[ByteRun] | None:
+        """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
+
+        Raises:
+            CorruptCheckpointError: if an archive is not what the metadata says.
+        """
+        if name not in self._intervals:
+            self._intervals[name] = self._find_intervals(name)
+        intervals = self._intervals[name]
+        if intervals is None:
+            return None
+        itemsize = self.tensors[name].info.dtype.itemsize
+        found = []
+        for interval in intervals[max(0, bisect_right(intervals, start, key=lambda i: i.start) - 1) :]:
+            if interval.start >= stop:
+                break
+            low, high = max(start, interval.start), min(stop, interval.stop)
+            if low < high:
+                offset = interval.offset + (low - interval.start) * itemsize
+                found.append(ByteRun(self, interval.file, offset, (high - low) * itemsize))
+        return found
+
+    def _find_intervals(self, name: str) -> list[_Interval] | None:
+        if name in self.readers:
+            return None
+        tensor = self.tensors[name]
+        shape_strides = contiguous_strides(tensor.info.shape)
+        found = []
+        for chunk in tensor.chunks:
+            start = flat_start(tensor.info.shape, shape_strides, chunk.box)
+            if start is None or not chunk.file:
+                return None
+            offset, strides = self.locate(tensor.info, chunk)
+            row_major = contiguous_strides(chunk.box.sizes)
+            if any(n > 1 and a != b for n, a, b in zip(chunk.box.sizes, strides, row_major, strict=True)):
+                return None
+            found.append(_Interval(start, start + chunk.box.numel, chunk.file, offset))
+        return sorted(found)
 
     def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
         """Byte offset of a chunk's first item in its file, and its strides there."""

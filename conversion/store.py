@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any
 
+from vescale_fsdp.conversion.reserve import reserve
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["LocalStore", "OutputFile", "RemoteStore", "Store", "open_store", "partial_name", "split_file"]
@@ -77,8 +78,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def create(self, name: str) -> OutputFile:
-        """Start writing a file; folders are made as needed."""
+    def create(self, name: str, nbytes: int = 0) -> OutputFile:
+        """Start writing a file; folders are made as needed, and room for ``nbytes`` bytes where possible.
+
+        Raises:
+            OSError: if there is no space.
+        """
 
     @abstractmethod
     def commit(self, name: str) -> None:
@@ -149,10 +154,15 @@ class Store(ABC):
 class _LocalOutput(OutputFile):
     needs_order = False
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, nbytes: int) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)  # the umask takes its part
+        try:
+            reserve(self._fd, nbytes)
+        except OSError:
+            self.abort()
+            raise
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         view = memoryview(data).cast("B")
@@ -220,8 +230,8 @@ class LocalStore(Store):
                 self._fds[name] = fd
             return fd
 
-    def create(self, name: str) -> OutputFile:
-        return _LocalOutput(self.root / partial_name(name))
+    def create(self, name: str, nbytes: int = 0) -> OutputFile:
+        return _LocalOutput(self.root / partial_name(name), nbytes)
 
     def commit(self, name: str) -> None:
         try:
@@ -328,7 +338,7 @@ class RemoteStore(Store):
             raise self._too_short(name, offset, len(buffer), len(data))
         buffer[:] = data
 
-    def create(self, name: str) -> OutputFile:
+    def create(self, name: str, nbytes: int = 0) -> OutputFile:
         return _RemoteOutput(self._fs.open(self._path(name), "wb"), name)
 
     def commit(self, name: str) -> None:

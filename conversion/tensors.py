@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from vescale_fsdp.conversion.dtypes import DType
@@ -28,12 +29,12 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: DType
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Items (not packed elements)."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return self.dtype.nbytes(self.shape)

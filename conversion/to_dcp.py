@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.conversion.copying import FilePlan, Part, TensorPart
 from vescale_fsdp.conversion.dcp_source import METADATA_FILE
+from vescale_fsdp.conversion.file_plan import FilePlan, Part, TensorPart
 from vescale_fsdp.conversion.nesting import ListIndex, Path
 from vescale_fsdp.conversion.output_plan import ClosingFile, OutputPlan
 from vescale_fsdp.conversion.state import State

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vescale_fsdp.conversion.assets import Assets
-from vescale_fsdp.conversion.copying import FilePlan, FixedPart, whole
+from vescale_fsdp.conversion.file_plan import FilePlan, FixedPart, whole
 from vescale_fsdp.conversion.hf_layout import INDEX_FILE, ShardPlan, index_bytes, is_weight_file, plan_shards
 from vescale_fsdp.conversion.output_plan import ClosingFile, OutputPlan
 from vescale_fsdp.conversion.safetensors_file import make_header

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.rankfile import CHECKSUM_BYTES, RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Entry, Structure, renumber
-from vescale_fsdp.conversion.copying import ComputedPart, FilePlan, FixedPart, Part, TensorPart
+from vescale_fsdp.conversion.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
 from vescale_fsdp.conversion.nesting import Path, nest
 from vescale_fsdp.conversion.output_plan import ClosingFile, OutputPlan
 from vescale_fsdp.conversion.state import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vescale_fsdp.conversion.copying import FilePlan, TensorPart, whole
+from vescale_fsdp.conversion.file_plan import FilePlan, TensorPart, whole
 from vescale_fsdp.conversion.nesting import Path, nest
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.state import State

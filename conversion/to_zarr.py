@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from vescale_fsdp.conversion.copying import ComputedPart, FilePlan, FixedPart, Part, TensorPart
 from vescale_fsdp.conversion.crc import CRC32C
 from vescale_fsdp.conversion.dtypes import DType
+from vescale_fsdp.conversion.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
 from vescale_fsdp.conversion.json_values import to_json
 from vescale_fsdp.conversion.nesting import ListIndex
 from vescale_fsdp.conversion.output_plan import ClosingFile, OutputPlan

@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.conversion.copying import ComputedPart, FixedPart, Part, TensorPart
 from vescale_fsdp.conversion.crc import CRC32
+from vescale_fsdp.conversion.file_plan import ComputedPart, FixedPart, Part, TensorPart
 
 __all__ = ["plan_archive"]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.conversion.source import Source
+from vescale_fsdp.conversion.source import ByteRun, Source
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.geometry import Box, boxes_of_range
 
@@ -32,6 +33,10 @@ class TensorView(ABC):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         """Fill ``out`` (shape ``box.sizes``, raw type, any strides) with a box. Safe from several threads."""
 
+    def runs(self, start: int, stop: int) -> list[ByteRun] | None:
+        """Where items [start, stop) of the flattened tensor lie byte for byte; None if they are computed."""
+        return None
+
     @abstractmethod
     def identity(self) -> str:
         """Where its values come from; two runs with equal identities read the same things."""
@@ -45,13 +50,16 @@ class SourceView(TensorView):
     source_name: str
     name: str
 
-    @property
+    @cached_property
     def info(self) -> TensorInfo:
         found = self.source.info(self.source_name)
         return TensorInfo(self.name, found.shape, found.dtype)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)
+
+    def runs(self, start: int, stop: int) -> list[ByteRun] | None:
+        return self.source.runs(self.source_name, start, stop)
 
     def identity(self) -> str:
         return f"{self.source.fingerprint} {self.source_name}"
