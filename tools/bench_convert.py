@@ -1,11 +1,12 @@
-"""vescale-convert beside cp and torch's own tools, on the same files, alternating, as separate processes.
+"""vescale-convert beside cp and other people's tools, on the same tensors, alternating, as separate processes.
 
     python tools/bench_convert.py --gb 1 --repeat 3 --json convert.json
 
 Every contender is a fresh process: its wall time includes start-up, its peak memory is what the kernel
-recorded (VmHWM of /proc/PID/status, read from outside). The source is a stock DCP checkpoint of bfloat16
-weights in two data files; torch's consolidator gets the same tensors in the form it needs. ``start-up`` is
-our time for a checkpoint of one number. Contenders that are not installed are left out, and said so.
+recorded (VmHWM of /proc/PID/status, read from outside). The sources are a stock DCP checkpoint of bfloat16
+weights in two data files and a native one of the same tensors; torch's consolidator gets them in the form it
+needs. ``start-up`` is our time for a checkpoint of one number. accelerate is optional: without it, its row
+says so.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tools.bench_report import Row, print_table, write_json
+from vescale_fsdp.checkpoint import save
 
 BUDGET_MIB = 512
 INTERPRETER_MIB = 150  # allowed beside the budget
 LAYER_NUMEL = 4096 * 4096
+ACCELERATE_NAME = "accelerate merge"
+RIVALS = ("dcp_to_torch_save", ACCELERATE_NAME, "consolidate_safetensors_files")
 
 DCP_TO_TORCH = """
 import sys
@@ -106,12 +110,13 @@ def remove(path: Path) -> None:
 
 
 def make_sources(folder: Path, gigabytes: float) -> int:
-    """Write the DCP checkpoint and the consolidator's input; returns tensor bytes."""
+    """Write the two checkpoints and the consolidator's input; returns tensor bytes."""
     count = max(1, round(gigabytes * 1e9 / (2 * LAYER_NUMEL)))
     block = torch.randn(LAYER_NUMEL // 16).to(torch.bfloat16)
     weights = {f"model.layers.{i}.weight": block.roll(i).repeat(16).view(4096, 4096) for i in range(count)}
     writer = dcp.FileSystemWriter(folder / "dcp", thread_count=2)
     dcp.save({"model": weights}, storage_writer=writer, no_dist=True)
+    save(folder / "native", {"model": weights})
     split = HuggingFaceStorageWriter(str(folder / "split"), save_distributed=True, thread_count=1)
     dcp.save(weights, storage_writer=split, no_dist=True)
     dcp.save({"x": torch.zeros(())}, checkpoint_id=folder / "tiny", no_dist=True)
@@ -120,61 +125,52 @@ def make_sources(folder: Path, gigabytes: float) -> int:
 
 def contenders(folder: Path) -> list[Contender]:
     """All programs that are installed."""
-    ours = [
-        sys.executable,
-        "-m",
-        "vescale_fsdp.conversion",
-        "to-hf",
-        "--memory-budget",
-        f"{BUDGET_MIB}MiB",
-        "-q",
-    ]
-    source = str(folder / "dcp")
+    budget = f"{BUDGET_MIB}MiB"
+    ours = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", "--memory-budget", budget, "-q"]
+    source, split = str(folder / "dcp"), str(folder / "split")
     found = [
-        Contender("ours", [*ours, source]),
+        Contender("ours, DCP", [*ours, source]),
         Contender("cp", ["cp", "-r", source]),
+        Contender("ours, native", [*ours, str(folder / "native")]),
         Contender("dcp_to_torch_save", [sys.executable, "-c", DCP_TO_TORCH, source]),
-        Contender(
-            "consolidate_safetensors_files", [sys.executable, "-c", CONSOLIDATE, str(folder / "split")]
-        ),
+        Contender("consolidate_safetensors_files", [sys.executable, "-c", CONSOLIDATE, split]),
         Contender("start-up", [*ours, str(folder / "tiny")]),
     ]
     if importlib.util.find_spec("accelerate"):
-        found.insert(3, Contender("accelerate merge", [sys.executable, "-c", ACCELERATE, source]))
-    else:
-        print("accelerate is not installed: its merge is left out", file=sys.stderr)
+        found.insert(4, Contender(ACCELERATE_NAME, [sys.executable, "-c", ACCELERATE, source]))
     return found
 
 
 def rows_of(case: str, nbytes: int, measured: list[Contender]) -> list[Row]:
-    """Speeds and peaks beside each rival's."""
+    """Speeds and peaks of both our conversions beside each rival's."""
     by_name = {contender.name: contender for contender in measured}
 
     def speed(name: str, without_s: float = 0.0) -> float:
         return nbytes / 1e6 / max(1e-9, statistics.median(by_name[name].seconds) - without_s)
 
-    ours, startup = by_name["ours"], statistics.median(by_name["start-up"].seconds)
-    limit = BUDGET_MIB + INTERPRETER_MIB
-    rows = [
-        Row(case, "speed", "MB/s", speed("ours"), speed("cp"), "cp", ">= 0.7"),
-        Row(case, "start-up", "s", startup),
-        Row(case, "peak memory", "MiB", max(ours.peak_mib), target=f"<= {limit}"),
-    ]
-    if startup < 0.9 * statistics.median(ours.seconds):  # else the difference is noise
-        without = speed("ours", startup)
-        rows.append(Row(case, "speed without start-up", "MB/s", without, speed("cp"), "cp"))
-    for rival in measured:
-        if rival.name not in ("ours", "cp", "start-up"):
-            rows.append(Row(case, "speed", "MB/s", speed("ours"), speed(rival.name), rival.name, "> 1"))
-            rows.append(
-                Row(case, "peak memory", "MiB", max(ours.peak_mib), max(rival.peak_mib), rival.name, "< 1")
-            )
+    startup = statistics.median(by_name["start-up"].seconds)
+    rows = [Row(case, "start-up", "s", startup)]
+    for name in ("ours, DCP", "ours, native"):
+        ours, label = by_name[name], f"{case}, {name.removeprefix('ours, ')} to HF"
+        limit = BUDGET_MIB + INTERPRETER_MIB
+        rows.append(Row(label, "speed", "MB/s", speed(name), speed("cp"), "cp", ">= 0.7"))
+        rows.append(Row(label, "peak memory", "MiB", max(ours.peak_mib), target=f"<= {limit}"))
+        if startup < 0.9 * statistics.median(ours.seconds):  # else the difference is noise
+            rows.append(Row(label, "speed without start-up", "MB/s", speed(name, startup), speed("cp"), "cp"))
+        for rival in measured:
+            if rival.name in RIVALS:
+                peaks = (max(ours.peak_mib), max(rival.peak_mib))
+                rows.append(Row(label, "speed", "MB/s", speed(name), speed(rival.name), rival.name, "> 1"))
+                rows.append(Row(label, "peak memory", "MiB", *peaks, rival.name, "< 1"))
+        if ACCELERATE_NAME not in by_name:
+            absent = f"{ACCELERATE_NAME}: not installed"
+            rows.append(Row(label, "speed", "MB/s", speed(name), rival_name=absent))
     return rows
 
 
 def main() -> None:
     """Parse, measure, report."""
-    parser = argparse.ArgumentParser(description="vescale-convert beside cp and torch's own tools")
+    parser = argparse.ArgumentParser(description="vescale-convert beside cp and other tools")
     parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="sizes of the model")
     parser.add_argument("--repeat", type=int, default=3, help="alternating runs; medians are reported")
     parser.add_argument("--dir", type=Path, help="where to work; default a temporary folder")
@@ -189,7 +185,7 @@ def main() -> None:
             for _ in range(arguments.repeat):
                 for contender in measured:
                     contender.run(folder / "target")
-            rows += rows_of(f"{gigabytes:g} GB, DCP to HF", nbytes, measured)
+            rows += rows_of(f"{gigabytes:g} GB", nbytes, measured)
     print_table(rows)
     if arguments.json:
         write_json(arguments.json, rows)
