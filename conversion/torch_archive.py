@@ -57,10 +57,15 @@ class TorchArchive:
     @cached_property
     def content(self) -> Any:
         """The saved object, with a `TensorRef` in place of every tensor."""
+        return load_tensor_pickle(self.pickle, where=self._where, trust=self._trust)
+
+    @property
+    def pickle(self) -> bytes:
+        """The saved object's pickle."""
         name = next((name for name in self._records if name.endswith("/data.pkl")), None)
         if name is None:
             raise self._damaged("an archive with a data.pkl record", f"records {sorted(self._records)[:5]}")
-        return load_tensor_pickle(self._record_bytes(name), where=self._where, trust=self._trust)
+        return self._record_bytes(name)
 
     def storage_range(self, key: str) -> tuple[int, int]:
         """(offset, nbytes) of a storage's bytes, within the archive."""

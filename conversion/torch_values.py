@@ -1,4 +1,8 @@
-"""Values other than tensors, which torch stores as pickles: read with torch's own safe loader."""
+"""Values other than tensors, which torch stores as pickles.
+
+Numbers, texts and containers of them are read here; anything more is left to torch's own safe loader, and only
+checkpoints with such values pay for its import.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import io
 import pickle
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.torch_archive import TorchArchive
+from vescale_fsdp.conversion.unpickle import load_plain_pickle
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["load_torch_bytes"]
 
@@ -17,7 +23,12 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
     Raises:
         ConversionError: if the archive is damaged or holds more than plain values.
     """
-    import torch  # only checkpoints with such values pay for the import
+    try:
+        archive = TorchArchive(lambda offset, nbytes: data[offset : offset + nbytes], len(data), where=where)
+        return load_plain_pickle(archive.pickle, where=where)
+    except (LookupError, CorruptCheckpointError):
+        pass  # torch knows more types and older forms, and judges what is damaged
+    import torch
 
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trust)

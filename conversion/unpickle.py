@@ -17,7 +17,14 @@ from typing import Any
 from vescale_fsdp.conversion.dtypes import DTYPES, DType, dtype_from_torch
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
-__all__ = ["Record", "ShardRef", "TensorRef", "load_dcp_metadata", "load_tensor_pickle"]
+__all__ = [
+    "Record",
+    "ShardRef",
+    "TensorRef",
+    "load_dcp_metadata",
+    "load_plain_pickle",
+    "load_tensor_pickle",
+]
 
 # What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
 _DAMAGE = (
@@ -160,6 +167,11 @@ _TORCH_NAMES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): OrderedDict,
 }
+_PLAIN_NAMES: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _encode,
+    ("builtins", "set"): set,
+}
 _METADATA_NAMES: dict[tuple[str, str], Any] = {
     **_TORCH_NAMES,
     **{
@@ -215,6 +227,19 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows Python's own containers only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _PLAIN_NAMES.get((module, name))
+        if found is None:
+            raise LookupError(f"{module}.{name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise LookupError("a tensor")
+
+
 class _AllowListUnpickler(pickle.Unpickler):
     """Knows the given names and no others."""
 
@@ -246,7 +271,7 @@ class _AllowListUnpickler(pickle.Unpickler):
         return _StorageRef(str(pid[2]), dtype)
 
 
-def _load(unpickler: _AllowListUnpickler, what: str, where: str) -> Any:
+def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
     try:
         return unpickler.load()
     except _DAMAGE as error:
@@ -292,3 +317,13 @@ def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False) -> Any:
         CorruptCheckpointError: if it is damaged.
     """
     return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "a torch.save pickle", where)
+
+
+def load_plain_pickle(data: bytes, *, where: str) -> Any:
+    """A value made of numbers, texts and containers of them.
+
+    Raises:
+        LookupError: if the pickle names anything else.
+        CorruptCheckpointError: if it is damaged.
+    """
+    return _load(_PlainUnpickler(io.BytesIO(data)), "a stored value", where)
