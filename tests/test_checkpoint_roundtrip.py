@@ -255,7 +255,7 @@ def test_ragged_without_a_layout(tmp_path: Path) -> None:
     assert torch.equal(full("w", SHAPES["w"]), read_state(tmp_path / "c")["w"].read())
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")
 def test_every_dtype(tmp_path: Path) -> None:
     """Every dtype torch can fill memory with comes back bit for bit, 0-d and empty included."""
     state = {}

@@ -129,7 +129,7 @@ def _warn_once(layout: GroupLayout, sizes: object, policy: PaddingPolicy) -> Non
         f"padding is {_numbers(layout)}. What would cure it: {'; '.join(cures)}. "
         f"PaddingPolicy(warn_above=...) moves this limit.",
         PaddingWarning,
-        stacklevel=5,  # the caller of fully_shard
+        stacklevel=6,  # the caller of fully_shard
     )
 
 
