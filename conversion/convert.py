@@ -32,7 +32,8 @@ class ConvertOptions:
     """What the result shall be.
 
     Args:
-        assets: folder or URL whose settings files go along (Hugging Face target).
+        assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
+            it is a Hugging Face folder.
         model_prefix: what the model's names begin with in the source; None to detect it.
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
@@ -137,15 +138,21 @@ def convert(
     return ConvertReport(**{**vars(report), "outcome": outcome})
 
 
+def _own_assets(source: Source, kind: str) -> str | None:
+    """A Hugging Face folder that becomes another takes its settings along without being asked."""
+    is_repository = source.kind in ("hf", "bin", "shards") and source.store.size(CONFIG_FILE) is not None
+    return source.store.url if kind == "hf" and is_repository else None
+
+
 def _own_config(source: Source) -> dict[str, Any]:
     """The config.json beside the source's weights, if there is one."""
     return Assets(source.store.url).config or {} if source.store.size(CONFIG_FILE) is not None else {}
 
 
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
-    assets = Assets(options.assets)
+    assets = Assets(options.assets or _own_assets(source, kind))
     casts = CastRules.parse(options.dtype)
-    warnings: list[str] = []
+    warnings = list(source.warnings)
     tied: dict[str, str] = {}
     if kind == "hf":
         state = model_state(source, options.model_prefix)
@@ -157,7 +164,8 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     if kind == "hf" and assets.config is not None:
         from vescale_fsdp.conversion.ties import find_tied_twins
 
-        tied, warnings = find_tied_twins(state.views, assets.config)
+        tied, denied = find_tied_twins(state.views, assets.config)
+        warnings += denied
         state = state.without(tied)
     state = state.filtered(options.include, options.exclude).with_model_views(casts.apply)
     if kind == "hf":

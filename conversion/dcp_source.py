@@ -7,6 +7,9 @@ up as such boxes.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -19,25 +22,70 @@ from vescale_fsdp.conversion.unpickle import Record, load_dcp_metadata
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box
 
-__all__ = ["METADATA_FILE", "open_dcp"]
+__all__ = ["METADATA_FILE", "dcp_folders", "open_dcp"]
 
 METADATA_FILE = ".metadata"
+_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
 
 # A record that lacks one of these attributes was damaged, not written by another version.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 
 
 def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
-    """Open a DCP checkpoint; reads ``.metadata`` and file sizes only.
+    """Open a DCP checkpoint, or a folder of accelerate's that holds model and optimizer as two of them;
+    reads ``.metadata`` and file sizes only.
 
     Raises:
-        ConversionError: for a checkpoint this reader refuses (untrusted pickle, transformed data).
+        ConversionError: for a checkpoint this reader refuses (untrusted pickle, transformed data), or a
+            folder with several.
         CorruptCheckpointError: if metadata and files do not describe whole tensors.
     """
-    where = f"{store.url}/{METADATA_FILE}"
-    metadata = load_dcp_metadata(store.read_file(METADATA_FILE), where=where, trust=trust_pickle)
+    folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
+    stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
+    if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
+        raise ConversionError(
+            explain(
+                "the folder holds several checkpoints",
+                expected="one, or one of a model and one of its optimizer",
+                got=", ".join(folder.rstrip("/") for folder in folders[:6]),
+                where=store.url,
+                todo="pass one of these folders",
+            )
+        )
+    found = [_open_folder(store, folder, trust_pickle=trust_pickle) for folder in folders]
+    if len(found) == 1:
+        return found[0]
+    sides = [{**source.tensors, **source.values} for source in found]
+    if doubles := sides[0].keys() & sides[1].keys():
+        raise CorruptCheckpointError(
+            explain(
+                "the model's checkpoint and its optimizer's have entries of one name",
+                expected="names under model and under optimizer",
+                got=min(doubles),
+                where=store.url,
+                todo="pass one of the two folders",
+            )
+        )
+    return replace(
+        found[0],
+        tensors={name: tensor for source in found for name, tensor in source.tensors.items()},
+        values={name: value for source in found for name, value in source.values.items()},
+        paths={name: path for source in found for name, path in source.paths.items()},
+        facts={**found[0].facts, "folders": ", ".join(folder.rstrip("/") for folder in folders)},
+    )
+
+
+def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
+    """Folders (with a trailing slash) directly below that hold DCP checkpoints."""
+    ends = [file for file in files if file.endswith(f"/{METADATA_FILE}") and file.count("/") == 1]
+    return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
+
+
+def _open_folder(store: Store, folder: str, *, trust_pickle: bool) -> Source:
+    where = f"{store.url}/{folder}{METADATA_FILE}"
+    metadata = load_dcp_metadata(store.read_file(folder + METADATA_FILE), where=where, trust=trust_pickle)
     try:
-        reader = _MetadataReader(metadata, store, trust_pickle)
+        reader = _MetadataReader(metadata, store, folder, trust_pickle)
         tensors, values = reader.entries()
         planned = metadata.planner_data or {}
         paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
@@ -63,8 +111,8 @@ def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
 class _MetadataReader:
     """Turns the records of one Metadata into stored tensors and values."""
 
-    def __init__(self, metadata: Record, store: Store, trust_pickle: bool) -> None:
-        self._store, self._trust = store, trust_pickle
+    def __init__(self, metadata: Record, store: Store, folder: str, trust_pickle: bool) -> None:
+        self._store, self._folder, self._trust = store, folder, trust_pickle
         self._entries: dict[str, Any] = metadata.state_dict_metadata
         self.sizes: dict[str, int] = {}
         self._places = {
@@ -111,7 +159,7 @@ class _MetadataReader:
                     "the checkpoint's metadata does not say where an entry is stored",
                     expected=f"a storage record for {name} at {offsets}",
                     got="none",
-                    where=f"{self._store.url}/{METADATA_FILE}",
+                    where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
                     todo="save the checkpoint again; its save did not finish or lost items",
                 )
             )
@@ -139,15 +187,16 @@ class _MetadataReader:
         return file, info.offset, info.length
 
     def _checked_name(self, file: str) -> str:
+        path = PurePosixPath(file)
+        file = self._folder + file
         if file not in self.sizes:
-            path = PurePosixPath(file)
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
                     explain(
                         "the checkpoint's metadata points outside of its folder",
                         expected="a file name inside the checkpoint",
                         got=file,
-                        where=f"{self._store.url}/{METADATA_FILE}",
+                        where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
                         todo="do not use this checkpoint: it was made by hand",
                     )
                 )

@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint.storage import Buffer, FileReader
 from vescale_fsdp.checkpoint.tree import decode
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.nesting import flatten, name_of
-from vescale_fsdp.conversion.source import CheckedFile, Source, StoredValue
+from vescale_fsdp.conversion.source import CheckedFile, Source, StoredValue, constant
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import CorruptCheckpointError, explain
@@ -55,7 +55,7 @@ def open_native(store: Store) -> Source:
         elif isinstance(leaf, _PerRankLeaf):
             omitted.append(name)
         else:
-            values[name] = _constant(leaf)
+            values[name] = constant(leaf)
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id}
     layouts = manifest.structure.layouts
     return Source(
@@ -128,10 +128,6 @@ def _leaf(node: Mapping[str, Any]) -> Any:
     if node["$"] == "tensor":
         return _TensorLeaf(int(node["i"]))
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
-
-
-def _constant(value: Any) -> StoredValue:
-    return lambda: value
 
 
 def _chunks_by_place(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:

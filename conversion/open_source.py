@@ -6,6 +6,8 @@ does not wait for the libraries that other formats need.
 
 from __future__ import annotations
 
+import re
+
 from vescale_fsdp.checkpoint.names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.source import Source
@@ -14,7 +16,7 @@ from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["KINDS", "open_source"]
 
-KINDS = ("native", "dcp", "hf", "safetensors", "torch", "zarr", "ranks")
+KINDS = ("native", "dcp", "hf", "safetensors", "shards", "torch", "bin", "zarr", "ranks")
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -53,6 +55,14 @@ def _open(folder: Store, url: str, found: str, *, trust_pickle: bool) -> Source:
 
         parent, name = split_file(url)
         return open_safetensors(open_store(parent), name)
+    if found == "shards":
+        from vescale_fsdp.conversion.hf_source import open_shards
+
+        return open_shards(folder)
+    if found == "bin":
+        from vescale_fsdp.conversion.torch_source import open_bin_folder
+
+        return open_bin_folder(folder, trust_pickle=trust_pickle)
     if found == "zarr":
         from vescale_fsdp.conversion.zarr_source import open_zarr
 
@@ -70,24 +80,11 @@ def _open(folder: Store, url: str, found: str, *, trust_pickle: bool) -> Source:
 
 
 def _detect(folder: Store, url: str) -> str:
-    from vescale_fsdp.conversion.dcp_source import METADATA_FILE
-    from vescale_fsdp.conversion.ranks_source import rank_files
-    from vescale_fsdp.conversion.to_zarr import ROOT_FILE
-    from vescale_fsdp.conversion.torch_source import is_torch_file
-
     files = folder.list_files()
-    if MANIFEST_NAME in files:
-        return "native"
-    if METADATA_FILE in files:
-        return "dcp"
-    if ROOT_FILE in files:
-        return "zarr"
-    if any(file.endswith((".safetensors", ".safetensors.index.json")) and "/" not in file for file in files):
-        return "hf"
-    if rank_files(files):
-        return "ranks"
+    if found := _folder_kind(files):
+        return found
     if files:
-        raise ConversionError(_unknown(url, f"a folder with {', '.join(files[:4])}"))
+        raise ConversionError(_foreign(url, files) or _unknown(url, f"a folder with {', '.join(files[:4])}"))
     parent, name = split_file(url)
     if open_store(parent).size(name) is None:
         raise ConversionError(
@@ -101,15 +98,89 @@ def _detect(folder: Store, url: str) -> str:
         )
     if name.endswith(".safetensors"):
         return "safetensors"
+    from vescale_fsdp.conversion.torch_source import is_torch_file
+
     if is_torch_file(open_store(parent), name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
         return "torch"
-    raise ConversionError(_unknown(url, f"a file {name}"))
+    raise ConversionError(_foreign(url, [name]) or _unknown(url, f"a file {name}"))
+
+
+def _folder_kind(files: list[str]) -> str | None:
+    from vescale_fsdp.conversion.dcp_source import METADATA_FILE, dcp_folders
+    from vescale_fsdp.conversion.hf_source import is_shard_file
+    from vescale_fsdp.conversion.ranks_source import rank_files
+    from vescale_fsdp.conversion.to_zarr import ROOT_FILE
+    from vescale_fsdp.conversion.torch_source import BIN_FILE, BIN_INDEX_FILE
+
+    if MANIFEST_NAME in files:
+        return "native"
+    if METADATA_FILE in files:
+        return "dcp"
+    if ROOT_FILE in files:
+        return "zarr"
+    if any(is_shard_file(file) for file in files):
+        return "shards"
+    if any(file.endswith((".safetensors", ".safetensors.index.json")) and "/" not in file for file in files):
+        return "hf"
+    if BIN_FILE in files or BIN_INDEX_FILE in files:
+        return "bin"
+    if rank_files(files):
+        return "ranks"
+    return "dcp" if dcp_folders(files) else None
+
+
+# Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.
+_FOREIGN = (
+    (
+        r"(.*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states|mp_rank_\d+_model_states)\.pt",
+        "DeepSpeed's per-rank files",
+        "run the zero_to_fp32.py that DeepSpeed put beside them, and convert what it writes",
+    ),
+    (
+        r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
+        "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",
+        "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
+    ),
+    (r".*\.gguf", "llama.cpp's quantised file", "convert the repository that it was made from"),
+    (r"(.*/)?\.z(group|array|metadata)", "zarr of version 2", "write it anew with zarr_format=3"),
+    (
+        r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
+        "weights of TensorFlow or Flax",
+        "save them from torch",
+    ),
+    (
+        rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|model\.safetensors(\.index\.json)?|\.metadata)",
+        "a folder around checkpoints",
+        "pass the folder of one checkpoint",
+    ),
+)
+
+
+def _foreign(url: str, files: list[str]) -> str | None:
+    """What to do about a checkpoint of a known kind that cannot be read."""
+    for pattern, whose, todo in _FOREIGN:
+        for file in files:
+            if re.fullmatch(pattern, file):
+                got = f"{whose} ({file})"
+                return explain(
+                    "this is no checkpoint that can be read",
+                    expected=_READABLE,
+                    got=got,
+                    where=url,
+                    todo=todo,
+                )
+    return None
+
+
+_READABLE = (
+    "a native, DCP, Hugging Face or zarr folder, files of all ranks, a .safetensors or torch.save file"
+)
 
 
 def _unknown(url: str, got: str) -> str:
     return explain(
         "this is no checkpoint of a known kind",
-        expected="a native, DCP, Hugging Face or zarr folder, a .safetensors or a torch.save file",
+        expected=_READABLE,
         got=got,
         where=url,
         todo="pass the folder that was given to dcp.save, or name the format with --from",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.layout import GroupLayout
 
-__all__ = ["BoxReader", "ByteRun", "CheckedFile", "Source", "StoredValue"]
+__all__ = ["BoxReader", "ByteRun", "CheckedFile", "Source", "StoredValue", "constant"]
 
 _SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
@@ -67,6 +67,11 @@ class StoredValue(Protocol):
         """The value: numbers, strings, lists and dicts."""
 
 
+def constant(value: Any) -> StoredValue:
+    """A value that is already read."""
+    return lambda: value
+
+
 class _Interval(NamedTuple):
     """Items [start, stop) of a flattened tensor and where the first of them lies."""
 
@@ -93,6 +98,7 @@ class Source:
         layouts: how groups of tensors were sharded, where the format knows.
         checked: a file's checksums by its name, where the format has some that reading can compare.
         facts: lines worth telling people (``inspect`` prints them).
+        warnings: what a conversion from here must tell people, since the format leaves it open.
     """
 
     kind: str
@@ -107,6 +113,7 @@ class Source:
     omitted: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
     checked: Callable[[str], CheckedFile | None] = lambda _: None
+    warnings: tuple[str, ...] = ()
     _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
     _proven: dict[str, set[int]] = field(default_factory=dict)

@@ -1,19 +1,43 @@
-"""Reading torch.save files by range: state dicts and training states, nested as they come."""
+"""Reading torch.save files by range: state dicts and training states, nested as they come; and Hugging Face
+folders of the time before safetensors, whose weights are such files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.conversion.nesting import flatten, name_of
-from vescale_fsdp.conversion.source import Source, StoredValue
+from vescale_fsdp.conversion.hf_source import check_index, weight_map
+from vescale_fsdp.conversion.nesting import Path, flatten, name_of
+from vescale_fsdp.conversion.rank_parts import RankPart, is_part, stored_tensor
+from vescale_fsdp.conversion.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_box
+from vescale_fsdp.conversion.tensors import StoredTensor
 from vescale_fsdp.conversion.torch_archive import TorchArchive
-from vescale_fsdp.conversion.unpickle import TensorRef
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["is_torch_file", "open_torch"]
+__all__ = [
+    "BIN_FILE",
+    "BIN_INDEX_FILE",
+    "StateFile",
+    "is_torch_file",
+    "open_bin_folder",
+    "open_state_file",
+    "open_torch",
+]
+
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """One torch.save file that holds a state dict."""
+
+    file: str
+    archive: TorchArchive
+    leaves: dict[Path, Any]  # tensors as what `is_part` knows, everything else as itself
 
 
 def is_torch_file(store: Store, file: str) -> bool:
@@ -22,8 +46,8 @@ def is_torch_file(store: Store, file: str) -> bool:
     return size is not None and size >= 4 and store.read(file, 0, 4) == b"PK\x03\x04"
 
 
-def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source:
-    """Open a torch.save file; reads its directory and its pickle only.
+def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
+    """Read the directory and the pickle of a torch.save file.
 
     Raises:
         ConversionError: if it holds no dict, or its pickle names more than tensors need.
@@ -42,7 +66,7 @@ def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source
             )
         )
     archive = TorchArchive(
-        lambda offset, nbytes: store.read(file, offset, nbytes), size, where=where, trust=trust_pickle
+        lambda offset, nbytes: store.read(file, offset, nbytes), size, where=where, trust=trust
     )
     content = archive.content
     if not isinstance(content, Mapping):
@@ -55,26 +79,43 @@ def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source
                 todo="save model.state_dict() or a dict that contains it",
             )
         )
+    return StateFile(file, archive, flatten(content, is_part))
+
+
+def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source:
+    """Open a torch.save file; reads its directory and its pickle only.
+
+    Raises:
+        ConversionError: if it holds no dict, or its pickle names more than tensors need.
+        CorruptCheckpointError: if it is damaged, or is one rank's file of several.
+    """
+    state = open_state_file(store, file, trust=trust_pickle)
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, StoredValue] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    for path, leaf in flatten(content, lambda value: isinstance(value, TensorRef)).items():
+    for path, leaf in state.leaves.items():
         name = name_of(path)
-        paths[name] = path
-        if isinstance(leaf, TensorRef):
-            tensors[name] = _stored(archive, file, name, leaf)
+        if is_part(leaf):
+            tensors[name] = stored_tensor(name, [RankPart(file, state.archive, leaf)])
         else:
-            values[name] = _constant(leaf)
+            values[name] = constant(leaf)
+    paths = {name_of(path): path for path in state.leaves}
     return Source("torch", store, tensors, values, paths, {}, trust_pickle, file=file)
 
 
-def _stored(archive: TorchArchive, file: str, name: str, ref: TensorRef) -> StoredTensor:
-    info = TensorInfo(name, ref.shape, ref.dtype)
-    if not info.numel:
-        return StoredTensor(info, ())
-    offset = archive.tensor_offset(ref)
-    return StoredTensor(info, (StoredChunk(whole_box(ref.shape), file, offset, info.nbytes, ref.strides),))
+def open_bin_folder(store: Store, *, trust_pickle: bool = False) -> Source:
+    """Open a Hugging Face folder with ``pytorch_model.bin``, or with an index and its shards.
 
-
-def _constant(value: Any) -> StoredValue:
-    return lambda: value
+    Raises:
+        ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
+        CorruptCheckpointError: if index and files disagree or a file is damaged.
+    """
+    has_index = store.size(BIN_INDEX_FILE) is not None
+    mapped = weight_map(store, BIN_INDEX_FILE) if has_index else None
+    tensors: dict[str, StoredTensor] = {}
+    files = sorted(set(mapped.values())) if mapped is not None else [BIN_FILE]
+    for file in files:
+        found = open_torch(store, file, trust_pickle=trust_pickle).tensors
+        if mapped is not None:
+            check_index(store, mapped, file, found, BIN_INDEX_FILE)
+        tensors |= found
+    return Source("bin", store, tensors, facts={"weight files": str(len(files))}, trust_pickle=trust_pickle)

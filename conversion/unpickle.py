@@ -18,6 +18,7 @@ from vescale_fsdp.conversion.dtypes import DTYPES, DType, dtype_from_torch
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = [
+    "PiecesRef",
     "Record",
     "ShardRef",
     "TensorRef",
@@ -82,6 +83,15 @@ class ShardRef:
     coordinates: tuple[int, ...]  # of the rank, one per mesh axis
 
 
+@dataclass(frozen=True)
+class PiecesRef:
+    """A ShardedTensor (FSDP1's) as a rank pickled it: the rank's boxes, which say themselves where they belong."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: DType
+    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # offsets in the full tensor, and the box
+
+
 class _Fields(tuple[Any, ...]):
     """Stand-in for a named tuple of torch."""
 
@@ -94,9 +104,13 @@ def _rebuild_wrapper(*args: Any) -> Any:
 
 
 def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor with Python attributes, which matter only for a DTensor."""
+    """A tensor with Python attributes, which matter only if it is one rank's part of a tensor."""
     if function is not _rebuild_wrapper:
         return function(*args)
+    if kind is _SHARDED_TENSOR:
+        shards, metadata = state[0], state[1]
+        pieces = tuple((tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards)
+        return PiecesRef(tuple(metadata.size), metadata.tensor_properties.dtype, pieces)
     merged: dict[str, Any] = {}
     for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
         merged |= part or {}
@@ -141,6 +155,16 @@ def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"unknown encoding {encoding!r}")
     return text.encode("latin1")
+
+
+def _nested_class(outer: Any, name: str) -> type[Record]:
+    """What a pickle of protocol 2 asks ``getattr`` for: a class inside a class, of which torch has one."""
+    if (outer, name) != (_SHARDED_TENSOR, "ProcessGroupState"):
+        raise pickle.UnpicklingError(f"an attribute {name!r} of {outer!r}")
+    return Record
+
+
+_SHARDED_TENSOR = type("ShardedTensor", (Record,), {"ProcessGroupState": Record})
 
 
 def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
@@ -219,9 +243,23 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
             "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
             "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
             "torch.distributed.tensor.placement_types": ("Shard", "_StridedShard", "Replicate", "Partial"),
+            "torch.distributed.remote_device": ("_remote_device",),
+            "torch.distributed._shard.metadata": ("ShardMetadata",),
+            "torch.distributed._shard.sharded_tensor.api": (
+                "ShardedTensor",
+                "ShardedTensor.ProcessGroupState",
+            ),
+            "torch.distributed._shard.sharded_tensor.shard": ("Shard",),
+            "torch.distributed._shard.sharded_tensor.metadata": ("ShardedTensorMetadata",),
+            "torch.distributed._shard.sharding_spec.api": ("EnumerableShardingSpec",),
+            "torch.distributed._shard.sharding_spec.chunk_sharding_spec": ("ChunkShardingSpec",),
         }.items()
         for name in names
     },
+    ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _SHARDED_TENSOR,
+    **{(module, "getattr"): _nested_class for module in ("builtins", "__builtin__")},
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _PropertiesRecord,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _layout,
     ("torch.distributed.tensor._dtensor_spec", "TensorMeta"): _Fields,
     ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry"): _Fields,
 }
@@ -248,10 +286,10 @@ class _AllowListUnpickler(pickle.Unpickler):
         self._names, self._where, self._trust = names, where, trust
 
     def find_class(self, module: str, name: str) -> Any:
+        if self._trust and ((module, name) not in self._names or name == "getattr"):
+            return super().find_class(module, name)
         if (module, name) in self._names:
             return self._names[module, name]
-        if self._trust:
-            return super().find_class(module, name)
         raise ConversionError(
             explain(
                 "the checkpoint's pickle names something that is not needed to read tensors",

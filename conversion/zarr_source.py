@@ -18,7 +18,7 @@ import numpy as np
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
 from vescale_fsdp.conversion.json_values import from_json
 from vescale_fsdp.conversion.nesting import ListIndex
-from vescale_fsdp.conversion.source import BoxReader, Source, StoredValue
+from vescale_fsdp.conversion.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_box
 from vescale_fsdp.conversion.to_zarr import ATTRIBUTE, ROOT_FILE
@@ -54,7 +54,7 @@ def open_zarr(store: Store) -> Source:
             readers[array.info.name] = array.reader()
     content = (root.get("attributes") or {}).get(ATTRIBUTE) or {}
     values: dict[str, StoredValue] = {
-        str(name): _constant(from_json(value)) for name, value in (content.get("values") or {}).items()
+        str(name): constant(from_json(value)) for name, value in (content.get("values") or {}).items()
     }
     paths = {str(name): tuple(map(_part, parts)) for name, parts in (content.get("paths") or {}).items()}
     facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
@@ -63,10 +63,6 @@ def open_zarr(store: Store) -> Source:
 
 def _part(part: Any) -> str | int:
     return ListIndex(part[0]) if isinstance(part, list) else part
-
-
-def _constant(value: Any) -> StoredValue:
-    return lambda: value
 
 
 def _metadata(store: Store, file: str) -> dict[str, Any]:
