@@ -11,6 +11,7 @@ planning again, never taken by themselves, because each changes something the us
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import warnings
@@ -129,8 +130,18 @@ def _warn_once(layout: GroupLayout, sizes: object, policy: PaddingPolicy) -> Non
         f"padding is {_numbers(layout)}. What would cure it: {'; '.join(cures)}. "
         f"PaddingPolicy(warn_above=...) moves this limit.",
         PaddingWarning,
-        stacklevel=6,  # the caller of fully_shard
+        stacklevel=_levels_of_this_package(),
     )
+
+
+def _levels_of_this_package() -> int:
+    """The ``stacklevel``, for our caller's warning, of the code that called into this package."""
+    frame = inspect.currentframe()
+    level = 0
+    while frame is not None and frame.f_globals["__name__"].startswith("vescale_fsdp."):
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def _numbers(layout: GroupLayout) -> str:
