@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests import models
 from tests.distributed import cpu_mesh, run_ranks
-from vescale_fsdp import Element, FSDPModule, GroupLayout, fully_shard
+from vescale_fsdp import Element, FSDPModule, GroupLayout, RaggedShard, fully_shard
 from vescale_fsdp.errors import LayoutError, LifecycleError
 from vescale_fsdp.group_comm import GatherPolicy, GroupComm
 from vescale_fsdp.unit import state_of
@@ -162,14 +162,15 @@ def placement_functions() -> None:
     mesh = cpu_mesh()
     fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: None)
-    with pytest.raises(NotImplementedError, match="Shard of one of the 2 dims"):
-        fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p: Shard(2))
-    with pytest.raises(NotImplementedError, match="slice them out"):
+    for wrong in (Shard(2), "rows", RaggedShard((0,), (1, 1))):
+        with pytest.raises(ValueError, match="Shard of one of the 2 dims, RaggedShard with 1 units"):
+            fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p, wrong=wrong: wrong)
+    with pytest.raises(ValueError, match="DataParallelMeshDims"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="x")
 
 
 def test_placement_functions_and_mesh_dims() -> None:
-    """torch's shard_placement_fn is asked and checked; dp_mesh_dims is refused with the way out."""
+    """torch's shard_placement_fn is asked and checked, and dp_mesh_dims must be torch's."""
     run_ranks(1, placement_functions)
 
 

@@ -12,6 +12,7 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from vescale_fsdp.data_mesh import DataParallelMeshDims
     from vescale_fsdp.dtensor import (
         PendingTensor,
         RaggedDTensor,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "Element",
     "FSDPModule",
     "Flat",
@@ -73,6 +75,7 @@ lazily_export(
     __name__,
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
+        "vescale_fsdp.data_mesh": "DataParallelMeshDims",
         "vescale_fsdp.dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",
         "vescale_fsdp.fully_shard": "fully_shard",

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.data_mesh import DataMesh, data_mesh, default_mesh, device_of
+from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, check_patterns
-from vescale_fsdp.group_comm import GroupComm
 from vescale_fsdp.group_plan import PlanRules, mark_taken, plan_groups
 from vescale_fsdp.module import FSDPModule
 from vescale_fsdp.padding import PaddingPolicy
@@ -83,9 +82,11 @@ def fully_shard(
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
         reshard_after_forward: whether to free full parameters after the forward; None means yes, except
             for the root. A number keeps them between forward and backward over groups of so many ranks.
-        shard_placement_fn: torch's, asked for each parameter. None and ``Shard(dim)`` are accepted and change
-            nothing: people choose the dim to save padding or copies, and a planned layout has neither.
-        dp_mesh_dims: torch's; not supported yet.
+        shard_placement_fn: torch's, asked for each parameter. None and ``Shard(dim)`` change nothing; a
+            `RaggedShard` says that what one of its units holds stays whole; a ``ShardPlacementResult`` gives
+            the parameter a mesh of its own.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: ``mesh`` is then the full mesh, which all parameters are
+            DTensors on, Replicate on the axes named here.
         mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
         offload_policy: torch's class; with `CPUOffloadPolicy` shards, gradients and the optimizer live on
             the host.
@@ -105,21 +106,17 @@ def fully_shard(
         LifecycleError: if a module is sharded twice.
         LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
     """
-    _refuse_mesh_dims(dp_mesh_dims)
     modules = _root_modules(module)
-    mesh = mesh if mesh is not None else _default_mesh()
-    _check_mesh(mesh)
-    reshard, part_size = _reshard_choice(reshard_after_forward, mesh)
-    device = _device_of(mesh)
+    data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    reshard = _reshard_choice(reshard_after_forward, data)
+    device = device_of(data.mesh)
     check_patterns(granularity, _names(modules))
     managed = _managed_modules(modules)
     ignored = frozenset(ignored_params or ())
-    rules = PlanRules(ignored, shard_placement_fn, granularity, padding_policy)
-    plans = plan_groups(managed, mesh, rules)
+    rules = PlanRules(ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy)
+    plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
-    groups = [
-        ParamGroup(plan, GroupComm(mesh, part_size), mp_policy, offload_policy, device) for plan in plans
-    ]
+    groups = [ParamGroup(plan, mp_policy, offload_policy, device) for plan in plans]
     buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
     for owner, name, buffer in buffers:
@@ -133,36 +130,32 @@ def fully_shard(
     return module
 
 
-def _refuse_mesh_dims(dp_mesh_dims: object) -> None:
-    if dp_mesh_dims is not None:
-        raise UnsupportedOpError(
-            explain(
-                "fully_shard does not support dp_mesh_dims.",
-                expected="mesh= with the data-parallel axes only",
-                got=dp_mesh_dims,
-                todo='slice them out of the full mesh by name: mesh["replicate", "shard"]',
-            )
-        )
-
-
-def _reshard_choice(wanted: bool | int | None, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """(reshard after forward, ranks of the group that keeps the full parameters in between)."""
-    if wanted is None or isinstance(wanted, bool):
-        return wanted, None
-    num_shards = mesh.size(mesh.ndim - 1)
-    if wanted < 1 or num_shards % wanted:
+def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
+    """Whether to reshard after the forward; None: unless it is the root. Sizes are for `plan_groups`."""
+    if wanted is not None and not isinstance(wanted, int):
         raise ValueError(
             explain(
-                "reshard_after_forward as a number is the size of a smaller group of ranks.",
-                expected=f"a divisor of {num_shards}, the ranks that shard",
+                "reshard_after_forward is a switch or a number of ranks.",
+                expected="bool, int or None",
+                got=repr(wanted),
+            )
+        )
+    if data.is_replicated_only:
+        return False  # there is nothing to free: every rank holds everything
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    if data.spmd is not None:
+        raise UnsupportedOpError(
+            explain(
+                "reshard_after_forward cannot be a number with dp_mesh_dims.",
+                expected="True, False or None",
                 got=wanted,
-                todo="give the number of accelerators per node",
+                todo="pass the data-parallel axes alone as mesh=",
             )
         )
     if wanted == 1:
         warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
-        return False, None
-    return True, wanted if wanted < num_shards else None
+    return wanted != 1
 
 
 def _root_modules(module: object) -> tuple[nn.Module, ...]:
@@ -202,32 +195,6 @@ def _check_module(module: nn.Module) -> None:
                 todo="call fully_shard bottom-up, once per module",
             )
         )
-
-
-def _default_mesh() -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator()
-    device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
-    if not dist.is_initialized():
-        dist.init_process_group()
-    return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def _check_mesh(mesh: DeviceMesh) -> None:
-    if mesh.ndim not in (1, 2):
-        raise PlacementError(
-            explain(
-                "The mesh must be 1-D or 2-D.",
-                expected="(shard,) or (replicate, shard)",
-                got=f"{mesh.ndim} axes: {mesh}",
-                todo="slice the data-parallel axes out of the mesh by name",
-            )
-        )
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:

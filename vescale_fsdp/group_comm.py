@@ -21,12 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.collectives import Work, all_gather_into, all_reduce_in_place, reduce_scatter_into
 from vescale_fsdp.layout import GroupLayout
-from vescale_fsdp.placement import RaggedShard
 
 __all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
 
@@ -115,10 +112,6 @@ class GroupComm:
         """This rank's index in its smaller group."""
         assert self._part_mesh is not None
         return self._part_mesh.get_local_rank(1)
-
-    def placements(self, ragged: RaggedShard) -> tuple[Placement, ...]:
-        """Placements of a parameter of the group on this mesh."""
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), ragged)
 
     # -- collectives ----------------------------------------------------------------------------------
 

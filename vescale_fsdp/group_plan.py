@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.data_mesh import DataMesh
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
-from vescale_fsdp.granularity import GranularityRule, resolve_granularity
+from vescale_fsdp.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.outer import check_outer, local_part
 from vescale_fsdp.padding import PaddingPolicy, check_padding
+from vescale_fsdp.placement_wish import PlacementWishes, Wish
 from vescale_fsdp.planner import TensorSpec, plan_group
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
@@ -33,6 +34,7 @@ class PlanRules:
     """What the user said about layouts (the arguments of `fully_shard` with these names)."""
 
     ignored_params: frozenset[nn.Parameter]
+    reshard_after_forward: bool | int | None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     granularity: GranularityRule
     padding_policy: PaddingPolicy
@@ -46,36 +48,41 @@ class GroupPlan:
         params: the original parameters by name, in the order of ``layout.slots``.
         owners: per name, every (module, attribute) that is this parameter.
         layout: where each will lie.
+        data: the ranks that share them.
+        part_size: ranks of the smaller groups that hold full parameters between forward and backward, or None.
     """
 
     params: dict[str, nn.Parameter]
     owners: dict[str, list[tuple[nn.Module, str]]]
     layout: GroupLayout
+    data: DataMesh
+    part_size: int | None
 
 
 @dataclass
 class _Bucket:
     """Parameters that will form one group."""
 
+    data: DataMesh
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)  # elements of a parameter's blocks
 
 
 def plan_groups(
-    managed: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh, rules: PlanRules
+    managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[GroupPlan]:
-    """Plan the groups of one unit: one per dtype and trainability.
+    """Plan the groups of one unit: one per dtype, trainability and mesh.
 
     Args:
         managed: the modules whose own parameters the unit takes, with the prefix of their names.
-        mesh: what they are sharded over.
+        data: what they are sharded over, where ``shard_placement_fn`` says nothing else.
         rules: the user's.
 
     Raises:
         LayoutError, PlacementError, UnsupportedOpError: for a parameter that cannot be sharded so.
     """
-    buckets = _bucket_params(managed, mesh, rules)
-    return [_plan(bucket, mesh.size(mesh.ndim - 1), rules) for bucket in buckets]
+    return [_plan(bucket, rules) for bucket in _bucket_params(managed, data, rules)]
 
 
 def mark_taken(plan: GroupPlan) -> None:
@@ -85,11 +92,12 @@ def mark_taken(plan: GroupPlan) -> None:
 
 
 def _bucket_params(
-    managed: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh, rules: PlanRules
+    managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[_Bucket]:
-    """Parameters by (dtype, trainable), each once, with every attribute that holds it."""
-    buckets: dict[tuple[torch.dtype, bool], _Bucket] = {}
+    """Parameters by what a group shares, each once, with every attribute that holds it."""
+    buckets: dict[tuple[torch.dtype, bool, DataMesh], _Bucket] = {}
     placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
+    wishes = PlacementWishes(rules.shard_placement_fn, data)
     for prefix, module in managed:
         for name, param in module._parameters.items():
             if param is None or param in rules.ignored_params:
@@ -99,32 +107,71 @@ def _bucket_params(
                 bucket.owners[fqn].append((module, name))
                 continue
             fqn = prefix + name
-            _check_param(fqn, param, mesh)
-            _check_placement(fqn, param, rules)
-            bucket = buckets.setdefault((param.dtype, param.requires_grad), _Bucket())
+            _check_param(fqn, param)
+            wish = wishes.of(fqn, param)
+            check_outer(fqn, param, wish.data)
+            key = (param.dtype, param.requires_grad, wish.data)
+            bucket = buckets.setdefault(key, _Bucket(wish.data))
             bucket.params[fqn] = param
             bucket.owners[fqn] = [(module, name)]
+            bucket.blocks[fqn] = _block_numel(fqn, param, wish, rules)
             placed[param] = (bucket, fqn)
     return list(buckets.values())
 
 
-def _plan(bucket: _Bucket, num_shards: int, rules: PlanRules) -> GroupPlan:
+def _block_numel(fqn: str, param: nn.Parameter, wish: Wish, rules: PlanRules) -> int:
+    """Elements that stay whole, of what other parallelisms have left of the parameter."""
+    shape = tuple(local_part(param).shape)
+    granularity = resolve_granularity(rules.granularity, fqn, param)
+    if wish.ragged is None:
+        return granularity.block_numel(shape)
+    if granularity != Element():
+        raise LayoutError(
+            explain(
+                "Two rules say what must stay whole of one parameter.",
+                expected="granularity= or a RaggedShard of shard_placement_fn",
+                got=f"{granularity} and {wish.ragged}",
+                where=fqn,
+                todo="leave one of them out",
+            )
+        )
+    return max(1, wish.ragged.unit_numel(shape))
+
+
+def _plan(bucket: _Bucket, rules: PlanRules) -> GroupPlan:
     specs = [
         TensorSpec(
             fqn,
             tuple(local_part(param).shape),
             str(param.dtype).removeprefix("torch."),
-            resolve_granularity(rules.granularity, fqn, param).block_numel(tuple(local_part(param).shape)),
+            bucket.blocks[fqn],
         )
         for fqn, param in bucket.params.items()
     ]
+    num_shards = bucket.data.num_shards
+    part_size = _part_size(rules.reshard_after_forward, num_shards)
     layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
     check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
-    return GroupPlan(bucket.params, bucket.owners, layout)
+    return GroupPlan(bucket.params, bucket.owners, layout, bucket.data, part_size)
 
 
-def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
-    check_outer(fqn, param, mesh)
+def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
+    """``reshard_after_forward`` as a number, where that means a smaller group than all ranks that shard."""
+    if wanted is None or isinstance(wanted, bool):
+        return None
+    if wanted < 1 or num_shards % wanted:
+        raise ValueError(
+            explain(
+                "reshard_after_forward as a number is the size of a smaller group of ranks.",
+                expected=f"a divisor of {num_shards}, the ranks that shard",
+                got=wanted,
+                todo="give the number of accelerators per node",
+            )
+        )
+    return wanted if 1 < wanted < num_shards else None
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
     taken_by = vars(param).get(_TAKEN)
     if taken_by is not None:
         raise LayoutError(
@@ -166,20 +213,3 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
                 todo="replace it by param.contiguous() before fully_shard",
             )
         )
-
-
-def _check_placement(fqn: str, param: nn.Parameter, rules: PlanRules) -> None:
-    if rules.shard_placement_fn is None:
-        return
-    wanted = rules.shard_placement_fn(param)
-    if wanted is None or (isinstance(wanted, Shard) and -param.ndim <= wanted.dim < param.ndim):
-        return
-    raise UnsupportedOpError(
-        explain(
-            "shard_placement_fn asks for what fully_shard cannot do.",
-            expected=f"None, or Shard of one of the {param.ndim} dims",
-            got=wanted,
-            where=fqn,
-            todo="say what must stay whole with granularity=; give experts their own mesh and call",
-        )
-    )

@@ -43,7 +43,7 @@ from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.group_comm import Gather, GatherPolicy, GroupComm
 from vescale_fsdp.group_plan import GroupPlan
 from vescale_fsdp.layout import TensorSlot
-from vescale_fsdp.outer import full_parameter, joint_spec, local_grad, local_part, outer_of
+from vescale_fsdp.outer import Outer, full_parameter, joint_spec, local_grad, local_part, outer_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.streams import Event
 from vescale_fsdp.torch_private import DTensorSpec, foreach_zero_, local_of, post_accumulate_grad_hooks
@@ -69,7 +69,7 @@ class ManagedParam:
     local: slice  # of a shard: this rank's piece
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
-    outer: DTensorSpec | None = None  # how tensor or expert parallelism cut it before
+    outer: Outer | None = None  # how tensor or expert parallelism cut it before
     unsharded: nn.Parameter | None = None
     watched: bool = False  # autograd tells us when its unsharded gradient is there
     has_grad: bool = False  # its unsharded gradient is in the gradient buffer
@@ -100,7 +100,6 @@ class ParamGroup:
     Args:
         plan: the original parameters, who holds them, and where each will lie. They are read; `install`
             replaces them.
-        comm: the ranks and their collectives.
         mp_policy: dtypes of compute and reduction.
         offload_policy: whether shards, gradients and so the optimizer live on the host.
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
@@ -109,13 +108,13 @@ class ParamGroup:
     def __init__(
         self,
         plan: GroupPlan,
-        comm: GroupComm,
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         device: torch.device,
     ) -> None:
         self.layout = plan.layout
-        self.comm = comm
+        self.data = plan.data
+        self.comm = GroupComm(plan.data.mesh, plan.part_size)
         self.mp_policy = mp_policy
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.device = device
@@ -137,7 +136,7 @@ class ParamGroup:
         ]
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
         if isinstance(mp_policy, GatherPolicy):
-            self.policy_gather = mp_policy.gather_of(plan.layout, comm, self.compute_dtype)
+            self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
 
     # -- construction ---------------------------------------------------------------------------------
 
@@ -150,7 +149,7 @@ class ParamGroup:
         self, slot: TensorSlot, param: nn.Parameter, owners: list[tuple[nn.Module, str]]
     ) -> ManagedParam:
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
-        spec = joint_spec(self.comm.mesh, self.comm.placements(placement), param, param.dtype)
+        spec = joint_spec(self.data, placement, param, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
         local = self.shard[local_slice]
@@ -160,7 +159,7 @@ class ParamGroup:
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
-        return ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param))
+        return ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param, self.data))
 
     def install(self) -> None:
         """Put the sharded parameters in place of the original ones."""

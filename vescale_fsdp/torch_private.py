@@ -16,6 +16,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+# torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -47,12 +51,15 @@ __all__ = [
     "MUON_EPS",
     "MUON_STEPS",
     "DTensorSpec",
+    "FSDPMeshInfo",
     "NormPartial",
+    "ShardPlacementResult",
     "StridedShard",
     "TensorMeta",
     "autograd_engine_callback",
     "concatenate_meshes",
     "dispatch_to_subclass",
+    "flatten_mesh",
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
@@ -65,11 +72,15 @@ __all__ = [
     "pytree",
     "register_foreach_type",
     "restore_version",
+    "unflatten_mesh",
     "unflatten_state_dict",
     "zeropower_via_newtonschulz",
 ]
 
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+
+# Newer than 2.11; where torch does not have it, nothing is an instance of it.
+ShardPlacementResult: Any = vars(_fsdp_common).get("ShardPlacementResult", ())
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
@@ -120,9 +131,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
-def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """One mesh of the axes of two slices of the same mesh (torch 2.11-2.13, where FSDP2 does the same)."""
-    return DeviceMesh._concatenate([first, second])
+def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
+    """One mesh of the axes of several slices of the same mesh (torch 2.11-2.13, where FSDP2 does the same)."""
+    return DeviceMesh._concatenate(list(slices))
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A 1-D mesh of all axes of a slice of a named mesh, in their order (torch 2.11-2.13). A collective call."""
+    return mesh._flatten(name)
+
+
+def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The only axis of a mesh split into several (torch 2.11-2.13). A collective call."""
+    return mesh._unflatten(0, sizes, names)
 
 
 def operator_names() -> list[str]:
