@@ -4,13 +4,16 @@
     vescale-convert to-hf CHECKPOINT OUT --assets FOLDER_WITH_CONFIG_AND_TOKENIZER
     vescale-convert plan CHECKPOINT --shards 8,64,512 --granularity rows:32 --out PICTURES
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage,
+130 stopped by hand.
 What one command alone needs is imported by that command, since imports would take longer than small work.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -407,14 +410,39 @@ def _summary(report: ConvertReport) -> str:
     return "\n".join(lines)
 
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
 def main() -> None:
-    """Entry point: errors that say what to do become one message and exit code 1."""
+    """Entry point: errors that say what to do become one message and exit code 1, Ctrl-C exit code 130."""
     try:
-        cli(prog_name="vescale-convert")
+        code = cli(prog_name="vescale-convert", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        todo = "nothing has its final name; if files were finished, go on with --resume"
+        click.echo(f"vescale-convert: stopped\n  what to do: {todo}", err=True)
+        code = 130
     except VescaleError as error:
         click.echo(f"vescale-convert: {error}", err=True)
-        sys.exit(1)
+        code = 1
+    except (
+        BrokenPipeError
+    ):  # whoever read our output has seen enough; Python would complain of it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except OSError as error:
-        todo = "make room or check permissions; if files were finished, go on with --resume"
-        click.echo(f"vescale-convert: {error}\n  what to do: {todo}", err=True)
-        sys.exit(1)
+        click.echo(f"vescale-convert: {error}{_what_to_do(error)}", err=True)
+        code = 1
+    sys.exit(code)
+
+
+def _what_to_do(error: OSError) -> str:
+    if "what to do" in str(error):
+        return ""
+    if error.errno in _NO_ROOM:
+        return "\n  what to do: make room; if files were finished, go on with --resume"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "\n  what to do: check who may read the source and write to the target"
+    return "\n  what to do: check the paths and the disk; if files were finished, go on with --resume"

@@ -186,7 +186,10 @@ def load_rules(name: str) -> RuleSet:
         data = (resources.files("vescale_fsdp.conversion.rules") / f"{name}.toml").read_bytes()
     elif name.endswith(".toml"):
         folder, file = split_file(name)
-        data = open_store(folder).read_file(file)
+        store = open_store(folder)
+        if store.size(file) is None:
+            raise _bad(name, "a file of key rules", "no such file")
+        data = store.read_file(file)
     else:
         raise _bad(name, f"a file ending in .toml, or one of {', '.join(shipped_rules())}", name)
     try:

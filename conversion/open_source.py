@@ -6,13 +6,13 @@ does not wait for the libraries that other formats need.
 
 from __future__ import annotations
 
+import os
 import re
 
 from vescale_fsdp.checkpoint.names import MANIFEST_NAME
-from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 __all__ = ["KINDS", "open_source"]
 
@@ -33,11 +33,36 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     """
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
-    with gc_paused():
-        return _open(folder, url, kind or _detect(folder, url), trust_pickle=trust_pickle)
+    if kind is None:
+        return _open(_detect(folder, url), folder, url, trust_pickle=trust_pickle)
+    try:
+        source = _open(kind, folder, url, trust_pickle=trust_pickle)
+    except VescaleError as error:
+        if wrong := _wrong_kind(kind, folder, url):
+            raise wrong from error
+        raise
+    if not source.tensors and (wrong := _wrong_kind(kind, folder, url)):
+        raise wrong
+    return source
 
 
-def _open(folder: Store, url: str, found: str, *, trust_pickle: bool) -> Source:
+def _wrong_kind(kind: str, folder: Store, url: str) -> ConversionError | None:
+    """If looking finds another kind than the one that was asked for."""
+    looks_like = _detect(folder, url)
+    if looks_like == kind:
+        return None
+    return ConversionError(
+        explain(
+            "the source is not of the kind that was asked for",
+            expected=f"a checkpoint of kind {kind}",
+            got=f"one that looks like {looks_like}",
+            where=url,
+            todo=f"leave out --from {kind}, or pass another source",
+        )
+    )
+
+
+def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
     if found == "native":
         from vescale_fsdp.conversion.native_source import open_native
 
@@ -91,7 +116,7 @@ def _detect(folder: Store, url: str) -> str:
             explain(
                 "there is nothing to read",
                 expected="a checkpoint folder or file",
-                got="no such file or folder, or an empty one",
+                got="an empty folder" if os.path.isdir(url) else "no such file or folder",
                 where=url,
                 todo="check the path",
             )

@@ -13,13 +13,16 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from vescale_fsdp.conversion.reserve import reserve
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = ["LocalStore", "OutputFile", "RemoteStore", "Store", "open_store", "partial_name", "split_file"]
+
+T = TypeVar("T")
 
 _MAX_OPEN_FILES = 256  # reading a checkpoint of more files than this reopens the rest at every read
 
@@ -275,11 +278,11 @@ class _RemoteOutput(OutputFile):
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         assert offset == self._position, f"{self._name}: written at {offset}, stream is at {self._position}"
-        self._stream.write(data)
+        _reach(self._name, lambda: self._stream.write(data))
         self._position += memoryview(data).nbytes
 
     def finish(self) -> None:
-        self._stream.close()
+        _reach(self._name, self._stream.close)
 
     def abort(self) -> None:
         if self._stream.closed:
@@ -294,6 +297,28 @@ class _RemoteOutput(OutputFile):
             self._stream.close()  # file systems without uploads: the caller removes the file
 
 
+def _reach(url: str, action: Callable[[], T]) -> T:
+    """Run what goes over the network.
+
+    Raises:
+        ConnectionError: for errors of the client library; OSErrors and ours as they are.
+    """
+    try:
+        return action()
+    except (OSError, VescaleError):
+        raise
+    except Exception as error:  # what client libraries raise has no common base
+        raise ConnectionError(
+            explain(
+                "a remote file system cannot be used",
+                expected="that it answers, and knows who asks",
+                got=f"{type(error).__name__}: {error}",
+                where=url,
+                todo="check the URL, credentials and the network; if files were finished, go on with --resume",
+            )
+        ) from error
+
+
 class RemoteStore(Store):
     """A prefix of an object store or any other fsspec file system."""
 
@@ -306,7 +331,7 @@ class RemoteStore(Store):
     def list_files(self) -> list[str]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(self._root)
+            found = _reach(self.url, lambda: self._fs.find(self._root))
         except FileNotFoundError:
             return []
         prefix = self._root.lstrip("/") + "/"
@@ -315,13 +340,13 @@ class RemoteStore(Store):
 
     def size(self, name: str) -> int | None:
         try:
-            info = self._fs.info(self._path(name))
+            info = _reach(self.url, lambda: self._fs.info(self._path(name)))
         except FileNotFoundError:
             return None
         return int(info["size"]) if info["type"] == "file" else None
 
     def stamp(self, name: str) -> str:
-        info = self._fs.info(self._path(name))
+        info = _reach(self.url, lambda: self._fs.info(self._path(name)))
         return " ".join(str(info.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
 
     def append(self, name: str, data: bytes) -> None:
@@ -330,7 +355,8 @@ class RemoteStore(Store):
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         try:
-            data = self._fs.cat_file(self._path(name), start=offset, end=offset + len(buffer))
+            stop = offset + len(buffer)
+            data = _reach(self.url, lambda: self._fs.cat_file(self._path(name), start=offset, end=stop))
         except FileNotFoundError:
             self.required_size(name)
             raise
@@ -339,7 +365,8 @@ class RemoteStore(Store):
         buffer[:] = data
 
     def create(self, name: str, nbytes: int = 0) -> OutputFile:
-        return _RemoteOutput(self._fs.open(self._path(name), "wb"), name)
+        stream = _reach(self.url, lambda: self._fs.open(self._path(name), "wb"))
+        return _RemoteOutput(stream, f"{self.url}/{name}")
 
     def commit(self, name: str) -> None:
         """Nothing to do: closing the stream published the object."""
@@ -350,7 +377,7 @@ class RemoteStore(Store):
 
     def remove(self, name: str) -> None:
         if self._fs.exists(self._path(name)):
-            self._fs.rm_file(self._path(name))
+            _reach(self.url, lambda: self._fs.rm_file(self._path(name)))
 
 
 def open_store(url: str) -> Store:

@@ -74,7 +74,7 @@ def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
             explain(
                 "the file holds no state dict",
                 expected="a dict of tensors, nested or not",
-                got=type(content).__name__,
+                got="a tensor" if is_part(content) else type(content).__name__,
                 where=where,
                 todo="save model.state_dict() or a dict that contains it",
             )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import click
@@ -16,6 +22,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from vescale_fsdp.conversion import cli as cli_module
+from vescale_fsdp.conversion.open_source import KINDS
 
 
 @pytest.fixture
@@ -175,3 +182,116 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
     result = _run("plan", source, "--shards", shards)
     assert result.exit_code == 2
     assert "8,64,512" in result.stderr
+
+
+# Sends itself Ctrl-C when the first file is finished.
+INTERRUPTED = """
+import os, signal
+from vescale_fsdp.conversion import journal
+from vescale_fsdp.conversion.cli import main
+record = journal.Journal.record
+def interrupt(self, *args):
+    record(self, *args)
+    os.kill(os.getpid(), signal.SIGINT)
+journal.Journal.record = interrupt
+main()
+"""
+
+
+def test_ctrl_c_is_exit_130_and_resume_goes_on(source: str, tmp_path: Path) -> None:
+    """Stopped by hand: no traceback, nothing under a final name, and what to do; --resume keeps what was finished and
+    makes what an undisturbed run makes."""
+    options = ["--max-shard-size", "100", "--threads", "1"]
+    command = [sys.executable, "-c", INTERRUPTED, "to-hf", source, str(tmp_path / "out"), *options]
+    stopped = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert stopped.returncode == 130 and "--resume" in stopped.stderr and "Traceback" not in stopped.stderr
+    left = os.listdir(tmp_path / "out")
+    assert left and all(name.startswith(".") for name in left)
+    report = json.loads(_run("to-hf", source, str(tmp_path / "out"), *options, "--resume", "--json").stdout)
+    assert report["kept_files"] and report["published"]
+    _run("to-hf", source, str(tmp_path / "expected"), *options)
+    names = sorted(os.listdir(tmp_path / "expected"))
+    assert sorted(os.listdir(tmp_path / "out")) == names and len(names) == 3
+    assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "expected" / n).read_bytes() for n in names)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_progress_is_for_terminals(source: str, tmp_path: Path, quiet: bool) -> None:
+    """Bytes on stderr if it is a terminal and nobody asked for quiet; stdout holds the result either way."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", source, str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, "-q"] if quiet else command, stdout=subprocess.PIPE, stderr=follower, check=False
+    )
+    os.close(follower)
+    shown = os.read(leader, 100_000).decode()
+    os.close(leader)
+    assert done.returncode == 0 and ("B/s" in shown) == (not quiet) and "no config.json" in shown
+    assert (b"wrote 3 tensors" in done.stdout) == (not quiet)
+    again = subprocess.run([*command, "--overwrite"], capture_output=True, text=True, check=False)
+    assert "B/s" not in again.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error_message(source: str) -> None:
+    """inspect | head: no traceback, no advice."""
+    command = [sys.executable, "-m", "vescale_fsdp.conversion", "inspect", source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dcp"])
+def test_a_wrong_kind_is_told_from_damage(source: str, tmp_path: Path, kind: str) -> None:
+    """--from something else: the message says what the source looks like, and nothing is written."""
+    result = _main("to-hf", source, str(tmp_path / "out"), "--from", kind)
+    assert (
+        result.returncode == 1
+        and "looks like dcp" in result.stderr
+        and f"leave out --from {kind}" in result.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def _main(*args: str) -> subprocess.CompletedProcess[str]:
+    """The command as `main` runs it, in this process: exit code, and what went to stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["vescale-convert", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli_module.main()
+    assert isinstance(ended.value.code, int)
+    return subprocess.CompletedProcess(args, ended.value.code, out.getvalue(), err.getvalue())
+
+
+BAD_RULES = {
+    'hf = "layers.{l}.w"\nours = "w.{l}"\nops = [{ melt = 1 }]': "does not exist",
+    'hf = "layers.{l}.w"\nours = "w.{l}"\n[[rule]]\nhf = "b"\nours = "b"': "nothing matches b",
+    'hf = "layers.0.w"\nours = "w"': "none for layers",
+    'hf = "layers.{l}.w"\nours = "w.{l}"\n[[rule]]\nhf = "layers.0.w"\nours = "x"': "two for layers.0.w",
+    'hf = "layers.{l}.w"\nours = "w.{l}"\nops = [{ pad = { dim = 0, from = "rows", to = 9 } }]': "rows",
+    'hf = "layers.{l}.w"\nours = "w.{l}"\nops = [{ reshape = { hf = [3], ours = [4] } }]': "this shape",
+    'hf = "layers.{l}.w"\nours = "w"': "do not fit together",
+    "hf = 3": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("rule", BAD_RULES)
+def test_bad_rules_are_sentences(source: str, tmp_path: Path, rule: str) -> None:
+    """Every way in which a file of rules can be wrong: exit 1, what to do, nothing written."""
+    (tmp_path / "r.toml").write_text(f"format = 1\n[[rule]]\n{rule}\n")
+    options = ["--rules", str(tmp_path / "r.toml"), "--rules-to", "ours"]
+    result = _main("to-hf", source, str(tmp_path / "out"), *options)
+    assert result.returncode == 1 and BAD_RULES[rule] in result.stderr and "what to do" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_usage_is_exit_2_in_the_command_itself(source: str, tmp_path: Path) -> None:
+    """What click finds wrong is shown as click shows it."""
+    for args in (["to-hf", source], ["melt"], ["to-hf", source, "x", "--threads", "0"]):
+        result = _main(*args)
+        assert result.returncode == 2 and "Usage:" in result.stderr
+    assert _main("--version").returncode == 0
+    missing = _main("to-hf", source, str(tmp_path / "out"), "--rules", str(tmp_path / "no.toml"))
+    assert missing.returncode == 1 and "no such file" in missing.stderr

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -13,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, load_file
 
 from tests.dtype_zoo import make_tensor, same_bytes, zoo
-from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
@@ -120,6 +123,56 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
     assert open_store(f"{remote}/out").list_files() == ["model.safetensors", "notes.txt"]
     weights = load(open_store(f"{remote}/out").read_file("model.safetensors"))
     assert torch.equal(weights["w"], torch.ones(3))
+
+
+# Uploads, and kills itself in the middle of the segment of that number.
+KILLED = """
+import itertools, os, signal, sys
+from tests.test_conversion_urls import upload
+count = itertools.count()
+def progress(nbytes):
+    if next(count) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+upload(sys.argv[1], sys.argv[2], progress=progress)
+"""
+
+
+def upload(source: str, target: str, *, progress: Callable[[int], None] = lambda _: None) -> ConvertReport:
+    """Convert to several small files, going on with what is there."""
+    run = RunOptions(resume=True, limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=1))
+    options = ConvertOptions(max_shard_bytes=450_000, run=run)
+    return convert(open_source(source), target, "hf", options, progress=progress)
+
+
+def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
+    """SIGKILL in the middle of an upload: no index is there, finished objects are kept by --resume, and the result
+    is that of an undisturbed run."""
+    state = {f"w{i}": torch.full((100_000,), float(i)) for i in range(4)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source, target = str(tmp_path / "dcp"), f"{s3}/{tmp_path.name}/hf"
+    command = [sys.executable, "-c", KILLED, source, target]
+    dead = subprocess.run(command, check=False, cwd=Path(__file__).parent.parent)
+    assert dead.returncode == -signal.SIGKILL
+    left = open_store(target).list_files()
+    assert "model.safetensors.index.json" not in left and any(name.endswith(".safetensors") for name in left)
+    report = upload(source, target)
+    assert report.outcome.kept and report.outcome.written and report.outcome.published
+    upload(source, str(tmp_path / "expected"))
+    names = sorted(os.listdir(tmp_path / "expected"))
+    assert open_store(target).list_files() == names and len(names) == 5
+    for name in names:
+        assert open_store(target).read_file(name) == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client libraries raise errors of their own: they end in a sentence, as an OSError, which keeps finished
+    files."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(ConnectionError, match=r"EndpointConnectionError(.|\n)*credentials and the network"):
+        open_source("s3://nowhere/x")
+    fsspec.filesystem("s3").clear_instance_cache()
 
 
 def test_unknown_protocols_say_so() -> None:
