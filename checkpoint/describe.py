@@ -153,15 +153,15 @@ def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes | Non
 def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
     """One `Axis` per dim of an array of rank numbers: by rule where one holds, by table elsewhere."""
     coordinates = np.indices(numbers.shape)
-    flat = numbers.reshape(-1).astype(np.int64)
+    flat = numbers.reshape(-1).tolist()
     axes = []
     for dim, size in enumerate(numbers.shape):
         first = np.moveaxis(numbers, dim, 0)
         stride = int((first[1] - first[0]).flat[0]) if size > 1 else 1
-        wanted = coordinates[dim].reshape(-1)
-        rules = [Axis(size, stride, base) for base in (0, int(flat.min())) if stride > 0]
-        fitting = [rule for rule in rules if np.array_equal(rule.coordinates(flat), wanted)]
-        table = tuple(sorted(zip(flat.tolist(), wanted.tolist(), strict=True)))
+        wanted = coordinates[dim].reshape(-1).tolist()
+        rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
+        fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
+        table = tuple(sorted(zip(flat, wanted, strict=True)))
         axes.append(fitting[0] if fitting else Axis(size, 1, 0, table))
     return tuple(axes)
 

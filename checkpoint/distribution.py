@@ -17,10 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
 
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Region, whole_region
@@ -60,12 +58,13 @@ class Axis:
     base: int = 0
     table: tuple[tuple[int, int], ...] | None = None
 
-    def coordinates(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def coordinates(self, ranks: Sequence[int]) -> list[int]:
         """Coordinate of each rank; -1 for ranks that a table leaves out."""
         if self.table is None:
-            return (ranks - self.base) // self.stride % self.size
+            base, stride, size = self.base, self.stride, self.size
+            return [(rank - base) // stride % size for rank in ranks]
         known = dict(self.table)
-        return np.array([known.get(int(rank), -1) for rank in ranks], dtype=np.int64)
+        return [known.get(rank, -1) for rank in ranks]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""
@@ -311,22 +310,22 @@ class Holders:
     def __init__(self, ranks: RankSet, axes: Axes) -> None:
         self._sizes = tuple(axis.size for axis in axes)
         members = ranks.ranks
-        place = np.zeros(len(members), dtype=np.int64)
-        outside = np.zeros(len(members), dtype=bool)
+        places = [0] * len(members)
         for axis in axes:
-            coordinate = axis.coordinates(members)
-            outside |= coordinate < 0
-            place = place * axis.size + coordinate
-        members, place = members[~outside], place[~outside]
-        order = np.argsort(place, kind="stable")  # stable: replicas in rank order
-        self._ranks, self._places = members[order], place[order]
-        self._num_places = int(np.prod(self._sizes, dtype=np.int64)) if axes else 1
-        self._starts = np.searchsorted(self._places, np.arange(self._num_places + 1))
+            coordinates = axis.coordinates(members)
+            # Outside of one axis is outside of the mesh: stays below zero on all further axes.
+            places = [
+                place * axis.size + coordinate if place >= 0 <= coordinate else -1
+                for place, coordinate in zip(places, coordinates, strict=True)
+            ]
+        self._place_of = {rank: place for rank, place in zip(members, places, strict=True) if place >= 0}
+        self._ranks_at: dict[int, list[int]] = {}  # replicas in rank order
+        for rank, place in self._place_of.items():
+            self._ranks_at.setdefault(place, []).append(rank)
 
     def ranks_at(self, coordinates: Sequence[int]) -> list[int]:
         """The replicas at these coordinates, in rank order."""
-        place = self._place(coordinates)
-        return self._ranks[self._starts[place] : self._starts[place + 1]].tolist()
+        return self._ranks_at.get(self._place(coordinates), [])
 
     def _place(self, coordinates: Sequence[int]) -> int:
         place = 0
@@ -336,19 +335,16 @@ class Holders:
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
         """(coordinates, which replica, of how many) of a rank; None if it holds nothing of the tensor."""
-        found = np.flatnonzero(self._ranks == rank)
-        if not len(found):
+        place = self._place_of.get(rank)
+        if place is None:
             return None
-        at = int(found[0])
-        place = int(self._places[at])
-        first, stop = int(self._starts[place]), int(self._starts[place + 1])
+        replicas = self._ranks_at[place]
         coordinates = []
         for size in reversed(self._sizes):
             place, coordinate = divmod(place, size)
             coordinates.append(coordinate)
-        return tuple(reversed(coordinates)), at - first, stop - first
+        return tuple(reversed(coordinates)), replicas.index(rank), len(replicas)
 
     def missing_place(self) -> int | None:
         """A place that no rank stands at, or None if all are taken."""
-        empty = np.flatnonzero(self._starts[1:] == self._starts[:-1])
-        return int(empty[0]) if len(empty) else None
+        return next((place for place in range(prod(self._sizes)) if place not in self._ranks_at), None)

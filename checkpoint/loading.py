@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -192,9 +191,9 @@ class Loader:
             )
         if described.local is None:
             return None, None
-        rank = np.array([self.coordinator.rank])
+        rank = [self.coordinator.rank]
         axes = described.distribution.axes
-        coordinates = [int(axis.coordinates(rank)[0]) for axis in axes]
+        coordinates = [axis.coordinates(rank)[0] for axis in axes]
         return described.distribution.region(described.shape, coordinates, describer.layouts), described.local
 
     def _fresh(

@@ -7,8 +7,8 @@ order, at which offsets, follows from it by arithmetic (see `rankfile`). FORMAT.
 from __future__ import annotations
 
 import json
+import os
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +48,7 @@ _MAX_NUMEL = 1 << 62
 
 def new_save_id() -> str:
     """A name for one attempt to save; also the name of its folder."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)

@@ -167,14 +167,12 @@ def _first_difference(name: str, classes: Sequence[tuple[RankSet, Structure]]) -
     """What the ranks of the first two differing structures say of one tensor."""
     said: list[tuple[int, str]] = []
     for ranks, structure in classes:
-        first_rank = int(ranks.ranks[0])
+        first_rank = ranks.ranks[0]
         for text in _descriptions(name, structure):
             if all(text != other for _, other in said):
                 said.append((first_rank, text))
     if len(said) < 2:
-        return (
-            f"only ranks {[int(r.ranks[0]) for r, _ in classes][:4]} .. were asked, all of them said {said}"
-        )
+        return f"only ranks {[r.ranks[0] for r, _ in classes][:4]} .. were asked, all of them said {said}"
     return "; ".join(f"rank {rank} says {text}" for rank, text in said[:2])
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 __all__ = ["RankSet"]
 
@@ -36,21 +34,24 @@ class RankSet:
         return cls(((0, world_size, 1, 1, 0),))
 
     @cached_property
-    def ranks(self) -> npt.NDArray[np.int64]:
+    def ranks(self) -> tuple[int, ...]:
         """The ranks, ascending."""
-        parts = [
-            (start + np.arange(outer)[:, None] * outer_step + np.arange(count)[None, :] * step).ravel()
-            for start, count, step, outer, outer_step in self.runs
-        ]
-        return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+        return tuple(
+            sorted(
+                start + turn * outer_step + place * step
+                for start, count, step, outer, outer_step in self.runs
+                for turn in range(outer)
+                for place in range(count)
+            )
+        )
 
     def __contains__(self, rank: int) -> bool:
-        place = int(np.searchsorted(self.ranks, rank))
-        return place < len(self.ranks) and int(self.ranks[place]) == rank
+        place = bisect_left(self.ranks, rank)
+        return place < len(self.ranks) and self.ranks[place] == rank
 
     def union(self, other: RankSet) -> RankSet:
         """Ranks in either set."""
-        return RankSet.of([*self.ranks.tolist(), *other.ranks.tolist()])
+        return RankSet.of([*self.ranks, *other.ranks])
 
     def to_json(self) -> list[list[int]]:
         """Plain values that `from_json` reads back without loss."""

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -182,8 +181,7 @@ def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, nam
     described = describer.describe(name, result)
     if described.local is None:
         return result
-    rank = np.array([dist.get_rank()])
-    coordinates = [int(axis.coordinates(rank)[0]) for axis in described.distribution.axes]
+    coordinates = [axis.coordinates([dist.get_rank()])[0] for axis in described.distribution.axes]
     region = described.distribution.region(described.shape, coordinates, describer.layouts)
     into = described.local.view(-1)
     for box, at in region.pieces():

@@ -65,7 +65,7 @@ def _write_array(
     ranks = manifest.rank_sets[manifest.holders[place]].ranks
     path = array_path(manifest, place)
     error: OSError | None = None
-    if coordinator.rank == int(ranks[0]):
+    if coordinator.rank == ranks[0]:
         try:
             _put(storage, f"{path}/zarr.json", array_json(manifest, place))
         except OSError as caught:
