@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from vescale_fsdp.checkpoint import save
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import Part, RunOptions
@@ -23,15 +24,18 @@ from vescale_fsdp.errors import ConversionError
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
 SHARD_BYTES = 3_000_000
 
-# Converts, and kills itself in the middle of the segment of that number.
-KILLED = """
+# Converts one part, and kills itself when so many pieces of work are done. Imports no torch: ten start quickly.
+KILLED = f"""
 import itertools, os, signal, sys
-from tests.test_conversion_resume import run
-count = itertools.count()
+from vescale_fsdp.conversion import ConvertOptions, CopyLimits, Part, RunOptions, convert, open_source
+source, out, moment, index, parts = sys.argv[1:]
+count = itertools.count(1)
 def progress(nbytes):
-    if next(count) == int(sys.argv[3]):
+    if next(count) == int(moment):
         os.kill(os.getpid(), signal.SIGKILL)
-run(sys.argv[1], sys.argv[2], progress=progress, resume=True)
+limits = CopyLimits({LIMITS.memory_budget_bytes}, {LIMITS.threads})
+options = RunOptions(resume=True, part=Part(int(index), int(parts)), limits=limits)
+convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes={SHARD_BYTES}, run=options), progress=progress)
 """
 
 
@@ -43,14 +47,21 @@ def run(source: str, target: str, *, progress: object = None, **options: object)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """20 MB in tensors of many sizes, one larger than the shard limit."""
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 MB in tensors of many sizes, one larger than the shard limit, as DCP and native."""
     torch.manual_seed(0)
     tensors = {f"layers.{i}.w": torch.randn(100 + 37 * i, 500) for i in range(16)}
     tensors["layers.3.big"] = torch.randn(1100, 1000)
-    path = tmp_path_factory.mktemp("source") / "dcp"
-    dcp.save({"model": tensors}, checkpoint_id=path, no_dist=True)
-    return str(path)
+    folder = tmp_path_factory.mktemp("sources")
+    dcp.save({"model": tensors}, checkpoint_id=folder / "dcp", no_dist=True)
+    save(folder / "native", {"model": tensors})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(sources: Path) -> str:
+    """The DCP one."""
+    return str(sources / "dcp")
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +79,33 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_killed_at_ten_moments(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
-    """SIGKILL, then --resume: byte for byte the undisturbed result, and finished files were not redone."""
-    total = 0
+@pytest.mark.parametrize(("kind", "parts"), [("dcp", 1), ("native", 1), ("dcp", 3)])
+def test_killed_at_ten_moments(
+    kind: str, parts: int, sources: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """SIGKILL, then --resume: byte for byte the undisturbed result, and finished files were not redone.
 
-    def count(_: int) -> None:
-        nonlocal total
-        total += 1
-
-    run(source, str(tmp_path / "count"), progress=count)
-    kept = 0
-    for moment in random.Random(1).sample(range(1, total), 10):
-        out = tmp_path / str(moment)
-        command = [sys.executable, "-c", KILLED, source, str(out), str(moment)]
+    With parts, the last one to run is the one killed: nothing has a final name while it is not resumed.
+    """
+    source, kept, chance = str(sources / kind), 0, random.Random(1)
+    works = []  # how many pieces of work each part is
+    for index in range(parts):
+        done: list[int] = []
+        run(source, str(tmp_path / "count"), progress=done.append, part=Part(index, parts))
+        works.append(len(done) - 1)  # the first call reports files that were kept
+    for moment in range(10):
+        out, victim = tmp_path / str(moment), chance.randrange(parts)
+        for index in set(range(parts)) - {victim}:
+            run(source, str(out), part=Part(index, parts))
+        at = chance.randint(2, works[victim])
+        command = [sys.executable, "-c", KILLED, source, str(out), str(at), str(victim), str(parts)]
         dead = subprocess.run(command, check=False, cwd=Path(__file__).parent.parent)
         assert dead.returncode == -signal.SIGKILL
         assert not any(name in expected for name in os.listdir(out))  # nothing has a final name
-        report = run(source, str(out), resume=True)
+        report = run(source, str(out), resume=True, part=Part(victim, parts))
         kept += len(report.outcome.kept)
-        assert contents(out) == expected
-    assert kept > 10
+        assert report.outcome.published and contents(out) == expected
+    assert kept > (10 if parts == 1 else 0)
 
 
 def _interrupt(source: str, out: Path, after: int) -> None:
