@@ -7,6 +7,7 @@ The tree (each class is also the builtin a caller would expect to catch):
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
     +-- UnsupportedOpError(NotImplementedError)   an operation that has no right answer on ragged pieces
     +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honour
+    |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy, half a hook
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as asked
     |   +-- CorruptCheckpointError         the bytes on disk are not what they claim to be
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as asked
@@ -23,6 +24,7 @@ __all__ = [
     "CorruptCheckpointError",
     "LayoutError",
     "LifecycleError",
+    "MisuseError",
     "PlacementError",
     "UnsupportedOpError",
     "VescaleError",
@@ -48,6 +50,10 @@ class UnsupportedOpError(VescaleError, NotImplementedError):
 
 class LifecycleError(VescaleError, RuntimeError):
     """A sharded module used in an order the runtime cannot honour."""
+
+
+class MisuseError(LifecycleError, AssertionError):
+    """What torch's FSDP2 refuses with an AssertionError."""
 
 
 class CheckpointError(VescaleError, RuntimeError):

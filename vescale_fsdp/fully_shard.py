@@ -20,6 +20,7 @@ from vescale_fsdp.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, check_patterns
 from vescale_fsdp.group_plan import PlanRules, mark_taken, plan_groups
+from vescale_fsdp.hooked_group import HookedParamGroup
 from vescale_fsdp.module import FSDPModule
 from vescale_fsdp.padding import PaddingPolicy
 from vescale_fsdp.param_group import ParamGroup
@@ -116,7 +117,10 @@ def fully_shard(
     rules = PlanRules(ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy)
     plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
-    groups = [ParamGroup(plan, mp_policy, offload_policy, device) for plan in plans]
+    groups = [
+        (HookedParamGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
+        for plan in plans
+    ]
     buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
     for owner, name, buffer in buffers:

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.data_mesh import DataMesh
+from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.outer import check_outer, local_part
 from vescale_fsdp.padding import PaddingPolicy, check_padding
 from vescale_fsdp.placement_wish import PlacementWishes, Wish
-from vescale_fsdp.planner import TensorSpec, plan_group
+from vescale_fsdp.planner import TensorSpec, plan_by_rows, plan_group
+from vescale_fsdp.tensor_hooks import check_hooks, has_hooks
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
 
@@ -50,6 +51,7 @@ class GroupPlan:
         layout: where each will lie.
         data: the ranks that share them.
         part_size: ranks of the smaller groups that hold full parameters between forward and backward, or None.
+        is_hooked: whether the parameters are of tensor subclasses that gather themselves.
     """
 
     params: dict[str, nn.Parameter]
@@ -57,6 +59,7 @@ class GroupPlan:
     layout: GroupLayout
     data: DataMesh
     part_size: int | None
+    is_hooked: bool
 
 
 @dataclass
@@ -64,6 +67,7 @@ class _Bucket:
     """Parameters that will form one group."""
 
     data: DataMesh
+    is_hooked: bool
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     blocks: dict[str, int] = field(default_factory=dict)  # elements of a parameter's blocks
@@ -95,7 +99,7 @@ def _bucket_params(
     managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[_Bucket]:
     """Parameters by what a group shares, each once, with every attribute that holds it."""
-    buckets: dict[tuple[torch.dtype, bool, DataMesh], _Bucket] = {}
+    buckets: dict[tuple[torch.dtype, bool, DataMesh, bool], _Bucket] = {}
     placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
     wishes = PlacementWishes(rules.shard_placement_fn, data)
     for prefix, module in managed:
@@ -110,8 +114,9 @@ def _bucket_params(
             _check_param(fqn, param)
             wish = wishes.of(fqn, param)
             check_outer(fqn, param, wish.data)
-            key = (param.dtype, param.requires_grad, wish.data)
-            bucket = buckets.setdefault(key, _Bucket(wish.data))
+            is_hooked = has_hooks(local_part(param))
+            key = (param.dtype, param.requires_grad, wish.data, is_hooked)
+            bucket = buckets.setdefault(key, _Bucket(wish.data, is_hooked))
             bucket.params[fqn] = param
             bucket.owners[fqn] = [(module, name)]
             bucket.blocks[fqn] = _block_numel(fqn, param, wish, rules)
@@ -150,9 +155,31 @@ def _plan(bucket: _Bucket, rules: PlanRules) -> GroupPlan:
     ]
     num_shards = bucket.data.num_shards
     part_size = _part_size(rules.reshard_after_forward, num_shards)
-    layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
-    check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
-    return GroupPlan(bucket.params, bucket.owners, layout, bucket.data, part_size)
+    if bucket.is_hooked:
+        _check_hooked(bucket, part_size)
+        layout = plan_by_rows(specs, num_shards)
+    else:
+        layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
+        check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
+    return GroupPlan(bucket.params, bucket.owners, layout, bucket.data, part_size, bucket.is_hooked)
+
+
+def _check_hooked(bucket: _Bucket, part_size: int | None) -> None:
+    """What parameters that gather themselves cannot go with."""
+    problem = None
+    if part_size is not None:
+        problem = f"reshard_after_forward={part_size}: their hooks gather all rows or none"
+    elif bucket.data.mesh.ndim == 2 and not bucket.data.mesh.mesh_dim_names:
+        problem = "a mesh without names: their hooks are given the axis that shards"
+    if problem is not None:
+        raise UnsupportedOpError(
+            explain(
+                "Parameters with all-gather hooks of their own cannot be sharded so.",
+                expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
+                got=problem,
+                where=", ".join(bucket.params),
+            )
+        )
 
 
 def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
@@ -183,12 +210,15 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
                 todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
             )
         )
-    if type(param.data) is not torch.Tensor and not isinstance(param, DTensor):
+    local = local_part(param)
+    if has_hooks(local):
+        check_hooks(fqn, local)
+    elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor):
         raise UnsupportedOpError(
             explain(
                 "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
-                expected="plain tensors, or DTensors of other parallelisms",
-                got=f"{type(param.data).__name__} (fsdp_pre_all_gather and the like are not called)",
+                expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
+                got=f"{type(local).__name__} without fsdp_pre_all_gather and fsdp_post_all_gather",
                 where=fqn,
                 todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
             )

@@ -154,12 +154,16 @@ class ParamGroup:
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
         local = self.shard[local_slice]
         if not param.is_meta and not local.is_meta:
-            local.copy_(local_part(param).reshape(-1)[piece.range.start : piece.range.stop])
+            local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
         # A layout speaks of the whole tensor; where other axes cut it too, the placements have to.
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
         return ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param, self.data))
+
+    def _values_of(self, param: nn.Parameter) -> torch.Tensor:
+        """What this rank has of an original parameter, to take its piece from."""
+        return local_part(param)
 
     def install(self) -> None:
         """Put the sharded parameters in place of the original ones."""
@@ -240,6 +244,10 @@ class ParamGroup:
         """Start the all-gather on the current stream; `finish_gather` and `hand_over` end it."""
         if self.state in (GroupState.GATHERING, GroupState.UNSHARDED):
             return
+        self._start_gather()
+        self.state = GroupState.GATHERING
+
+    def _start_gather(self) -> None:
         if self.full is None:
             self._check_shard()
             self._make_full_buffer()
@@ -254,7 +262,6 @@ class ParamGroup:
             must_move = self.is_offloaded or self.shard.dtype != self.compute_dtype
             at = self.layout.shard_range(self.comm.rank) if must_move else None
             self.full.start_gather(self.shard, self.comm.gather, copy_to=at)
-        self.state = GroupState.GATHERING
 
     def _check_shard(self) -> None:
         if self.shard.is_meta:
@@ -315,16 +322,19 @@ class ParamGroup:
         """
         assert self.state is not GroupState.GATHERING, "a gather under way is waited for first"
         if self.state is GroupState.UNSHARDED:
-            assert self.full is not None
             for param in self.params:
                 param.set_on_modules(param.sharded)
-            if keep_part and self.comm.part_size is not None:
+            if keep_part and self.comm.part_size is not None and self.full is not None:
                 start, stop = self._part_range()
                 self._part = self.full.flat[start:stop].clone()
-            self.full.free()
+            self._free_full()
             self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
         elif not keep_part:  # the part is out of date once the optimizer has run
             self._part, self.state = None, GroupState.SHARDED
+
+    def _free_full(self) -> None:
+        assert self.full is not None
+        self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
 

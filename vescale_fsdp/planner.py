@@ -14,8 +14,9 @@ planner never takes them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -24,7 +25,7 @@ from vescale_fsdp.geometry import numel_of
 from vescale_fsdp.layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
 
-__all__ = ["ALIGN_NUMEL", "Scatter", "TensorSpec", "plan_group"]
+__all__ = ["ALIGN_NUMEL", "Scatter", "TensorSpec", "plan_by_rows", "plan_group"]
 
 ALIGN_NUMEL = 8
 """Shards and tensor starts lie at multiples of this: 16 bytes in bf16, what NCCL and GEMM kernels want."""
@@ -97,6 +98,51 @@ def plan_group(
         start, runs = (place, ()) if isinstance(place, int) else (_offset(place, found.shard_numel), place)
         slots.append(TensorSlot(tensor.fqn, tuple(tensor.shape), tensor.dtype, block, start, runs))
     return GroupLayout(num_shards, found.shard_numel, tuple(slots))
+
+
+def plan_by_rows(
+    tensors: Sequence[TensorSpec], num_shards: int, *, align_numel: int = ALIGN_NUMEL
+) -> GroupLayout:
+    """Cut every tensor along its first dim as ``torch.chunk`` does, for code that expects FSDP2's shards.
+
+    Rank r holds rows ``[r * c, (r + 1) * c)`` of each tensor, ``c = ceil(rows / num_shards)``; the last ranks
+    fewer or none. Every shard has room for c rows of each, so padding is FSDP2's, and all tensors are scattered.
+
+    Args:
+        tensors: as for `plan_group`, of at least one dim each.
+        num_shards: ranks the group is sharded over, at least 1.
+        align_numel: shard sizes and pieces are multiples of this many elements.
+
+    Raises:
+        LayoutError: as `plan_group`, and if c rows are not whole blocks.
+    """
+    _check_input(tensors, num_shards, align_numel, "never")
+    slots, end = [], 0
+    for tensor in tensors:
+        rows, numel = tensor.shape[0], tensor.numel
+        chunk = -(-rows // num_shards)
+        row_numel = numel // rows if rows else 0
+        block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
+        if chunk < rows and (chunk * row_numel) % block:
+            raise LayoutError(
+                explain(
+                    "Rows that travel by hooks of their own are cut evenly, and that cuts a block.",
+                    expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
+                    got=f"blocks of {block} elements",
+                    where=tensor.fqn,
+                    todo="choose smaller blocks for this parameter, or a number of ranks that fits",
+                )
+            )
+        runs = []
+        if numel:
+            runs.append(PieceRun(0, rows // chunk, chunk * row_numel, end))
+            if rows % chunk:
+                runs.append(PieceRun(rows // chunk, 1, rows % chunk * row_numel, end))
+        slots.append(TensorSlot(tensor.fqn, tensor.shape, tensor.dtype, block, end, tuple(runs)))
+        end += -(-chunk * row_numel // align_numel) * align_numel
+    if num_shards == 1:
+        slots = [replace(slot, runs=()) for slot in slots]  # one piece is no scattering
+    return GroupLayout(num_shards, end, tuple(slots))
 
 
 def _offset(runs: Sequence[PieceRun], shard_numel: int) -> int:
