@@ -149,21 +149,27 @@ def buffers_after_each_phase() -> list[list[int]]:
         ]
 
     inside: list[int] = []
+    in_backward: list[int] = []
     model.blocks[1].register_forward_pre_hook(lambda *_: inside.extend(sizes()))
+    model.blocks[1].tiny.register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda grad: in_backward.extend(sizes())) and None
+    )
     for _ in range(2):
         inside.clear()
+        in_backward.clear()
         out = models.loss_of(model, models.batch(0, 0))
         after_forward = sizes()
         out.backward()
         after_backward = sizes()
     grads = [g.grads is None for s in states for g in s.groups]  # type: ignore[union-attr]
     assert all(grads)
-    return [inside, after_forward, after_backward]
+    return [inside, after_forward, in_backward, after_backward]
 
 
 def test_full_buffers_live_only_while_needed() -> None:
-    """At most the current block, the next one and the root are full; after the backward nothing is."""
-    for inside, after_forward, after_backward in run_ranks(2, buffers_after_each_phase):
+    """At most the current block, the next one and the root are full; in the backward (on the CPU) not the next."""
+    for inside, after_forward, in_backward, after_backward in run_ranks(2, buffers_after_each_phase):
+        assert [bool(n) for n in in_backward] == [False, True, False, True]
         assert [bool(n) for n in inside] == [False, True, True, True]
         assert [bool(n) for n in after_forward] == [False, False, False, True]
         assert after_backward == [0, 0, 0, 0]

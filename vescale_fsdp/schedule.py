@@ -279,6 +279,20 @@ class Schedule:
         if unit.unshard_in_backward:
             self.gather(unit)
             self.comm.wait(unit.groups)
+        # On the CPU the gather ahead waits for `leave_backward`: see there.
+        if self.comm.streams is not None or unit.backward_prefetch is not None:
+            self._prefetch_in_backward(unit)
+
+    def leave_backward(self, unit: Unit) -> None:
+        """A unit's backward is through and its full parameters are freed; its reduction starts next.
+
+        On the CPU the next unit is gathered here, beside the reduction: any earlier, its buffer would lie
+        beside this one's and the gradients, and the gather would take the cores that compute.
+        """
+        if self.comm.streams is None and unit.backward_prefetch is None:
+            self._prefetch_in_backward(unit)
+
+    def _prefetch_in_backward(self, unit: Unit) -> None:
         for following in self._next_in_backward(unit):
             if following.unshard_in_backward:
                 with profiled("FSDP::backward_prefetch for ", following.label):

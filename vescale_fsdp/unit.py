@@ -257,7 +257,9 @@ class FSDPState:
         """One use of the unit has gone through its backward; after the last one, reshard and reduce."""
         self._outstanding = max(0, self._outstanding - 1)
         if self._outstanding == 0:
-            self._finish_backward()
+            self._reshard_in_backward()
+            self._schedule().leave_backward(self)
+            self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
         """The backward is over: reduce what no post-backward node reached.
@@ -270,14 +272,17 @@ class FSDPState:
         late = any(param.has_grad for group in self.groups for param in group.params)
         if late or (self._took_part and is_last):
             self._outstanding = 0
-            self._finish_backward()
+            self._reshard_in_backward()
+            self._reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
 
-    def _finish_backward(self) -> None:
+    def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
+
+    def _reduce(self) -> None:
         if not self.requires_gradient_sync:
             return
         self._took_part = False
