@@ -13,6 +13,7 @@ BUILTINS = {
     "CorruptCheckpointError": RuntimeError,
     "LayoutError": ValueError,
     "LifecycleError": RuntimeError,
+    "MisuseError": AssertionError,
     "PlacementError": ValueError,
     "UnsupportedOpError": NotImplementedError,
 }
