@@ -133,7 +133,8 @@ def _apply_to_slot(
     to_hf: bool,
 ) -> None:
     """One kind of optimizer state, such as all ``exp_avg``."""
-    if all(view.info.numel == 1 and model[fqn].info.numel != 1 for fqn, view in views.items()):
+    follows = all(view.info.shape == model[fqn].info.shape for fqn, view in views.items())
+    if not follows and all(view.info.numel == 1 for view in views.values()):
         for fqn, origins in applied.origins.items():
             if origins[0] in views:
                 made.add_view(place.rebuild(fqn), views[origins[0]])

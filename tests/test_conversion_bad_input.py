@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,20 @@ def test_code_in_a_value_is_not_run(tmp_path: Path) -> None:
     assert trusted.values["value"]() == Path("x")
 
 
+class _ReachesInside:
+    """Pickles as an attribute of something that is allowed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (torch.Size, "__doc__")
+
+
+def test_getattr_in_a_pickle_reaches_nothing(tmp_path: Path) -> None:
+    """ShardedTensors need one nested class by getattr; no other attribute of anything is given out."""
+    torch.save({"w": torch.ones(2), "x": _ReachesInside()}, tmp_path / "a.pt")
+    with pytest.raises(CorruptCheckpointError, match="an attribute '__doc__'"):
+        open_source(str(tmp_path / "a.pt"))
+
+
 def test_missing_and_unknown_sources(tmp_path: Path) -> None:
     """Nothing there, an empty folder, a folder of something else."""
     with pytest.raises(ConversionError, match="nothing to read"):
@@ -198,3 +213,8 @@ def test_index_that_disagrees_with_the_files(tmp_path: Path) -> None:
                 open_source(str(tmp_path))
         else:
             assert list(open_source(str(tmp_path)).tensors) == ["a"]
+    save_file({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / two)  # "a" in two files
+    index = {"metadata": {}, "weight_map": {"a": one, "b": two}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptCheckpointError, match=rf"expected: a in {one}(.|\n)*found in {two}"):
+        open_source(str(tmp_path))

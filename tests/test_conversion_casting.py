@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.dtype_zoo import same_bytes, zoo
 from vescale_fsdp.conversion.casting import CastRules
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
@@ -75,6 +76,20 @@ def test_dtype_casts_floats_of_the_model_only(tmp_path: Path) -> None:
     assert report.casts["half"] == ("float16", "bfloat16")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {"torch_dtype": "bfloat16", "hidden_size": 3}
+
+
+def test_no_other_type_is_ever_cast(tmp_path: Path) -> None:
+    """Of all types there are, --dtype touches four: integers, booleans, complex numbers and floats of 8 bits or fewer
+    keep every bit."""
+    weights = zoo()
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = ConvertOptions(dtype=("float16",))
+    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "out.pt"), "torch", options)
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert sorted(loaded) == sorted(weights) and {value.dtype for value in weights.values()} > floats
+    for name, value in weights.items():
+        assert same_bytes(loaded[name], value.half() if value.dtype in floats else value), name
 
 
 @pytest.mark.parametrize("text", ["int8", "float8_e4m3fn", "nonsense"])

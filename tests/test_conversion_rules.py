@@ -353,6 +353,23 @@ def test_moments_follow_their_parameters(tmp_path: Path, flat: bool) -> None:
         assert group["lr"] == 0.5 and sorted(group["params"]) == sorted(_llama())
 
 
+def test_counters_of_parameters_of_one_item(tmp_path: Path) -> None:
+    """A parameter with a single item (a scale) is no reason to take steps for moments, nor moments for steps."""
+    weights = {"scale": torch.ones(1), "w": torch.ones(3)}
+    state = {name: {"exp_avg": torch.rand_like(w), "step": torch.tensor(5.0)} for name, w in weights.items()}
+    for number, kept in enumerate((["scale", "w"], ["scale"])):
+        mine = {name: state[name] for name in kept}
+        folder = tmp_path / str(number)
+        dcp.save({"model": weights, "optimizer": {"state": mine}}, checkpoint_id=folder, no_dist=True)
+        rules = 'format = 1\nkeep_others = true\n[[rule]]\nhf = "scale"\nours = "s"\n'
+        (tmp_path / "r.toml").write_text(rules)
+        options = {"rules": str(tmp_path / "r.toml"), "rules_to": "ours"}
+        _convert(folder, tmp_path / f"{number}.pt", "torch", **options)
+        made = torch.load(tmp_path / f"{number}.pt", weights_only=True)["optimizer"]["state"]
+        assert sorted(made) == ["s", "w"][: len(kept)]
+        assert same_bytes(made["s"]["exp_avg"], state["scale"]["exp_avg"]) and made["s"]["step"] == 5
+
+
 def test_state_that_cannot_follow_is_refused(tmp_path: Path) -> None:
     """Row-factored state is not guessed at."""
     source = _hf_folder(tmp_path / "hf", _llama())
@@ -407,6 +424,11 @@ ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } 
             {"c": 6},
             'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{reshape={hf=[6, 2], ours=[5, 2]}}]\n',
             "shape",
+        ),
+        (
+            {"c": 3},
+            'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{reshape={hf=[2, 3], ours=[6]}}]\n',
+            "after undoing",
         ),
         (
             {"c": 6},

@@ -189,13 +189,27 @@ def test_transformers_loads_equal_tensors_and_logits(tmp_path: Path, tied: bool)
 
 
 def test_a_tie_the_bytes_deny_keeps_both_and_warns(tmp_path: Path) -> None:
-    """tie_word_embeddings with different bytes: nothing is lost, and the user hears of it."""
-    state = {"model.embed_tokens.weight": torch.randn(4, 3), "lm_head.weight": torch.randn(4, 3)}
+    """tie_word_embeddings with other bytes, if only the last of many: nothing is lost, and the user hears of it."""
+    state = {"model.embed_tokens.weight": torch.randn(1100, 1000)}  # more than is compared at once
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    state["lm_head.weight"][-1, -1] += 1
     _save({"model": state}, tmp_path / "dcp")
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "config.json").write_text('{"tie_word_embeddings": true}')
     report = _convert(tmp_path / "dcp", tmp_path / "out", assets=str(tmp_path / "assets"))
     assert report.tied == {} and any("bytes differ" in warning for warning in report.warnings)
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 2
+
+
+@pytest.mark.parametrize("config", ["{}", '{"tie_word_embeddings": false}', '{"tie_word_embeddings": null}'])
+def test_equal_bytes_alone_are_no_tie(tmp_path: Path, config: str) -> None:
+    """Two weights may start equal and be trained apart: without the config's word both are kept."""
+    state = {"model.embed_tokens.weight": torch.ones(4, 3), "lm_head.weight": torch.ones(4, 3)}
+    _save({"model": state}, tmp_path / "dcp")
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text(config)
+    report = _convert(tmp_path / "dcp", tmp_path / "out", assets=str(tmp_path / "assets"))
+    assert report.tied == {} and report.warnings == ()
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == 2
 
 

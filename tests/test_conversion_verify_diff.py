@@ -16,6 +16,7 @@ from vescale_fsdp.conversion.cli import cli
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.difference import Tolerance, diff
 from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.verification import verify
 
 
@@ -104,6 +105,23 @@ def test_diff_with_tolerances(tmp_path: Path) -> None:
     assert diff(a, b, tolerance=loose)[0] == ()
     tight = Tolerance(rtol=2**-12, ignore_dtype=True)
     assert [d.name for d in diff(a, b, tolerance=tight)[0]] == ["w"]
+
+
+def test_tolerances_are_of_the_second_side(tmp_path: Path) -> None:
+    """|a - b| <= atol + rtol * |b|: relative to b, not to a, and not to one."""
+    a = open_source(
+        str(_dcp(tmp_path / "a", {"large": torch.tensor([1010.0]), "small": torch.tensor([0.02])}))
+    )
+    b = open_source(
+        str(_dcp(tmp_path / "b", {"large": torch.tensor([1000.0]), "small": torch.tensor([0.01])}))
+    )
+
+    def differing(left: Source, right: Source, **tolerance: float) -> list[str]:
+        return [d.name for d in diff(left, right, tolerance=Tolerance(**tolerance))[0]]
+
+    assert differing(a, b, rtol=0.02) == ["small"]
+    assert differing(a, b, atol=0.02) == ["large"]
+    assert differing(a, b, rtol=0.6) == ["small"] and differing(b, a, rtol=0.6) == []
 
 
 def test_exit_codes(tmp_path: Path) -> None:
