@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.checkpoint.distribution import (
     Axes,
@@ -23,6 +24,7 @@ from vescale_fsdp.checkpoint.distribution import (
     UnitsCut,
 )
 from vescale_fsdp.checkpoint.dtypes import dtype_name
+from vescale_fsdp.checkpoint.region import Region
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout import GroupLayout
@@ -45,6 +47,39 @@ class Described(NamedTuple):
     local: torch.Tensor | None
 
 
+_WHOLE = Distribution((), ())
+
+
+class _Known(NamedTuple):
+    """How one slot's tensors are distributed: weights, and moments that were made like them."""
+
+    layout: GroupLayout  # held, so that its id stays its own
+    shape: tuple[int, ...]
+    local_numel: int
+    placements: tuple[Placement, ...]
+    distribution: Distribution
+
+    def holds_for(self, shape: tuple[int, ...], local_numel: int, placements: tuple[Placement, ...]) -> bool:
+        """Whether a tensor of the slot is distributed in this way; O(1) in ranks, as `_agrees` is."""
+        return (self.shape, self.local_numel) == (shape, local_numel) and all(
+            a is b or _alike(a, b) for a, b in zip(self.placements, placements, strict=True)
+        )
+
+
+def _alike(a: Placement, b: Placement) -> bool:
+    if isinstance(a, RaggedShard) and isinstance(b, RaggedShard):
+        return (a.dims, a.num_shards) == (b.dims, b.num_shards)
+    return a == b
+
+
+class _Place(NamedTuple):
+    """A mesh's axes in rules of rank numbers, and this rank's coordinates; no axes outside the mesh."""
+
+    mesh: DeviceMesh  # held, so that its id stays its own
+    axes: Axes | None
+    coordinates: tuple[int, ...]
+
+
 class Describer:
     """Describes the tensors of one state; layouts met on the way are numbered in order of appearance.
 
@@ -54,9 +89,11 @@ class Describer:
 
     def __init__(self, rank_of: dict[int, int] | None = None) -> None:
         self._rank_of = rank_of
-        self._meshes: dict[int, tuple[DeviceMesh, Axes | None]] = {}
+        self._meshes: dict[int, _Place] = {}
         self._layout_numbers: dict[GroupLayout, int] = {}
         self._by_identity: dict[int, tuple[GroupLayout, int, dict[str, int]]] = {}
+        self._known: dict[tuple[int, int, str], _Known] = {}
+        self._regions: dict[tuple[object, ...], tuple[Distribution, Region]] = {}
 
     @property
     def layouts(self) -> tuple[GroupLayout, ...]:
@@ -71,24 +108,48 @@ class Describer:
         """
         if not isinstance(tensor, DTensor):
             _check_plain(name, tensor)
-            return Described(
-                dtype_name(tensor.dtype), tuple(tensor.shape), Distribution((), ()), tensor.detach()
-            )
-        local = local_of(tensor).detach()
+            local = tensor.detach() if tensor.requires_grad else tensor
+            return Described(dtype_name(tensor.dtype), tuple(tensor.shape), _WHOLE, local)
+        local = local_of(tensor)
+        if local.requires_grad:
+            local = local.detach()
         _check_plain(name, local)
-        axes = self._axes_of(tensor.device_mesh)
-        distribution = self._distribution(name, tensor, axes) if axes is not None else Distribution((), ())
-        return Described(
-            dtype_name(tensor.dtype), tuple(tensor.shape), distribution, local if axes is not None else None
-        )
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        place = self._place_in(tensor.device_mesh)
+        if place.axes is None:
+            return Described(dtype, shape, _WHOLE, None)
+        reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
+        if reference is None:
+            return Described(dtype, shape, self._distribution(name, tensor, place), local)
+        layout, fqn = reference
+        key = (id(tensor.device_mesh), id(layout), fqn)
+        known = self._known.get(key)
+        if known is None or not known.holds_for(shape, local.numel(), tensor.placements):
+            distribution = self._distribution(name, tensor, place)
+            known = _Known(layout, shape, local.numel(), tensor.placements, distribution)
+            if not any(isinstance(cut, UnitsCut) for cut in distribution.cuts):
+                self._known.setdefault(key, known)
+        return Described(dtype, shape, known.distribution, local)
 
-    def _distribution(self, name: str, tensor: DTensor, axes: Axes) -> Distribution:
+    def region(self, described: Described, rank: int) -> Region:
+        """What a rank holds of a tensor that was described here."""
+        distribution = described.distribution
+        key = (described.shape, id(distribution), rank)
+        _, found = self._regions.get(key, (None, None))
+        if found is None:
+            coordinates = [axis.coordinates([rank])[0] for axis in distribution.axes]
+            found = distribution.region(described.shape, coordinates, self.layouts)
+            self._regions[key] = (distribution, found)  # held, so that its id stays its own
+        return found
+
+    def _distribution(self, name: str, tensor: DTensor, place: _Place) -> Distribution:
         early: list[tuple[Axis, Cut]] = []
         strided: list[tuple[Axis, Cut]] = []
         late: list[tuple[Axis, Cut]] = []
-        for axis, placement in zip(axes, tensor.placements, strict=True):
+        assert place.axes is not None
+        for axis, coordinate, placement in zip(place.axes, place.coordinates, tensor.placements, strict=True):
             if isinstance(placement, RaggedShard):
-                late.append((axis, self._ragged_cut(tensor, placement)))
+                late.append((axis, self._ragged_cut(tensor, placement, coordinate)))
             elif isinstance(placement, StridedShard):
                 # Made by cutting what later axes left of the dim: innermost first, after all plain shards.
                 strided.insert(0, (axis, ShardCut(placement.dim)))
@@ -107,13 +168,13 @@ class Describer:
         pairs = [pair for pair in (*early, *strided, *late) if pair[0].size > 1]
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
-    def _ragged_cut(self, tensor: DTensor, placement: RaggedShard) -> Cut:
+    def _ragged_cut(self, tensor: DTensor, placement: RaggedShard, coordinate: int) -> Cut:
         reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
         if reference is not None:
             layout, fqn = reference
             known, number, slots = self._layout(layout)
             place = slots.get(fqn)
-            if place is not None and _agrees(known, place, tensor, placement):
+            if place is not None and _agrees(known, place, tensor, placement, coordinate):
                 return LayoutCut(number, place)
         runs: list[tuple[int, int]] = []
         for units in placement.local_units:
@@ -131,13 +192,12 @@ class Describer:
             self._by_identity[id(layout)] = known
         return known
 
-    def _axes_of(self, mesh: DeviceMesh) -> Axes | None:
-        """Axes of a mesh in rules of rank numbers; None on a rank outside the mesh."""
+    def _place_in(self, mesh: DeviceMesh) -> _Place:
         known = self._meshes.get(id(mesh))
         if known is None:
-            known = (mesh, axes_of_mesh(mesh, self._rank_of))
+            known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), tuple(mesh.get_coordinate() or ()))
             self._meshes[id(mesh)] = known
-        return known[1]
+        return known
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes | None:
@@ -166,7 +226,9 @@ def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
     return tuple(axes)
 
 
-def _agrees(layout: GroupLayout, place: int, tensor: DTensor, placement: RaggedShard) -> bool:
+def _agrees(
+    layout: GroupLayout, place: int, tensor: DTensor, placement: RaggedShard, coordinate: int
+) -> bool:
     """Whether a layout says what the placement says here: optimizers may derive tensors of other shapes.
 
     Only this rank's piece is compared, to stay O(1) in ranks; ranks that differ are caught by the digest.
@@ -174,7 +236,6 @@ def _agrees(layout: GroupLayout, place: int, tensor: DTensor, placement: RaggedS
     slot = layout.slots[place]
     if slot.shape != tuple(tensor.shape) or layout.num_shards != placement.num_shards:
         return False
-    coordinate = tensor.device_mesh.get_local_rank(tensor.placements.index(placement))
     return layout.piece(slot, coordinate).numel == local_of(tensor).numel()
 
 

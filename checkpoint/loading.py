@@ -72,9 +72,11 @@ def load(
         state: nested like the state that was saved.
         strict: raise if leaves are missing or unexpected; False reports them instead.
         include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
-        verify: "before" hashes all bytes before the first tensor is overwritten; "while" hashes them as
-            they are read, which is faster, but leaves a damaged state behind if a checksum differs;
-            "never" trusts the disk.
+        verify: "before" hashes all bytes before the first tensor is overwritten on any rank. "while" hashes
+            each stripe (4 MiB) before its bytes reach a tensor: a damaged stripe is never loaded, but
+            tensors of other stripes may have been by then. It saves reading twice where bytes come over a
+            network; on a local disk both cost about the same. "never" trusts the disk; names, sizes and
+            headers of files are checked all the same.
         process_group: the ranks that load together; default: all.
 
     Returns:
@@ -143,7 +145,7 @@ class Loader:
         for read in found.reads:
             region, local = self._wanted(reader, describer, read)
             if region is not None and local is not None:
-                targets.append(reader.ask(plan, read.index, region, local))
+                targets.append(reader.ask(plan, read.place, region, local))
         for place in found.fresh:
             found.fresh[place] = self._fresh(reader, plan, targets, place)
         self._per_rank(reader, found)
@@ -177,7 +179,7 @@ class Loader:
         self, reader: CheckpointReader, describer: Describer, read: TensorRead
     ) -> tuple[Region | None, torch.Tensor | None]:
         """This rank's region of a tensor of the state, and its local tensor, proven to fit what was saved."""
-        entry = reader.manifest.entries[read.index]
+        entry = reader.manifest.entries[read.place]
         described = describer.describe(read.name, read.tensor)
         if (described.shape, described.dtype) != (entry.shape, entry.dtype):
             raise CheckpointError(
@@ -191,10 +193,7 @@ class Loader:
             )
         if described.local is None:
             return None, None
-        rank = [self.coordinator.rank]
-        axes = described.distribution.axes
-        coordinates = [axis.coordinates(rank)[0] for axis in axes]
-        return described.distribution.region(described.shape, coordinates, describer.layouts), described.local
+        return describer.region(described, self.coordinator.rank), described.local
 
     def _fresh(
         self, reader: CheckpointReader, plan: ReadPlan, targets: list[Target], place: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +23,11 @@ __all__ = ["Match", "TensorRead", "match"]
 Finish = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class TensorRead:
-    """One tensor of the state to be filled from leaf ``index`` of the manifest."""
+class TensorRead(NamedTuple):
+    """One tensor of the state to be filled from tensor number ``place`` of the manifest."""
 
     name: str
-    index: int
+    place: int
     tensor: torch.Tensor
 
 

@@ -57,6 +57,9 @@ class OpenRankFile:
             self._prove_size()
             self._prove_header()
             self.checksums = self._read_table()
+        except EOFError as error:
+            self.reader.close()
+            raise self.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
         except BaseException:
             self.reader.close()
             raise

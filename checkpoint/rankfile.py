@@ -124,31 +124,30 @@ class RankFile:
             "rank": str(self.rank),
             "world_size": str(self.manifest.world_size),
         }
-        items: dict[str, object] = {"__metadata__": metadata}
+        entries = self.manifest.entries
+        items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
         for place, region, _, start, stop in self._relative:
-            entry = self.manifest.entries[place]
+            entry = entries[place]
             code, multiple = storage_code(entry.dtype)
-            items[entry.name] = {
-                "dtype": code,
-                "shape": [region.numel * multiple],
-                "data_offsets": [start, stop],
-            }
+            items.append(_item(entry.name, code, region.numel * multiple, start, stop))
         end = self._payload_bytes + self.manifest.blob_bytes
         if self.manifest.blob_bytes:
-            items[BLOB_NAME] = _bytes_item(self._payload_bytes, end)
+            items.append(_item(BLOB_NAME, "U8", self.manifest.blob_bytes, self._payload_bytes, end))
+        pieces = ",".join(items)
         # The table's size follows from the header's, the header's from its digits: two rounds at most.
         table_bytes = 0
         while True:
-            items[TABLE_NAME] = _bytes_item(end, end + table_bytes)
-            header = _pad(json.dumps(items, separators=(",", ":")).encode())
+            table = _item(TABLE_NAME, "U8", table_bytes, end, end + table_bytes)
+            header = _pad(f"{{{pieces},{table}}}".encode())
             stripes = -(-(len(header) + end) // self.manifest.stripe_bytes)
             if table_bytes == (stripes + 1) * CHECKSUM_BYTES:
                 return header
             table_bytes = (stripes + 1) * CHECKSUM_BYTES
 
 
-def _bytes_item(start: int, stop: int) -> dict[str, object]:
-    return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
+    """One entry of a safetensors header, as compact JSON."""
+    return f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{numel}],"data_offsets":[{start},{stop}]}}'
 
 
 def _pad(text: bytes) -> bytes:
@@ -163,6 +162,7 @@ def _regions_of(manifest: Manifest, rank: int) -> list[tuple[int, Region, int]]:
         return found  # the zarr form: tensors lie in arrays of their own
     positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
     layouts = manifest.structure.layouts
+    regions: dict[tuple[object, ...], Region] = {}  # weights and their moments are cut alike
     for place, entry in enumerate(manifest.entries):
         key = (manifest.holders[place], entry.axes)
         if key not in positions:
@@ -171,7 +171,11 @@ def _regions_of(manifest: Manifest, rank: int) -> list[tuple[int, Region, int]]:
         if position is None:
             continue
         coordinates, replica, replicas = position
-        region = manifest.distribution(place).region(entry.shape, coordinates, layouts)
+        cut = (entry.shape, entry.axes, entry.cuts, coordinates)
+        region = regions.get(cut)
+        if region is None:
+            region = manifest.distribution(place).region(entry.shape, coordinates, layouts)
+            regions[cut] = region
         share = manifest.split(place, region, replica, replicas)
         if share.numel:
             found.append((place, share, share.span.start - region.span.start))

@@ -77,20 +77,24 @@ class _RemoteReader(FileReader):
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        stop = offset_bytes + sum(map(len, views))
-        if stop > self._size:
-            raise EOFError(f"{self._path} ends at byte {self._size}")
-        if stop == offset_bytes:
-            return
-        whole = _retrying(
-            lambda: self._filesystem.cat_file(self._path, start=offset_bytes, end=stop), self._tries
-        )
-        data = memoryview(whole)
-        if len(data) != stop - offset_bytes:
-            raise EOFError(f"{self._path} gave {len(data)} bytes of {stop - offset_bytes} at {offset_bytes}")
+        data = self.view(offset_bytes, offset_bytes + sum(map(len, views)))
         for view in views:
             view[:] = data[: len(view)]
             data = data[len(view) :]
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        if stop_bytes > self._size:
+            raise EOFError(f"{self._path} ends at byte {self._size}")
+        if stop_bytes == start_bytes:
+            return memoryview(b"")
+        data = _retrying(
+            lambda: self._filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes), self._tries
+        )
+        if len(data) != stop_bytes - start_bytes:
+            raise EOFError(
+                f"{self._path} gave {len(data)} bytes of {stop_bytes - start_bytes} at {start_bytes}"
+            )
+        return memoryview(data)
 
     def close(self) -> None:
         pass

@@ -1,17 +1,18 @@
-"""Where bytes that are read go: straight into a tensor's memory, or through a scratch buffer.
+"""Where bytes that are read go: into a tensor's memory itself, or there by one copy.
 
 A `Target` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
 
-    direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
-    copied      contiguous in both, but on a device, or wanted twice: read to scratch, then copied
-    patch       a box that is strided on either side: read to scratch, then copied box by box
+    direct      contiguous in the file and in CPU memory: a file can be read into the tensor itself
+    copied      contiguous in both, but on a device
+    patch       a box that is strided on either side: copied box by box
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +42,15 @@ class Target:
         self._filled = (
             tensor if contiguous else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         )
-        # 1D [numel], under a dtype that every copy kernel knows
-        self.flat = self._filled.view(-1).view(carrier_of(tensor.dtype))
         self.itemsize = tensor.dtype.itemsize
         self.memory: Bytes | None = None  # 1D [nbytes], None on a device
         if tensor.device.type == "cpu":
             self.memory = self._filled.view(-1).view(torch.uint8).numpy()
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """1D [numel], under a dtype that every copy kernel knows."""
+        return self._filled.view(-1).view(carrier_of(self._filled.dtype))
 
     def finish(self) -> None:
         """Bring what was read to where it belongs, once all of it is there."""
@@ -54,24 +58,26 @@ class Target:
             self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
 
 
-@dataclass
-class Sink:
+class Sink(NamedTuple):
     """A half-open byte range of a file and its destination.
 
     Attributes:
         memory: the destination itself, as long as the range; None if the bytes must be delivered.
-        deliver: called with (first byte's place in the file, bytes) for any part of the range; bytes hold
-            whole elements.
+        deliver: called with (first byte's place in the file, bytes) for parts of the range that together
+            make it up; bytes hold whole elements, and must be neither changed nor kept.
     """
 
     start: int
     stop: int
     memory: Bytes | None
-    deliver: Deliver
+    deliver: Deliver | None = None
 
-    def without_memory(self) -> Sink:
-        """The same sink, delivered: for ranges that several sinks want."""
-        return Sink(self.start, self.stop, None, self.deliver)
+    def take(self, at: int, data: Bytes) -> None:
+        """Bring bytes from file position ``at`` on to where they belong."""
+        if self.memory is not None:
+            self.memory[at - self.start : at - self.start + len(data)] = data
+        elif self.deliver is not None:
+            self.deliver(at, data)
 
 
 def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[Sink]:
@@ -80,10 +86,11 @@ def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[
     if isinstance(share, Run):
         start = source.piece.start_bytes + share.source * itemsize
         stop = start + share.numel * itemsize
-        memory = None
-        if target.memory is not None:
-            memory = target.memory[share.target * itemsize : (share.target + share.numel) * itemsize]
-        yield Sink(start, stop, memory, functools.partial(_copy_run, target, share.target, start))
+        if target.memory is None:
+            yield Sink(start, stop, None, functools.partial(_copy_run, target, share.target, start))
+            return
+        first = share.target * itemsize
+        yield Sink(start, stop, target.memory[first : first + stop - start])
         return
     base = source.piece.start_bytes + share.source * itemsize
     deliver = functools.partial(_copy_patch, target, share, base)
@@ -92,7 +99,8 @@ def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[
 
 
 def _elements(target: Target, data: Bytes) -> torch.Tensor:
-    return torch.from_numpy(data).view(target.flat.dtype)
+    # Some stores answer with read-only bytes, which torch does not take.
+    return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
 
 
 def _copy_run(target: Target, place: int, start: int, at: int, data: Bytes) -> None:

@@ -33,6 +33,7 @@ class SourceFinder:
         self.manifest = manifest
         self._own_rank = own_rank
         self._files: dict[int, RankFile] = {}
+        self._shares: dict[tuple[object, ...], list[tuple[int, Run | Patch]]] = {}
 
     def file(self, rank: int) -> RankFile:
         """Where everything lies in a rank's file."""
@@ -47,8 +48,17 @@ class SourceFinder:
         Raises:
             CorruptCheckpointError: if they do not, naming the tensor.
         """
-        found = list(self._sources(place, wanted))
-        numel = sum(_numel(source.share) for source in found)
+        entry = self.manifest.entries[place]
+        # Weights and their moments are cut alike: one computation answers for all of them.
+        key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[place])
+        shares = self._shares.get(key)
+        if shares is None:
+            shares = self._shares[key] = self._complete_shares(place, wanted)
+        return [Source(rank, self.file(rank).piece_of[place], share) for rank, share in shares]
+
+    def _complete_shares(self, place: int, wanted: Region) -> list[tuple[int, Run | Patch]]:
+        found = list(self._find_shares(place, wanted))
+        numel = sum(_numel(share) for _, share in found)
         if numel != wanted.numel:
             entry = self.manifest.entries[place]
             raise CorruptCheckpointError(
@@ -62,7 +72,8 @@ class SourceFinder:
             )
         return found
 
-    def _sources(self, place: int, wanted: Region) -> Iterator[Source]:
+    def _find_shares(self, place: int, wanted: Region) -> Iterator[tuple[int, Run | Patch]]:
+        """Ranks that store parts of a region, and what it takes from each."""
         if not wanted.numel:
             return
         manifest, entry = self.manifest, self.manifest.entries[place]
@@ -75,7 +86,7 @@ class SourceFinder:
             for replica, rank in enumerate(ranks):
                 share = manifest.split(place, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():
-                    yield Source(rank, self.file(rank).piece_of[place], part)
+                    yield rank, part
 
 
 def _numel(share: Run | Patch) -> int:

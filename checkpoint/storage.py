@@ -41,7 +41,13 @@ class FileWriter(ABC):
 
 
 class FileReader(ABC):
-    """A file open for reading at any offset, from any thread."""
+    """A file open for reading at any offset, from any thread.
+
+    Attributes:
+        looks_in_place: whether `view` shows bytes where the system has them, without bringing them anywhere.
+    """
+
+    looks_in_place: bool = False
 
     @property
     @abstractmethod
@@ -55,6 +61,16 @@ class FileReader(ABC):
         Raises:
             EOFError: if the file ends before the last buffer is full.
         """
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """Bytes [start, stop) to look at; they may be the system's own copy and must not be written to.
+
+        Raises:
+            EOFError: if the file ends before.
+        """
+        data = memoryview(bytearray(stop_bytes - start_bytes))
+        self.read_at(start_bytes, [data])
+        return data
 
     @abstractmethod
     def close(self) -> None:

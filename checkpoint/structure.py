@@ -39,12 +39,12 @@ class Entry:
     axes: int
     cuts: tuple[Cut, ...]
 
-    @cached_property
+    @property
     def itemsize(self) -> int:
         """Bytes per element."""
         return itemsize_of(self.dtype)
 
-    @cached_property
+    @property
     def numel(self) -> int:
         """Elements of the full tensor."""
         return numel_of(self.shape)

@@ -70,7 +70,7 @@ class ZarrReads(Reads):
         piece = FilePiece(read.place, whole, 0, 0, len(data))
         for share in overlaps(whole, read.wanted):
             for sink in sinks_of(Source(0, piece, share), read.target, max_gap_bytes=0):
-                sink.deliver(sink.start, data[sink.start : sink.stop])
+                sink.take(sink.start, data[sink.start : sink.stop])
 
 
 def _boxes(manifest: Manifest, place: int, wanted: Region) -> list[Box]:

@@ -1,0 +1,144 @@
+"""How bytes come back: mapped or read, whole or scattered; and how little planning many tensors take."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint import local as local_module
+from vescale_fsdp.checkpoint.distribution import Distribution
+from vescale_fsdp.checkpoint.loading import Verify
+from vescale_fsdp.checkpoint.local import LocalStorage
+from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.geometry import Box
+
+MODES: list[Verify] = ["before", "while", "never"]
+
+
+@pytest.fixture(params=[True, False], ids=["mapped", "read"])
+def mapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """With and without a system that maps files and says what went wrong."""
+    if not request.param:
+        monkeypatch.setattr(local_module, "_mapped", lambda path, start, stop: None)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("start, stop", [(0, 10_000), (1, 2), (4095, 4097), (9_999, 10_000), (77, 77)])
+def test_a_view_is_the_files_bytes(tmp_path: Path, mapped: bool, start: int, stop: int) -> None:
+    """Any range, at any alignment, whether mapped or read."""
+    content = os.urandom(10_000)
+    (tmp_path / "f").write_bytes(content)
+
+    reader = LocalStorage(tmp_path).open_file("f")
+
+    assert bytes(reader.view(start, stop)) == content[start:stop]
+    with pytest.raises(EOFError):
+        reader.view(9_000, 10_001)
+
+
+def _tensors(seed: int) -> dict[str, Any]:
+    """Some of every way to take bytes: direct, strided, empty, small, and larger than a stripe."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Any] = {f"t{i}": torch.randn(70, 31, generator=generator) for i in range(6)}
+    tensors["strided"] = torch.randn(40, 50, generator=generator).t()
+    tensors["large"] = torch.randn(1500, 1000, generator=generator)
+    tensors["half"] = torch.randn(33, generator=generator).bfloat16()
+    tensors["empty"] = torch.empty(0, 3)
+    return {"model": tensors}
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_every_mode_brings_the_same_values(tmp_path: Path, mapped: bool, verify: Verify) -> None:
+    """Whole tensors, and boxes that are strided in the file."""
+    save(tmp_path / "c", _tensors(0))
+    state = _tensors(1)
+
+    load(tmp_path / "c", state, verify=verify)
+
+    expected = _tensors(0)["model"]
+    for name, value in state["model"].items():
+        assert torch.equal(expected[name], value), name
+    assert state["model"]["strided"].stride() == (1, 50)
+    box = read_state(tmp_path / "c")["model/large"].read(Box((3, 500), (1000, 7)), verify=verify != "never")
+    assert torch.equal(expected["large"][3:1003, 500:507], box)
+
+
+@pytest.mark.parametrize("verify", ["before", "while"])
+def test_nothing_is_overwritten_by_a_damaged_stripe(tmp_path: Path, mapped: bool, verify: Verify) -> None:
+    """Mode "before" leaves all tensors alone; "while" all that lie in the damaged stripe."""
+    save(tmp_path / "c", _tensors(0))
+    (file,) = (tmp_path / "c").glob("data-*/*")
+    content = bytearray(file.read_bytes())
+    content[5 << 20] ^= 1  # in the second stripe, in "large"
+    file.write_bytes(content)
+    state = _tensors(1)
+
+    with pytest.raises(CorruptCheckpointError, match="model/large"):
+        load(tmp_path / "c", state, verify=verify)
+
+    untouched, written = _tensors(1)["model"], _tensors(0)["model"]
+    numels = [int((value == untouched[name]).sum()) for name, value in state["model"].items()]
+    if verify == "before":
+        assert numels == [value.numel() for value in untouched.values()]
+    else:  # the stripe of 4 MiB that holds the flipped bit is as it was
+        tail = state["model"]["large"].reshape(-1)[-400_000:]
+        assert torch.equal(untouched["large"].reshape(-1)[-400_000:], tail)
+        assert torch.equal((written if mapped else untouched)["t0"], state["model"]["t0"])
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_a_file_that_shrinks_while_it_is_read(
+    tmp_path: Path, mapped: bool, verify: Verify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are gone are an error with the file's name, not the end of the process."""
+    save(tmp_path / "c", _tensors(0))
+    (file,) = (tmp_path / "c").glob("data-*/*")
+    from vescale_fsdp.checkpoint.reading import ReadPlan
+
+    jobs = ReadPlan._jobs
+
+    def shrinking(self: ReadPlan, whole_stripes: bool) -> Any:
+        os.truncate(file, 1 << 20)
+        return jobs(self, whole_stripes)
+
+    monkeypatch.setattr(ReadPlan, "_jobs", shrinking)
+    with pytest.raises(CorruptCheckpointError, match=file.name):
+        load(tmp_path / "c", _tensors(1), verify=verify)
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, found: Counter[str], owner: type, name: str) -> None:
+    real = getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found[name] += 1
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counting)
+
+
+@pytest.mark.parametrize("count", [1000, 10_000])
+def test_many_small_tensors_are_few_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Arithmetic is done once per kind of tensor, and reads do not grow with their number."""
+    buffer = torch.arange(count * 100, dtype=torch.float32)
+    state = {f"layer{i}": buffer[i * 100 : (i + 1) * 100] for i in range(count)}
+    save(tmp_path / "c", state)
+    buffer.zero_()
+    found: Counter[str] = Counter()
+    _counted(monkeypatch, found, Distribution, "region")
+    _counted(monkeypatch, found, Distribution, "touching")
+    _counted(monkeypatch, found, local_module._LocalReader, "read_at")
+    _counted(monkeypatch, found, local_module._LocalReader, "view")
+
+    load(tmp_path / "c", state)
+
+    assert torch.equal(torch.arange(count * 100, dtype=torch.float32), buffer)
+    assert found["region"] <= 2 and found["touching"] <= 1
+    assert found["read_at"] <= 4 and found["view"] <= 4
