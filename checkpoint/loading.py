@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.describe import Describer
@@ -31,6 +32,7 @@ from vescale_fsdp.checkpoint.sinks import Target
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.torch_private import local_of
 
 __all__ = ["LoadReport", "Loader", "Verify", "load"]
 
@@ -180,6 +182,9 @@ class Loader:
     ) -> tuple[Region | None, torch.Tensor | None]:
         """This rank's region of a tensor of the state, and its local tensor, proven to fit what was saved."""
         entry = reader.manifest.entries[read.place]
+        local = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
+        if local.device.type == "meta":
+            raise _cannot_fill(read.name, "a tensor on the meta device", "call to_empty() on the model first")
         described = describer.describe(read.name, read.tensor)
         if (described.shape, described.dtype) != (entry.shape, entry.dtype):
             raise CheckpointError(
@@ -193,6 +198,7 @@ class Loader:
             )
         if described.local is None:
             return None, None
+        _prove_writable(read.name, described.local)
         return describer.region(described, self.coordinator.rank), described.local
 
     def _fresh(
@@ -237,6 +243,26 @@ class Loader:
                 merge = found.per_rank[name].merge
                 assert merge is not None
                 found.per_rank_values[name] = merge(values, rank, world)
+
+
+def _prove_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what `expand` makes: many elements in one place cannot take different values."""
+    if any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise _cannot_fill(
+            name, f"strides {tensor.stride()} of sizes {tuple(tensor.shape)}", "clone() it before loading"
+        )
+
+
+def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "A tensor of the state cannot be filled.",
+            expected="memory of its own for every element",
+            got=got,
+            where=name,
+            todo=todo,
+        )
+    )
 
 
 def _unreadable(storage: Storage, error: OSError) -> CorruptCheckpointError:

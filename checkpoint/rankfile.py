@@ -20,10 +20,11 @@ from vescale_fsdp.checkpoint.dtypes import storage_code
 from vescale_fsdp.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest
 from vescale_fsdp.checkpoint.region import Region
 
-__all__ = ["BLOB_NAME", "CHECKSUM_BYTES", "TABLE_NAME", "FilePiece", "RankFile"]
+__all__ = ["BLOB_NAME", "CHECKSUM_BYTES", "RESERVED_NAMES", "TABLE_NAME", "FilePiece", "RankFile"]
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
+RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are no tensors
 CHECKSUM_BYTES = 8  # xxh3-64
 _HEADER_ALIGN_BYTES = 64
 

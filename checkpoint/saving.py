@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.structure import dump_json
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.checkpoint.writing import write_rank_file
-from vescale_fsdp.checkpoint.zarr_layout import chunk_shape, group_json
+from vescale_fsdp.checkpoint.zarr_layout import chunk_shape
 from vescale_fsdp.checkpoint.zarr_writing import write_arrays, write_groups
 from vescale_fsdp.errors import CheckpointError, explain
 
@@ -120,7 +120,7 @@ class Saver:
         blob = b""
         try:
             if error is None and taken is not None:
-                dump_json(user)
+                _prove_json(user)
                 blob = pack_blob(taken.per_rank)
                 self._claim(held)
         except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
@@ -207,6 +207,21 @@ class Saver:
         self.coordinator.raise_together(error, f"committing {self.storage.where}")
 
 
+def _prove_json(user: Json) -> None:
+    try:
+        dump_json(user)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            explain(
+                "The user's part of a checkpoint cannot be written as JSON.",
+                expected="dicts, lists, strings, finite numbers, True, False, None",
+                got=str(error),
+                where="the argument `user`",
+                todo="put other values into the state",
+            )
+        ) from error
+
+
 def is_node_leader() -> bool:
     """Whether this rank is its node's first, as torchrun numbers them."""
     return os.environ.get("LOCAL_RANK") == "0"
@@ -234,7 +249,6 @@ def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, chec
         )
     if manifest.chunks is not None:
         write_groups(storage, manifest)
-        storage.commit("zarr.json", group_json({"arrays": folder, "manifest": MANIFEST_NAME}), replace=True)
     storage.sync_folder(folder)
     storage.sync_folder("")
     try:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vescale_fsdp.errors import explain
+
 __all__ = ["Buffer", "FileReader", "FileWriter", "Storage", "StoragePath", "open_storage"]
 
 Buffer = Any
@@ -154,6 +156,8 @@ def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
     if isinstance(path, Storage):
         return path
     text = os.fspath(path)
+    if not text:
+        raise ValueError(explain("A path is empty.", expected="a folder or a URL", got="''"))
     if "://" in text and not text.startswith("file://"):
         from vescale_fsdp.checkpoint.remote import RemoteStorage
 

@@ -15,6 +15,7 @@ from vescale_fsdp.checkpoint.distribution import Axes, LayoutCut
 from vescale_fsdp.checkpoint.encoding import TreeSink, encode
 from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.quiet import gc_paused
+from vescale_fsdp.checkpoint.rankfile import RESERVED_NAMES
 from vescale_fsdp.checkpoint.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.dtensor import RaggedDTensor
@@ -89,6 +90,15 @@ class _Taker(TreeSink):
         return {"$": "per_rank", "name": name}
 
     def _claim(self, name: str) -> None:
+        if name in RESERVED_NAMES:
+            raise CheckpointError(
+                explain(
+                    "A leaf of the state has a name that the files keep for themselves.",
+                    expected=f"none of {', '.join(RESERVED_NAMES)}",
+                    got=repr(name),
+                    todo="rename the key",
+                )
+            )
         if name in self._names:
             raise CheckpointError(
                 explain(

@@ -54,7 +54,7 @@ def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
     storage = open_storage(path)
     try:
         manifest = read_manifest(storage)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return VerifyReport((Problem("manifest.json", str(error)),), 0, 0)
     problems = _incomplete(manifest)
     num_bytes = 0

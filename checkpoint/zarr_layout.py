@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from urllib.parse import quote
 
 from vescale_fsdp.checkpoint.distribution import LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.structure import dump_json
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.geometry import Box, numel_of
@@ -27,8 +27,7 @@ __all__ = [
     "chunk_name",
     "chunk_shape",
     "clipped",
-    "group_json",
-    "group_paths",
+    "group_files",
 ]
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
@@ -160,12 +159,19 @@ def _fill_value(stored: str) -> Json:
     return 0.0 if stored.startswith("float") else 0
 
 
-def group_json(attributes: Json) -> bytes:
+def _group_json(attributes: Json) -> bytes:
     """``zarr.json`` of a group."""
     return dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
 
 
-def group_paths(manifest: Manifest) -> list[str]:
+def group_files(manifest: Manifest) -> dict[str, bytes]:
+    """Name and content of every group's ``zarr.json``; the checkpoint's own, which names the others, last."""
+    found = {f"{path}/zarr.json": _group_json({}) for path in _group_paths(manifest)}
+    found["zarr.json"] = _group_json({"arrays": f"data-{manifest.save_id}", "manifest": MANIFEST_NAME})
+    return found
+
+
+def _group_paths(manifest: Manifest) -> list[str]:
     """Folders that hold arrays or groups, parents first, relative to the checkpoint's."""
     found: dict[str, None] = {f"data-{manifest.save_id}": None}
     for place in range(len(manifest.entries)):

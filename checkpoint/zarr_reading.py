@@ -16,7 +16,7 @@ from vescale_fsdp.checkpoint.region import Region, overlaps
 from vescale_fsdp.checkpoint.sinks import Bytes, Target, sinks_of
 from vescale_fsdp.checkpoint.sources import Source
 from vescale_fsdp.checkpoint.storage import Storage
-from vescale_fsdp.checkpoint.zarr_layout import array_json, array_path, chunk_boxes, chunk_name
+from vescale_fsdp.checkpoint.zarr_layout import array_json, array_path, chunk_boxes, chunk_name, group_files
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange, numel_of
 
@@ -130,15 +130,20 @@ def verify_arrays(storage: Storage, manifest: Manifest) -> tuple[list[tuple[str,
     """(file, problem) of all arrays, and how many bytes were checked."""
     problems: list[tuple[str, str]] = []
     checked = 0
-    for places in manifest.places_by_name.values():
-        place = places[0]
-        name = f"{array_path(manifest, place)}/zarr.json"
-        expected = array_json(manifest, place)
+
+    def compare(name: str, expected: bytes, of: str) -> None:
         try:
             if storage.read_small(name, limit_bytes=len(expected)) != expected:
                 raise ValueError(f"{name} is not the metadata that follows from the manifest")
         except (OSError, ValueError) as error:
-            problems.append((name, f"tensor {manifest.entries[place].name}: {error}"))
+            problems.append((name, f"{of}: {error}"))
+
+    for name, expected in group_files(manifest).items():
+        compare(name, expected, "a group")
+    for places in manifest.places_by_name.values():
+        place = places[0]
+        name = f"{array_path(manifest, place)}/zarr.json"
+        compare(name, array_json(manifest, place), f"tensor {manifest.entries[place].name}")
         assert manifest.chunks is not None
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunks[place]):
             try:

@@ -21,8 +21,7 @@ from vescale_fsdp.checkpoint.zarr_layout import (
     chunk_boxes,
     chunk_name,
     clipped,
-    group_json,
-    group_paths,
+    group_files,
 )
 from vescale_fsdp.geometry import Box, FlatRange, numel_of
 
@@ -223,5 +222,7 @@ def _put(storage: Storage, name: str, data: bytes) -> None:
 
 def write_groups(storage: Storage, manifest: Manifest) -> None:
     """Group metadata, so that the tree opens as zarr groups. For one rank, before the commit."""
-    for path in group_paths(manifest):
-        _put(storage, f"{path}/zarr.json", group_json({}))
+    *inner, root = group_files(manifest).items()
+    for name, content in inner:
+        _put(storage, name, content)
+    storage.commit(*root, replace=True)  # an older save may have one

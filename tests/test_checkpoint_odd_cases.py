@@ -1,0 +1,216 @@
+"""What users do now and then: odd names and paths, odd files in the folder, tensors that cannot be filled."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.faulty_storage import FaultyStorage
+from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
+from vescale_fsdp.checkpoint.agreement import SoloCoordinator
+from vescale_fsdp.checkpoint.local import LocalStorage
+from vescale_fsdp.checkpoint.saving import Format, Saver
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+
+NAMES = ["..", "../../x", "a/b", "a.b", "ü☃", "", ".", " ", "con", "a\nb", "a\x00b", "~", "$x", '"', "\\"]
+
+
+@pytest.mark.parametrize("form", ["native", "zarr"])
+def test_any_name_will_do(form: Format, tmp_path: Path) -> None:
+    """Names with dots, slashes and worse stay inside the folder and come back."""
+    path = tmp_path / "with space é" / "c"
+    state = {name: torch.full((5,), float(place)) for place, name in enumerate(NAMES)}
+    save(path, {"model": {name: state[name].clone() for name in NAMES}, **state}, format=form)
+    back = {name: torch.zeros(5) for name in NAMES}
+    nested = {name: torch.zeros(5) for name in NAMES}
+
+    load(path, {"model": nested, **back})
+
+    for found in (back, nested):
+        assert all(torch.equal(state[name], found[name]) for name in NAMES)
+    assert verify(path).ok
+    assert sorted(os.listdir(tmp_path)) == ["with space é"]
+    assert os.listdir(tmp_path / "with space é") == ["c"]
+    if form == "native":
+        (file,) = path.glob("data-*/*")
+        assert len(load_file(file)) == 2 * len(NAMES) + 1
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "__checksums__", "__per_rank__"])
+def test_names_of_the_files_themselves(name: str, tmp_path: Path) -> None:
+    """A tensor under one of the header's own names would make a file nobody can open."""
+    with pytest.raises(CheckpointError, match=name):
+        save(tmp_path / "c", {name: torch.ones(2)})
+    save(tmp_path / "c", {"x": {name: torch.ones(2)}})
+    assert torch.equal(torch.ones(2), read_state(tmp_path / "c")[f"x/{name}"].read())
+
+
+def _small() -> dict[str, Any]:
+    return {"a": torch.arange(30.0).reshape(5, 6), "b": torch.ones(7), "step": 3}
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def _dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nowhere")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("which", ["manifest", "data"])
+@pytest.mark.parametrize("change", [_folder, _loop, _dangling, lambda path: path.write_bytes(b"")])
+def test_something_else_in_a_files_place(which: str, change: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Folders, links in circles, links to nowhere and empty files are damage, for loads and for verify."""
+    save(tmp_path / "c", _small())
+    (data,) = (tmp_path / "c").glob("data-*/*")
+    change(tmp_path / "c" / "manifest.json" if which == "manifest" else data)
+    state = {"a": torch.zeros(5, 6), "b": torch.zeros(7), "step": 0}
+
+    with pytest.raises(CheckpointError, match="manifest" if which == "manifest" else data.name):
+        load(tmp_path / "c", state)
+
+    assert not state["a"].any() and state["step"] == 0
+    assert not verify(tmp_path / "c").ok
+
+
+def test_a_pipe_in_a_files_place(tmp_path: Path) -> None:
+    """A load does not wait for somebody to write into a pipe."""
+    save(tmp_path / "c", _small())
+    (data,) = (tmp_path / "c").glob("data-*/*")
+    _pipe(data)
+    with pytest.raises(CorruptCheckpointError, match="another size"):
+        load(tmp_path / "c", _small())
+
+
+def test_linked_files_are_read(tmp_path: Path) -> None:
+    """Links to the right files are as good as the files."""
+    save(tmp_path / "c", _small())
+    (data,) = (tmp_path / "c").glob("data-*/*")
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    state = {"a": torch.zeros(5, 6), "b": torch.zeros(7), "step": 0}
+    load(tmp_path / "c", state)
+    assert torch.equal(_small()["a"], state["a"])
+
+
+def test_tensors_of_any_strides_are_filled(tmp_path: Path) -> None:
+    """Transposed, sliced, leaf and inference tensors are filled where they are."""
+    save(tmp_path / "c", _small())
+    whole = torch.zeros(5, 12)
+    leaf = torch.nn.Parameter(torch.zeros(7))
+    state = {"a": whole[:, ::2], "b": leaf, "step": 0}
+    load(tmp_path / "c", state)
+    assert torch.equal(_small()["a"], whole[:, ::2]) and not whole[:, 1::2].any()
+    assert torch.equal(torch.ones(7), leaf.detach()) and leaf.is_leaf and leaf.grad is None
+    with torch.inference_mode():
+        turned = torch.zeros(6, 5).t()
+    load(tmp_path / "c", {"a": turned, "b": leaf, "step": 0})
+    assert torch.equal(_small()["a"], turned)
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (lambda: torch.empty(7, device="meta"), "to_empty"),
+        (lambda: torch.zeros(1).expand(7), "clone"),
+    ],
+)
+def test_tensors_without_memory_of_their_own(bad: Callable[[], Any], what: str, tmp_path: Path) -> None:
+    """What cannot take the values is named before another tensor is overwritten."""
+    save(tmp_path / "c", _small())
+    state = {"a": torch.zeros(5, 6), "b": bad(), "step": 0}
+    with pytest.raises(CheckpointError, match=rf"(?s)where: b.*{what}"):
+        load(tmp_path / "c", state)
+    assert not state["a"].any()
+
+
+def test_arguments_that_cannot_be(tmp_path: Path) -> None:
+    """No path, and user data that is no JSON, are refused with what was wrong."""
+    with pytest.raises(ValueError, match="path is empty"):
+        save("", _small())
+    for user in ({"x": float("nan")}, {"x": object()}, {"x": {1j: 2}}):
+        with pytest.raises(CheckpointError, match="`user`"):
+            save(tmp_path / "c", _small(), user=user)
+    assert not list(tmp_path.glob("c/data-*"))
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_control_c_in_a_save(at: int, tmp_path: Path) -> None:
+    """An interrupt at any operation leaves the old checkpoint or the new one, no half one, no lock, no thread."""
+    save(tmp_path / "c", _small())
+    threads = set(threading.enumerate())
+    storage = FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=at, error=KeyboardInterrupt)  # type: ignore[arg-type]
+    new = {**_small(), "step": 4}
+
+    with pytest.raises(KeyboardInterrupt):
+        Saver(storage, SoloCoordinator(), overwrite=True).save(new)
+
+    assert read_state(tmp_path / "c").tree()["step"] in (3, 4)
+    assert verify(tmp_path / "c").ok
+    assert set(threading.enumerate()) <= threads
+    save(tmp_path / "c", new, overwrite=True)
+    assert read_state(tmp_path / "c").tree()["step"] == 4
+    assert len(list((tmp_path / "c").glob("data-*"))) == 1
+
+
+class _FullDisk(LocalStorage):
+    """A root whose steps find no room."""
+
+    full = True
+
+    def child(self, name: str) -> Any:
+        inner = super().child(name)
+        return FaultyStorage(inner, fail_at=1) if self.full else inner
+
+
+def test_a_full_disk_behind_training(tmp_path: Path) -> None:
+    """An asynchronous save's error is raised by wait(), or by the next save, once; then saving goes on."""
+    root = _FullDisk(tmp_path / "run")
+    manager = CheckpointManager(root, async_=True)
+    manager.save(1, _small())
+    with pytest.raises(OSError, match="No space"):
+        manager.wait()
+    handle = manager.save(2, _small())
+    assert handle is not None and handle.error() is not None
+    with pytest.raises(OSError, match="No space"):
+        manager.save(3, _small())
+    root.full = False
+    manager.save(4, _small())
+    manager.wait()
+    assert manager.steps() == [4]
+    with pytest.raises(OSError, match="No space"):
+        async_save(FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=1), _small()).wait()
+
+
+def test_torn_steps_do_not_count(tmp_path: Path) -> None:
+    """keep_last counts committed steps; torn ones are removed once a newer step is committed."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        manager.save(step, _small())
+    (tmp_path / "step-00000003" / "manifest.json").unlink()
+    (tmp_path / "step-00000009").mkdir()
+    os.utime(tmp_path / "step-00000002", (2**33, 2**33))  # clocks do not matter, only numbers
+
+    manager.save(4, _small())
+
+    assert manager.steps() == [2, 4]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000004", "step-00000009"]
