@@ -32,7 +32,6 @@ from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.errors import ConversionError, VescaleError
 
 if TYPE_CHECKING:
-    from vescale_fsdp.granularity import Granularity
     from vescale_fsdp.planner import Scatter
 
 __all__ = ["cli", "main"]
@@ -122,6 +121,12 @@ _convert_options = _options(
 )
 
 
+_granularity_option = click.option(
+    "--granularity",
+    multiple=True,
+    metavar="[PATTERN=]RULE",
+    help="Such as rows:32; a pattern wins over the global rule (repeatable). Default: element.",
+)
 _state_options = _options(
     click.option("--prefix", help="Put the model under this prefix; '' puts it at the root."),
     click.option(
@@ -217,12 +222,7 @@ def diff_command(
 @click.argument("src")
 @_source_options
 @click.option("--shards", required=True, metavar="N,N,..", help="Sizes of the sharding mesh axis.")
-@click.option(
-    "--granularity",
-    multiple=True,
-    metavar="[PATTERN=]RULE",
-    help="Such as rows:32; a pattern wins over the global rule (repeatable). Default: element.",
-)
+@_granularity_option
 @click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
 @click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
 @click.option("--out", metavar="FOLDER", help="Write tables and pictures here.")
@@ -240,6 +240,7 @@ def plan_command(
 ) -> None:
     """Print how fully_shard would lay out the model in SRC over so many ranks, and what it would cost."""
     from vescale_fsdp.conversion.model_names import find_model
+    from vescale_fsdp.granularity import parse_granularities
     from vescale_fsdp.padding import PaddingPolicy
     from vescale_fsdp.report import plan_report
     from vescale_fsdp.shapes import natural_order
@@ -250,7 +251,7 @@ def plan_command(
     report = plan_report(
         shapes,
         _numbers(shards),
-        _rule(granularity),
+        parse_granularities(granularity),
         units=unit or None,
         padding_policy=PaddingPolicy(scatter=scatter),
     )
@@ -264,16 +265,6 @@ def _numbers(text: str) -> list[int]:
     if not all(part.isdigit() and int(part) for part in parts):
         raise click.BadParameter(f"{text!r} is no list of numbers such as 8,64,512", param_hint="--shards")
     return [int(part) for part in parts]
-
-
-def _rule(texts: tuple[str, ...]) -> dict[str, Granularity]:
-    """Patterns in the order given; those without one come last and mean all."""
-    from vescale_fsdp.granularity import parse_granularity
-
-    rules = [text.rpartition("=") for text in texts]
-    return {
-        pattern or "*": parse_granularity(rule) for pattern, _, rule in sorted(rules, key=lambda r: not r[0])
-    }
 
 
 @cli.command("to-hf")
@@ -313,7 +304,7 @@ def to_zarr_command(**arguments: Any) -> None:
 @click.option(
     "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Laid out for so many ranks."
 )
-@click.option("--granularity", default="element", show_default=True, help="Such as rows:32 or tiles:128x128.")
+@_granularity_option
 def to_vescale_command(**arguments: Any) -> None:
     """Write SRC to OUT as a native checkpoint."""
     _convert("native", **arguments)

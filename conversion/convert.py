@@ -42,7 +42,8 @@ class ConvertOptions:
         rules: key rules: a shipped set's name or a TOML file; None to keep all names.
         rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
         max_shard_bytes: limit of tensor bytes per data file.
-        ranks, granularity: what a native checkpoint is laid out for.
+        ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
+            as `fully_shard` of a layer knows them.
         run: overwrite, resume, part, memory and threads.
     """
 
@@ -57,7 +58,7 @@ class ConvertOptions:
     rules_to: str | None = None
     max_shard_bytes: int = 5 * 10**9
     ranks: int = 1
-    granularity: str = "element"
+    granularity: Sequence[str] = ()
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -173,6 +174,11 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
             assets.set_weights_dtype(casts.default.name)
         if assets.config is None:
             warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+    if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
+        warnings.append(
+            f"safetensors files do not keep the order of a model's parameters: a start on {options.ranks} ranks may "
+            "have to move pieces between them, which only costs time"
+        )
     plan = _plan_files(state, target, kind, options, assets)
     changed = {
         name: (view.inner.info.dtype.name, view.dtype.name)
@@ -204,9 +210,9 @@ def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, a
         return plan_dcp(state, options.max_shard_bytes)
     if kind == "native":
         from vescale_fsdp.conversion.to_native import plan_native
-        from vescale_fsdp.granularity import parse_granularity
+        from vescale_fsdp.granularity import parse_granularities
 
-        return plan_native(state, options.ranks, parse_granularity(options.granularity))
+        return plan_native(state, options.ranks, parse_granularities(options.granularity))
     if kind == "zarr":
         from vescale_fsdp.conversion.to_zarr import plan_zarr
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,9 @@ def diff(
 ) -> tuple[tuple[Difference, ...], int]:
     """All differences, and how many tensors were compared.
 
-    Models are compared under their own names, whatever their prefixes. Everything else is compared by full
-    name, unless ``model_only`` or one of the two has nothing else (a Hugging Face folder).
+    Models are compared under their own names, whatever their prefixes. Everything else, values that are no
+    tensors too, is compared by full name, unless ``model_only`` or one of the two has nothing else (a Hugging
+    Face folder).
 
     Raises:
         ConversionError: if either side holds no model.
@@ -68,7 +69,8 @@ def diff(
     """
     chosen = tolerance or Tolerance()
     left, right = _views(a), _views(b)
-    is_whole = not model_only and all(any(key[0] == "other" for key in side) for side in (left, right))
+    has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
+    is_whole = not model_only and all(has_more)
     if not is_whole:
         left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
     found: list[Difference] = []
@@ -79,7 +81,20 @@ def diff(
             found.append(Difference(key[1], "only_b", f"only in {b.url}"))
         else:
             found += _compare(key[1], left[key], right[key], chosen, progress)
+    if is_whole:
+        found += _values(a, b)
     return tuple(found), len(left.keys() & right.keys())
+
+
+def _values(a: Source, b: Source) -> Iterator[Difference]:
+    for name in sorted({*a.values, *b.values}, key=natural_key):
+        if name not in b.values or name not in a.values:
+            only, source = ("only_a", a) if name in a.values else ("only_b", b)
+            yield Difference(name, only, f"only in {source.url}")
+            continue
+        left, right = a.values[name](), b.values[name]()
+        if left != right:
+            yield Difference(name, "value", f"{left!r:.60} and {right!r:.60}")
 
 
 def _views(source: Source) -> Mapping[tuple[str, str], TensorView]:

@@ -30,7 +30,7 @@ from vescale_fsdp.conversion.state import State
 from vescale_fsdp.conversion.store import OutputFile
 from vescale_fsdp.conversion.torch_pickle import torch_dtype
 from vescale_fsdp.conversion.view import TensorView
-from vescale_fsdp.granularity import Granularity
+from vescale_fsdp.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.planner import TensorSpec, plan_group
 
@@ -39,12 +39,12 @@ __all__ = ["plan_native"]
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
 
-def plan_native(state: State, num_ranks: int, granularity: Granularity) -> OutputPlan:
+def plan_native(state: State, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
     """One file per rank, and the manifest.
 
     Raises:
         ConversionError: for types that torch lacks.
-        LayoutError: if the granularity does not fit a tensor.
+        LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
         CheckpointError: for values that the format cannot hold.
     """
     layouts, slots = _plan_layouts(state, num_ranks, granularity)
@@ -69,7 +69,7 @@ def _is_stale(name: str) -> bool:
 
 
 def _plan_layouts(
-    state: State, num_ranks: int, granularity: Granularity
+    state: State, num_ranks: int, granularity: GranularityRule
 ) -> tuple[list[GroupLayout], dict[str, LayoutCut]]:
     """Layouts of all units, and which slot each of the model's names has."""
     groups: dict[tuple[str, str], list[TensorSpec]] = {}
@@ -82,9 +82,11 @@ def _plan_layouts(
         unit = _UNIT.match(fqn)
         key = (unit[1] if unit else "", info.dtype.name)
         inside = fqn[unit.end() :] if unit else fqn  # as in training: equal layers have equal layouts
-        spec = TensorSpec(inside, info.shape, info.dtype.name, granularity.block_numel(info.shape))
+        block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
+        spec = TensorSpec(inside, info.shape, info.dtype.name, block_numel)
         groups.setdefault(key, []).append(spec)
         names.setdefault(key, []).append(name)
+    check_patterns(granularity, [spec.fqn for specs in groups.values() for spec in specs])
     numbers: dict[GroupLayout, int] = {}
     slots: dict[str, LayoutCut] = {}
     for key, specs in groups.items():

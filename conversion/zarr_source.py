@@ -57,6 +57,8 @@ def open_zarr(store: Store) -> Source:
         str(name): constant(from_json(value)) for name, value in (content.get("values") or {}).items()
     }
     paths = {str(name): tuple(map(_part, parts)) for name, parts in (content.get("paths") or {}).items()}
+    # Files are listed by name; what is planned from here depends on the order of the state that was saved.
+    tensors = {name: tensors[name] for name in (*filter(tensors.__contains__, paths), *tensors)}
     facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
     return Source("zarr", store, tensors, values, paths, facts, readers=readers)
 

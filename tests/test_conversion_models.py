@@ -22,6 +22,7 @@ from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.conversion.verification import verify
 
 transformers = pytest.importorskip("transformers")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 SMALL: dict[str, Any] = {
     "vocab_size": 67,
@@ -104,6 +105,26 @@ def test_a_saved_model_loads_in_transformers(tmp_path: Path, name: str) -> None:
     # The weights are equal to the bit; which kernel multiplies them may depend on how they lie in memory.
     torch.testing.assert_close(_logits(loaded), _logits(model))
     assert (report.tied != {}) == bool(config.tie_word_embeddings)
+
+
+def test_huggingface_hub_takes_the_result(tmp_path: Path) -> None:
+    """The hub's own loader and header parser accept the folder: file names, index, metadata, every tensor."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=False)
+    model, other = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = open_source(str(tmp_path / "dcp"))
+    for limit, files in ((8000, 4), (10**9, 1)):
+        out = tmp_path / str(limit)
+        convert(source, str(out), "hf", ConvertOptions(max_shard_bytes=limit))
+        found = sorted(out.glob("*.safetensors"))
+        assert len(found) >= files and (len(found) > 1) == (out / "model.safetensors.index.json").exists()
+        huggingface_hub.load_torch_model(other, out, strict=True, safe=True)
+        assert all(same_bytes(other.state_dict()[key], value) for key, value in model.state_dict().items())
+        for file in found:
+            header = huggingface_hub.parse_local_safetensors_file_metadata(file)
+            assert header.metadata == {"format": "pt"} and set(header.tensors) <= set(model.state_dict())
+        torch.nn.init.zeros_(other.lm_head.weight)
 
 
 FORMATS = ("dcp", "torch", "hf", "zarr", "native")

@@ -25,7 +25,7 @@ from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.conversion.verification import verify
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError
 
 
 def _convert(source: Path, target: Path, kind: str, **options: Any) -> ConvertReport:
@@ -102,16 +102,21 @@ def test_through_dcp_to_native_and_into_training(tmp_path: Path, ranks: int) -> 
     """native -> DCP -> native for other ranks -> load on those ranks: model, moments, steps, groups."""
     full = run_ranks(2, _train_and_save, str(tmp_path / "a"))[0]
     _convert(tmp_path / "a", tmp_path / "dcp", "dcp")
-    _convert(tmp_path / "dcp", tmp_path / "b", "native", ranks=ranks, granularity="rows:2")
+    _convert(tmp_path / "dcp", tmp_path / "b", "native", ranks=ranks, granularity=["rows:2"])
     assert native_verify(tmp_path / "b").ok
     for found in run_ranks(ranks, _load, str(tmp_path / "b")):
         assert _same(found, full)
 
 
-def test_layouts_are_those_of_training(tmp_path: Path) -> None:
-    """What to-vescale plans for 3 ranks is what fully_shard planned on 3 ranks: the same layouts."""
+@pytest.mark.parametrize("through", ["dcp", "torch", "zarr"])
+def test_layouts_are_those_of_training(tmp_path: Path, through: str) -> None:
+    """What to-vescale plans for 3 ranks is what fully_shard planned on 3 ranks: the same layouts, from every format
+    that keeps the order of the parameters, with patterns as training's."""
     run_ranks(3, _train_and_save, str(tmp_path / "a"))
-    _convert(tmp_path / "a", tmp_path / "b", "native", ranks=3, granularity="rows:2")
+    _convert(tmp_path / "a", tmp_path / "between", through)
+    rules = ["weight=rows:2", "bias=rows:2", "rows:2"]
+    report = _convert(tmp_path / "between", tmp_path / "b", "native", ranks=3, granularity=rules)
+    assert report.warnings == ()
     theirs, ours = (read_state(tmp_path / name).manifest.structure for name in ("a", "b"))
     slots = [
         sorted((s.fqn, s.shape, s.block_numel, s.offset) for layout in x.layouts for s in layout.slots)
@@ -122,6 +127,29 @@ def test_layouts_are_those_of_training(tmp_path: Path) -> None:
     assert sizes[0] == sizes[1]
     moments = [e for e in ours.entries if e.name.endswith("exp_avg")]
     assert len(moments) == 5 and all(entry.cuts for entry in moments)
+
+
+def test_granularity_by_patterns(tmp_path: Path) -> None:
+    """Each tensor gets its pattern's blocks; a pattern that matches nothing is refused; safetensors, which do not keep
+    the order of parameters, come with a word on it."""
+    tensors = {
+        "embed.weight": torch.ones(8, 4),
+        "layers.0.w1": torch.ones(6, 4),
+        "layers.0.w2": torch.ones(6, 4),
+    }
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    _convert(tmp_path / "dcp", tmp_path / "hf", "hf")
+    rules = ["rows:2", "w1=whole"]
+    report = _convert(tmp_path / "hf", tmp_path / "b", "native", ranks=2, granularity=rules)
+    assert any("order" in warning for warning in report.warnings)
+    blocks = {
+        slot.fqn: slot.block_numel
+        for layout in read_state(tmp_path / "b").manifest.structure.layouts
+        for slot in layout.slots
+    }
+    assert blocks == {"embed.weight": 8, "w1": 24, "w2": 8}
+    with pytest.raises(LayoutError, match=r"matches no parameter(.|\n)*'w3'"):
+        _convert(tmp_path / "hf", tmp_path / "c", "native", ranks=2, granularity=["w3=rows:2"])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

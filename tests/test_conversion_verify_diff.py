@@ -107,6 +107,25 @@ def test_diff_with_tolerances(tmp_path: Path) -> None:
     assert [d.name for d in diff(a, b, tolerance=tight)[0]] == ["w"]
 
 
+def test_diff_of_values_that_are_no_tensors(tmp_path: Path) -> None:
+    """Learning rates and counters are part of a training state: compared across formats, left alone by model_only."""
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        groups = [{"lr": lr, "betas": (0.9, 0.95), "params": ["w"]}]
+        state = {"model": {"w": torch.ones(2)}, "optimizer": {"param_groups": groups}, "step": 3}
+        dcp.save(state if name == "a" else {**state, "epoch": 1}, checkpoint_id=tmp_path / name, no_dist=True)
+    a = open_source(str(tmp_path / "a"))
+    for kind in ("torch", "zarr", "native"):
+        convert(a, str(tmp_path / kind), kind)
+        assert diff(a, open_source(str(tmp_path / kind))) == ((), 1)
+    found, _ = diff(a, open_source(str(tmp_path / "b")))
+    assert [(d.name, d.kind) for d in found] == [
+        ("epoch", "only_b"),
+        ("optimizer.param_groups.0.lr", "value"),
+    ]
+    assert found[1].text == "0.1 and 0.2"
+    assert diff(a, open_source(str(tmp_path / "b")), model_only=True)[0] == ()
+
+
 def test_tolerances_are_of_the_second_side(tmp_path: Path) -> None:
     """|a - b| <= atol + rtol * |b|: relative to b, not to a, and not to one."""
     a = open_source(

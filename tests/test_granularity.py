@@ -22,6 +22,7 @@ from vescale_fsdp.granularity import (
     Tiles,
     Whole,
     check_patterns,
+    parse_granularities,
     parse_granularity,
     resolve_granularity,
 )
@@ -189,3 +190,11 @@ def test_a_pattern_that_matches_nothing_is_refused_with_near_names() -> None:
     assert "got: 'mlp.upproj.weight', 'MLP.*'" in text
     assert "near 'mlp.upproj.weight': mlp.up_proj.weight" in text
     assert "what to do: correct the pattern" in text
+
+
+def test_parse_patterns() -> None:
+    """Patterns keep their order and come before what is for all, wherever that was written."""
+    found = parse_granularities(["rows:2", "a.*=whole", "*.b=flat:4"])
+    assert list(found.items()) == [("a.*", Whole()), ("*.b", Flat(4)), ("*", Rows(2))]
+    with pytest.raises(LayoutError, match="names no granularity"):
+        parse_granularities(["a.*="])

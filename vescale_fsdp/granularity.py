@@ -37,6 +37,7 @@ __all__ = [
     "Tiles",
     "Whole",
     "check_patterns",
+    "parse_granularities",
     "parse_granularity",
     "resolve_granularity",
 ]
@@ -244,3 +245,15 @@ def parse_granularity(text: str) -> Granularity:
             todo="write the kind, a colon, and its sizes",
         )
     )
+
+
+def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
+    """Read texts such as ``rows:32`` (for all) and ``*.w1=tiles:128x128`` (for a name pattern) as a mapping for
+    `resolve_granularity`: patterns in the order given, what is for all last.
+
+    Raises:
+        LayoutError: for a text without a granularity.
+    """
+    rules = [text.rpartition("=") for text in texts]
+    patterns_first = sorted(rules, key=lambda rule: not rule[0])
+    return {pattern or "*": parse_granularity(rule) for pattern, _, rule in patterns_first}
