@@ -47,7 +47,14 @@ def copies() -> None:
     tensor = distribute_tensor(plain((6, 4)), mesh, [RaggedShard((0, 1), (7, 0, 17))])
     tensor.layout_ref = ("layout", "w")  # type: ignore[assignment]
     parameter = torch.nn.Parameter(tensor.clone())
-    for original in (tensor, parameter):
+    within = torch.cat([torch.zeros(3), tensor.to_local()])[3:]  # a piece that does not start its storage
+    within_tensor = RaggedDTensor.wrap(within, tensor._spec, layout_ref=tensor.layout_ref)
+    sliced = torch.nn.Parameter(within_tensor)
+    sliced.grad, sliced.tag = within_tensor.clone(), ["a user's"]  # type: ignore[attr-defined]
+    twin = copy.deepcopy(sliced)
+    assert torch.equal(twin.grad.full_tensor(), plain((6, 4))) and twin.tag == ["a user's"]  # type: ignore[union-attr,attr-defined]
+    assert twin.grad is not sliced.grad and twin.tag is not sliced.tag  # type: ignore[attr-defined]
+    for original in (tensor, parameter, within_tensor, sliced):
         for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
             assert isinstance(twin, torch.nn.Parameter) is isinstance(original, torch.nn.Parameter)
             assert is_ragged(twin) and twin.placements == tensor.placements

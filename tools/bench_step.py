@@ -246,7 +246,8 @@ def page_in(name: str, settings: Settings) -> None:
     """Train the plain model once and drop it: code and tables that a step brings into memory are no rival's."""
     model = build(name, settings.scale, torch.device(settings.device)).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(example(name, settings)).float().pow(2).mean().backward()
+    batch = example(name, settings)
+    model(batch.bfloat16() if batch.is_floating_point() else batch).float().pow(2).mean().backward()
     optimizer.step()
     del model, optimizer
     gc.collect()

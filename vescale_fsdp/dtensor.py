@@ -10,6 +10,7 @@ returns a wrong value in silence: an operator without a rule raises.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -235,6 +236,22 @@ class RaggedDTensor(DTensor):
             )
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch's own (2.11-2.13) tells wrappers from tensors with memory by their address, which is 0 only for a
+        # piece at the start of its storage; the others it tries to copy as if they had memory.
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # refuses
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        local = self._local_tensor.detach().clone()
+        twin = memo[id(self)] = _rebuild(local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+        for name, value in vars(self).items():
+            vars(twin).setdefault(name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
 
     @staticmethod
     def __tensor_unflatten__(
