@@ -57,10 +57,12 @@ class CountedReduction:
     def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output: torch.Tensor, full: torch.Tensor, group: Any, op: Any, async_op: bool) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool
+    ) -> Any:
         self.calls += 1
         scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
-        return scatter(output, full, group=group, op=op, async_op=async_op)
+        return scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def count_reductions(model: Model) -> dict[str, CountedReduction]:

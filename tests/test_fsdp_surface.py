@@ -167,10 +167,9 @@ class Custom:
         self.buffers += 1
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, *rest: Any, async_op: bool) -> Any:
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **rest: Any) -> Any:
         self.calls += 1
-        op = {"op": rest[0]} if rest else {}
-        return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **op)
+        return self.collective(output_tensor, input_tensor, group=group, **rest)
 
 
 def custom_comm() -> None:
@@ -186,7 +185,7 @@ def custom_comm() -> None:
     model.blocks[1].set_all_reduce_hook(lambda shard: reduced.append(shard.numel()))
     check_steps(model, models.build(), 2)
     assert (gather.calls, gather.buffers) == (4, 1)
-    assert (reduce.calls, reduce.buffers) == (2, 1)
+    assert (reduce.calls, reduce.buffers) == (2, 3)  # one gradient buffer for all, a result for each
     assert reduced == [state_of(model.blocks[1]).groups[0].layout.shard_numel] * 2
 
 
@@ -387,7 +386,17 @@ def test_profiler_labels() -> None:
     for found in run_ranks(2, labels):
         for label in ("root_pre_forward", "root_post_backward_callback"):
             assert f"FSDP::{label}" in found
-        for label in ("pre_forward", "post_forward", "pre_backward", "post_backward_reduce"):
+        for label in (
+            "pre_forward",
+            "all_gather",
+            "all_gather_copy_out",
+            "post_forward",
+            "pre_backward",
+            "post_backward_accumulate",
+            "post_backward_reshard",
+            "post_backward_rs_wait",
+            "post_backward_reduce",
+        ):
             assert f"FSDP::{label} (blocks.1)" in found, sorted(found)
         assert "FSDP::forward_prefetch for blocks.1" in found
         assert "FSDP::backward_prefetch for blocks.0" in found

@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.data_mesh import DataMesh, data_mesh, default_mesh, device_of
-from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, explain
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError, explain
 from vescale_fsdp.granularity import GranularityRule, check_patterns
 from vescale_fsdp.group_plan import PlanRules, mark_taken, plan_groups
 from vescale_fsdp.hooked_group import HookedParamGroup
 from vescale_fsdp.module import FSDPModule
 from vescale_fsdp.padding import PaddingPolicy
 from vescale_fsdp.param_group import ParamGroup
+from vescale_fsdp.torch_private import is_replicated
 from vescale_fsdp.unit import FSDPState, attach_state, state_of
 
 __all__ = ["fully_shard"]
@@ -104,7 +105,7 @@ def fully_shard(
     Raises:
         ValueError: for containers without a forward, 0-dim parameters, or a mesh of more than two axes.
         NotImplementedError: for what the runtime does not support.
-        LifecycleError: if a module is sharded twice.
+        MisuseError: if a module is sharded twice.
         LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
     """
     modules = _root_modules(module)
@@ -128,10 +129,19 @@ def fully_shard(
     for plan, group in zip(plans, groups, strict=True):
         mark_taken(plan)
         group.install()
+    for (
+        _,
+        owner,
+    ) in managed:  # torch.compile reads these of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283)
+        vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
     attach_state(FSDPState(modules, groups, mp_policy, reshard, device))
     for each, sharded_class in zip(modules, classes, strict=True):
         each.__class__ = sharded_class
     return module
+
+
+# torch's fully_shard has this function as an attribute, and trainers use it: None for modules not sharded.
+vars(fully_shard)["state"] = state_of
 
 
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
@@ -191,7 +201,7 @@ def _check_module(module: nn.Module) -> None:
             )
         )
     if state_of(module) is not None:
-        raise LifecycleError(
+        raise MisuseError(
             explain(
                 "A module is sharded once.",
                 expected="a module fully_shard was not called on",
@@ -202,12 +212,12 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
-    """The modules of this unit with their names: everything below that no earlier call has taken."""
+    """The modules of this unit with their names: everything below that no earlier call, nor DDP, has taken."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 
     def visit(prefix: str, module: nn.Module) -> None:
-        if module in seen or (state_of(module) is not None):
+        if module in seen or state_of(module) is not None or is_replicated(module):
             return
         seen.add(module)
         found.append((prefix, module))

@@ -118,7 +118,9 @@ class GroupComm:
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
         """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
         if self.custom_all_gather is not None:
-            return self.custom_all_gather(full, shard, self.shard_group, async_op=True)
+            return self.custom_all_gather(
+                output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=True
+            )
         return all_gather_into(full, shard, self.shard_group)
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
@@ -133,7 +135,7 @@ class GroupComm:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The buffer that reductions read (1-D [numel])."""
+        """A buffer that reductions read, or one they write (1-D [numel])."""
         if self.custom_reduce_scatter is not None:
             return self.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
@@ -144,20 +146,23 @@ class GroupComm:
         if before != 1:
             full.div_(before)
         group = self.reduce_group or self.shard_group
+        op = self._op(full.dtype, self.num_shards)
         if self.custom_reduce_scatter is not None:
-            return self.custom_reduce_scatter(shard, full, group, self._op(full.dtype), async_op=True)
-        return reduce_scatter_into(shard, full, self._op(full.dtype), group)
+            return self.custom_reduce_scatter(
+                output_tensor=shard, input_tensor=full, group=group, op=op, async_op=True
+            )
+        return reduce_scatter_into(shard, full, op, group)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place (nothing without one)."""
         if self.replicate_group is not None:
-            work = all_reduce_in_place(shard, self._op(shard.dtype), self.replicate_group)
+            work = all_reduce_in_place(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
             if work is not None:
                 work.wait()
 
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard, in place, where the collective did not average."""
-        if self._op(shard.dtype) is dist.ReduceOp.SUM:
+        if not self._averages(shard.dtype):
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
     def separate_reductions(self, new_group: Callable[[list[int]], dist.ProcessGroup]) -> None:
@@ -166,9 +171,13 @@ class GroupComm:
 
     # -- division -------------------------------------------------------------------------------------
 
-    def _op(self, dtype: torch.dtype) -> dist.ReduceOp.RedOpType:
-        plain = self.divide_factor is None and not self.force_sum and dtype is not torch.float16
-        return dist.ReduceOp.AVG if plain else dist.ReduceOp.SUM
+    def _averages(self, dtype: torch.dtype) -> bool:
+        """Whether the collectives divide."""
+        return self.divide_factor is None and not self.force_sum and dtype is not torch.float16
+
+    def _op(self, dtype: torch.dtype, num_ranks: int) -> dist.ReduceOp.RedOpType:
+        # Of one rank the mean is the sum, and NCCL's AVG is not to be trusted there (torch 2.13, FSDP2's words).
+        return dist.ReduceOp.AVG if self._averages(dtype) and num_ranks > 1 else dist.ReduceOp.SUM
 
     def _total_factor(self) -> float:
         return self.divide_factor if self.divide_factor is not None else float(self.mesh.size())

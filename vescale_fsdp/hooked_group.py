@@ -64,12 +64,8 @@ class HookedParamGroup(ParamGroup):
         for hooked in self._hooked:
             hooked.point_at(self.shard[hooked.param.local])
 
-    def rebind(self) -> None:
-        """As of `ParamGroup`; a shard that moved is what the hooks see from now on."""
-        before = self.shard
-        super().rebind()
-        if self.shard is not before:
-            self._point_at_shard()
+    def _forget_full(self) -> None:
+        self._point_at_shard()
 
     @property
     def _shard_mesh(self) -> DeviceMesh:

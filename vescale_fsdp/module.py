@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp.errors import LifecycleError, UnsupportedOpError, explain
+from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, explain
 from vescale_fsdp.group_comm import AllGather, ReduceScatter
 from vescale_fsdp.layout import ModelLayout
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.schedule import Schedule
+from vescale_fsdp.streams import Stream
 from vescale_fsdp.unit import FSDPState, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -30,7 +32,7 @@ class FSDPModule:
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise LifecycleError(
+        raise MisuseError(
             explain(
                 "A sharded module cannot be deep-copied: its buffers and hooks belong to one module.",
                 expected="deepcopy before fully_shard",
@@ -90,21 +92,29 @@ class FSDPModule:
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients; without, they add up unreduced (``no_sync``)."""
+        """Whether the next backwards reduce gradients; without, they add up unreduced (``no_sync``).
+
+        As in FSDP2 this says the same of the all-reduce over replicas (`set_requires_all_reduce`).
+        """
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
+            for group in state.groups:
+                group.requires_all_reduce = requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside add up gradients without communication; the next one outside reduces them all."""
         states = list(self._states())
-        before = [state.requires_gradient_sync for state in states]
+        before = [(state, state.requires_gradient_sync) for state in states]
+        reduced = [(group, group.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for state, value in zip(states, before, strict=True):
+            for state, value in before:
                 state.requires_gradient_sync = value
+            for group, value in reduced:
+                group.requires_all_reduce = value
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one of this forward's.
@@ -160,6 +170,11 @@ class FSDPModule:
         for group in self._state().groups:
             group.comm.divide_factor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """torch's older name of `set_gradient_divide_factor`."""
+        warnings.warn("Use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit with SUM and divide afterwards."""
         for group in self._state().groups:
@@ -185,33 +200,51 @@ class FSDPModule:
             group.requires_all_reduce = requires_all_reduce
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+        self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
     ) -> None:
-        """Call ``hook(shard)`` on the reduced shard (1-D, reduce dtype) of this module's one group.
+        """Call ``hook(shard)`` on every reduced shard of this module (1-D, reduce dtype).
+
+        Args:
+            hook: changes the shard in place; with replicas it is called after their all-reduce.
+            stream: where it runs; None: where reductions run. What follows waits for it.
 
         Raises:
-            UnsupportedOpError: if a stream is given: the hook runs on the reduce stream.
+            ValueError: with a stream beside replicas, or for groups over several meshes.
         """
-        if stream is not None:
-            raise UnsupportedOpError(
+        groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
+        if stream is not None and any(group.comm.replicate_group is not None for group in groups):
+            raise ValueError(
                 explain(
-                    "The all-reduce hook runs on the reduce stream.",
-                    expected="stream=None",
+                    "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                    expected="stream=None, or a mesh without a replicating axis",
                     got=stream,
-                    todo="switch streams inside the hook, and wait for yours at its end",
+                    where=type(self).__name__,
                 )
             )
-        self._one_group("set_all_reduce_hook").all_reduce_hook = hook
+
+        def run(shard: torch.Tensor) -> None:
+            state.comm.run_beside(stream, lambda: hook(shard))
+
+        for group in groups:
+            group.all_reduce_hook = run
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Use this object for the gathers of this module's one group, and for its buffer."""
-        group = self._one_group("set_custom_all_gather")
-        group.comm.custom_all_gather = comm
-        group.full = None
+        """Use this object for the gathers of this module, and for their buffers.
+
+        Raises:
+            ValueError: for groups over several meshes.
+        """
+        for group in self._groups_of_one_mesh("set_custom_all_gather"):
+            group.use_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Use this object for the reductions of this module's one group, and for their buffer."""
-        self._one_group("set_custom_reduce_scatter").comm.custom_reduce_scatter = comm
+        """Use this object for the reductions of this module, and for their buffers.
+
+        Raises:
+            ValueError: for groups over several meshes.
+        """
+        for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
+            group.comm.custom_reduce_scatter = comm
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reductions a communicator of their own. A collective call: all ranks, same order."""
@@ -249,7 +282,7 @@ class FSDPModule:
             raise _unsupported("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not supported yet."""
+        """Not supported: symmetric memory needs NCCL's allocator under buffers that double as parameters."""
         raise _unsupported("set_symm_mem_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -259,19 +292,20 @@ class FSDPModule:
         for state in self._states(recurse):
             yield from state.groups
 
-    def _one_group(self, method: str) -> ParamGroup:
+    def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
         groups = self._state().groups
-        if len(groups) != 1:
-            raise LifecycleError(
+        meshes = list(dict.fromkeys(group.data.mesh for group in groups))
+        if len(meshes) > 1:
+            raise ValueError(
                 explain(
-                    f"{method} is for modules with one parameter group.",
-                    expected="one dtype, all trainable or all frozen",
-                    got=f"{len(groups)} groups",
+                    f"{method} is for modules whose parameters share one mesh.",
+                    expected="one mesh",
+                    got=meshes,
                     where=type(self).__name__,
-                    todo="shard submodules so that each unit has one group",
+                    todo="shard the parameters with a mesh of their own in a module of their own",
                 )
             )
-        return groups[0]
+        return groups
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop what is in flight. On the root.

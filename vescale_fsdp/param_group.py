@@ -40,13 +40,19 @@ from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.geometry import FlatRange
-from vescale_fsdp.group_comm import Gather, GatherPolicy, GroupComm
+from vescale_fsdp.group_comm import AllGather, Gather, GatherPolicy, GroupComm
 from vescale_fsdp.group_plan import GroupPlan
 from vescale_fsdp.layout import TensorSlot
 from vescale_fsdp.outer import Outer, full_parameter, joint_spec, local_grad, local_part, outer_of
 from vescale_fsdp.placement import RaggedShard
 from vescale_fsdp.streams import Event
-from vescale_fsdp.torch_private import DTensorSpec, foreach_zero_, local_of, post_accumulate_grad_hooks
+from vescale_fsdp.torch_private import (
+    DTensorSpec,
+    foreach_zero_,
+    local_of,
+    post_accumulate_grad_hooks,
+    profiled,
+)
 
 __all__ = ["GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
 
@@ -118,6 +124,7 @@ class ParamGroup:
         self.mp_policy = mp_policy
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.device = device
+        self.label = ""  # for the profiler, once the root knows it
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
@@ -208,7 +215,7 @@ class ParamGroup:
                 view.copy_(local)
             param.sharded._local_tensor = view  # type: ignore[attr-defined]
             param.set_on_modules(param.sharded)
-        self.full = None
+        self._forget_full()
 
     # -- dtypes ---------------------------------------------------------------------------------------
 
@@ -332,6 +339,15 @@ class ParamGroup:
         elif not keep_part:  # the part is out of date once the optimizer has run
             self._part, self.state = None, GroupState.SHARDED
 
+    def use_gather(self, comm: AllGather) -> None:
+        """Gather with a user's object from now on, into buffers of its own."""
+        self.comm.custom_all_gather = comm
+        self._forget_full()
+
+    def _forget_full(self) -> None:
+        """Have the full buffer made anew at the next gather."""
+        self.full = None
+
     def _free_full(self) -> None:
         assert self.full is not None
         self.full.free()
@@ -370,7 +386,7 @@ class ParamGroup:
         for param in self.params:
             param.has_grad = False
         self.grads = None  # a gradient that comes late must not disturb what is being reduced
-        shard = source.flat.new_empty(self.layout.shard_numel)
+        shard = self.comm.allocate_grads(self.layout.shard_numel, source.flat.dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
 
     def recycle(self, source: DBuffer) -> None:
@@ -384,7 +400,7 @@ class ParamGroup:
         if self._unreplicated is not None:
             shard.add_(self._unreplicated)
             self._unreplicated = None
-        if not self.requires_all_reduce:
+        if not self.requires_all_reduce and self.comm.replicate_group is not None:
             self._unreplicated = shard
             return
         self.comm.all_reduce(shard)
@@ -447,5 +463,5 @@ class _GradHook:
         grad, unsharded.grad = unsharded.grad, None
         group, param = self.group(), self.param()
         if grad is not None and group is not None and param is not None:
-            with torch.no_grad():
+            with torch.no_grad(), profiled("FSDP::post_backward_accumulate ", group.label):
                 group.write_grad(param, grad)

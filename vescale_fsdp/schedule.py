@@ -19,7 +19,7 @@ this on recorded streams and finds every access and allocation in order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ class Unit(Protocol):
 
     groups: list[ParamGroup]
     label: str
+    shown: str  # the label in parentheses
     forward_prefetch: list[Any] | None
     backward_prefetch: list[Any] | None
     unshard_in_backward: bool
@@ -140,10 +141,14 @@ class CommContext:
 
     # -- reduce ---------------------------------------------------------------------------------------
 
-    def reduce(self, group: ParamGroup) -> None:
-        """Start a reduction; at most ``max_reductions`` stay in flight."""
+    def make_way(self) -> None:
+        """Finish reductions until one more may start: at most ``max_reductions`` stay in flight."""
         while len(self.in_flight) >= self.max_reductions:
             self.finish_reduction()
+
+    def reduce(self, group: ParamGroup) -> None:
+        """Start a reduction."""
+        self.make_way()
         if self.streams is not None and self.reduce_stream is not None:
             self.reduce_stream.wait_stream(self.streams.current())
         with self._on(self.reduce_stream):
@@ -186,6 +191,17 @@ class CommContext:
         self._compute_waits_for(self.reduce_stream)
         self.in_flight.clear()
 
+    def run_beside(self, stream: Stream | None, work: Callable[[], None]) -> None:
+        """Do a user's work on a stream of theirs (None: where we are), in order with what is before and after."""
+        if self.streams is None or stream is None:
+            work()
+            return
+        here = self.streams.current()
+        stream.wait_stream(here)
+        with self._on(stream):
+            work()
+        here.wait_stream(stream)
+
     # -- host -----------------------------------------------------------------------------------------
 
     def _note_host_copy(self, stream: Stream | None, groups: Sequence[ParamGroup]) -> None:
@@ -219,8 +235,16 @@ class Schedule:
         """Start the all-gathers of a unit; False if they are under way or done."""
         if not any(group.state in _SHARDED for group in unit.groups):
             return False
-        self.comm.gather(unit.groups)
+        with profiled("FSDP::all_gather ", unit.shown):
+            self.comm.gather(unit.groups)
         return True
+
+    def wait(self, unit: Unit) -> None:
+        """Wait for the all-gathers of a unit; its modules then hold full parameters."""
+        with profiled(
+            "FSDP::all_gather_copy_out ", unit.shown
+        ):  # the name trace tools know; nothing is copied
+            self.comm.wait(unit.groups)
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -240,7 +264,7 @@ class Schedule:
     def enter_forward(self, unit: Unit) -> None:
         """A unit starts its forward: gather it, and the unit that comes next."""
         self.gather(unit)
-        self.comm.wait(unit.groups)
+        self.wait(unit)
         self._guessed.discard(unit)
         if not self.in_backward:
             for following in self._next_in_forward(unit):
@@ -278,7 +302,7 @@ class Schedule:
             autograd_engine_callback(self._end_backward)
         if unit.unshard_in_backward:
             self.gather(unit)
-            self.comm.wait(unit.groups)
+            self.wait(unit)
         # On the CPU the gather ahead waits for `leave_backward`: see there.
         if self.comm.streams is not None or unit.backward_prefetch is not None:
             self._prefetch_in_backward(unit)

@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
+# torch 2.11-2.13: which of torch's own parallelisms have taken a module; FSDP2 leaves those of replicate alone.
+from torch.distributed._composable.contract import _get_registry as composable_apis
+
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +66,8 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "is_replicated",
+    "is_view",
     "is_wrapper",
     "local_of",
     "muon_adjust_lr",
@@ -144,6 +149,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The only axis of a mesh split into several (torch 2.11-2.13). A collective call."""
     return mesh._unflatten(0, sizes, names)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another one for autograd (torch 2.11-2.13)."""
+    return tensor._base is not None
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether ``torch.distributed._composable.replicate`` has taken a module (torch 2.11-2.13)."""
+    return "replicate" in (composable_apis(module) or ())
 
 
 def operator_names() -> list[str]:

@@ -17,6 +17,7 @@ loss, called once per chunk) stays gathered until the backward, and each backwar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -28,12 +29,16 @@ from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.schedule import CommContext, Schedule
 from vescale_fsdp.streams import Event, streams_of
-from vescale_fsdp.torch_private import profiled, pytree
+from vescale_fsdp.torch_private import is_view, profiled, pytree
 
 __all__ = ["FSDPState", "attach_state", "state_of"]
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
+_VIEW_WARNING = (
+    "The sharded module {} returned a view. An in-place operation on it (x += y) would drop the hook that gathers "
+    "parameters for its backward, in silence. Use x = x + y, or clone() the output."
+)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -73,7 +78,7 @@ class FSDPState:
         self.backward_prefetch: list[FSDPState] | None = None
         self.comm = CommContext(streams_of(device))
         self.schedule: Schedule | None = None
-        self.label = type(modules[0]).__name__  # for the profiler: the module's name, once the root knows it
+        self.name_it(type(modules[0]).__name__)  # its name in the model, once the root knows it
         self.is_root = False
         self.is_last_backward = True  # as said before the first forward; the root's schedule takes it over
         self.post_optim_event: Event | None = None
@@ -121,13 +126,19 @@ class FSDPState:
                     )
                 )
             below.append(state)
-            state.label = name or type(module).__name__
+            state.name_it(name or type(module).__name__)
         for state in below:
             state.schedule = self.schedule
             state.join(self.comm)
             self.schedule.units.append(state)
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = state is not self
+
+    def name_it(self, label: str) -> None:
+        """Set the unit's name as profiler ranges hold it."""
+        self.label, self.shown = label, f"({label})"
+        for group in self.groups:
+            group.label = self.shown
 
     def join(self, comm: CommContext) -> None:
         """Use these streams; what is in flight may be as much as either allowed."""
@@ -162,11 +173,6 @@ class FSDPState:
             self.post_optim_event = None
         else:
             self.comm.wait_for_compute()
-
-    @property
-    def shown(self) -> str:
-        """The unit's name as profiler ranges hold it."""
-        return f"({self.label})"
 
     def _schedule(self) -> Schedule:
         assert self.schedule is not None
@@ -241,6 +247,8 @@ class FSDPState:
         if torch.is_grad_enabled():
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    if is_view(leaf):
+                        warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
                     leaf.register_hook(self._pre_backward)
         return output
 
@@ -286,6 +294,8 @@ class FSDPState:
         if not self.requires_gradient_sync:
             return
         self._took_part = False
+        with profiled("FSDP::post_backward_rs_wait ", self.shown):
+            self.comm.make_way()
         with profiled("FSDP::post_backward_reduce ", self.shown):
             for group in self.groups:
                 if group.trainable:
