@@ -62,6 +62,7 @@ ORDER = (
     "param_group",
     "hooked_group",
     "schedule",
+    "tensor_tree",
     "unit",
     "module",
     "fully_shard",

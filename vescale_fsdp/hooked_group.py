@@ -181,7 +181,11 @@ class _HookedParam:
         after: Any = self._rows
         if self.param.unsharded is None:
             tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
-            self.param.unsharded = full_parameter(self._without_padding(tensor), self.param.outer)
+            self.param.unsharded = full_parameter(
+                self._without_padding(tensor),
+                self.param.outer,
+                requires_grad=self.param.sharded.requires_grad,
+            )
             kept = [*self.outputs, *inner, self.param.unsharded]
             self._inner = [(each, each._version) for each in kept]
         else:

@@ -162,12 +162,12 @@ def _on_full_mesh(
     return concatenate_meshes(*meshes), placements
 
 
-def full_parameter(view: torch.Tensor, outer: Outer | None) -> nn.Parameter:
+def full_parameter(view: torch.Tensor, outer: Outer | None, *, requires_grad: bool) -> nn.Parameter:
     """The unsharded parameter over a view of the full buffer, as the module's parallel code expects it."""
     if outer is None:
-        return nn.Parameter(view, requires_grad=False)
+        return nn.Parameter(view, requires_grad)
     tensor = DTensor(view, spec_with(outer.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
-    return nn.Parameter(tensor, requires_grad=False)
+    return nn.Parameter(tensor, requires_grad)
 
 
 def local_grad(grad: torch.Tensor, outer: Outer | None) -> torch.Tensor:

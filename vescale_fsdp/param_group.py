@@ -301,7 +301,9 @@ class ParamGroup:
         full = DBuffer(self.layout, flat)
         self.full = full
         for param in self.params:
-            param.unsharded = full_parameter(full.view(param.slot), param.outer)
+            param.unsharded = full_parameter(
+                full.view(param.slot), param.outer, requires_grad=param.sharded.requires_grad
+            )
             param.watched = False
 
     def finish_gather(self) -> None:
@@ -314,7 +316,8 @@ class ParamGroup:
         self._part = self.gathered = None  # not earlier: the gather reads the part
         for param in self.params:
             assert param.unsharded is not None
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
+            if param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
             if param.sharded.requires_grad and not param.watched:
                 param.unsharded.register_post_accumulate_grad_hook(_GradHook(self, param))
                 param.watched = True

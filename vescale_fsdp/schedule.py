@@ -28,7 +28,7 @@ import torch
 
 from vescale_fsdp.param_group import GroupState, ParamGroup, ReducedShard
 from vescale_fsdp.streams import Event, Stream, Streams
-from vescale_fsdp.torch_private import autograd_engine_callback, profiled
+from vescale_fsdp.torch_private import autograd_engine_callback, outside_functorch, profiled
 
 _SHARDED = (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
 
@@ -107,7 +107,7 @@ class CommContext:
         """Start all-gathers, once the buffers freed so far may be used again."""
         if self.gather_stream is not None and self.freed is not None:
             self.gather_stream.wait_event(self.freed)
-        with self._on(self.gather_stream):
+        with self._on(self.gather_stream), outside_functorch():
             for group in groups:
                 group.unshard()
                 if self.gather_stream is not None and group.gathered is None:
@@ -120,8 +120,9 @@ class CommContext:
         """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
         for group in groups:
             if group.state is GroupState.GATHERING:
-                self.settle([group])
-                group.hand_over()
+                with outside_functorch():
+                    self.settle([group])
+                    group.hand_over()
 
     def settle(self, groups: Sequence[ParamGroup]) -> None:
         """See to it that gathers under way have read their shards before the compute stream goes on."""
@@ -134,8 +135,9 @@ class CommContext:
     def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
         """Free full parameters; the next gather waits until the compute stream is done with them."""
         self.wait(groups)
-        for group in groups:
-            group.reshard(keep_part=keep_part)
+        with outside_functorch():
+            for group in groups:
+                group.reshard(keep_part=keep_part)
         if self.streams is not None:
             self.freed = self.streams.current().record_event()
 

@@ -66,12 +66,14 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "in_functorch",
     "is_replicated",
     "is_view",
     "is_wrapper",
     "local_of",
     "muon_adjust_lr",
     "operator_names",
+    "outside_functorch",
     "post_accumulate_grad_hooks",
     "profiled",
     "pytree",
@@ -159,6 +161,17 @@ def is_view(tensor: torch.Tensor) -> bool:
 def is_replicated(module: torch.nn.Module) -> bool:
     """Whether ``torch.distributed._composable.replicate`` has taken a module (torch 2.11-2.13)."""
     return "replicate" in (composable_apis(module) or ())
+
+
+def in_functorch() -> bool:
+    """Whether the caller runs inside a transform of ``torch.func`` (torch 2.11-2.13)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_functorch() -> AbstractContextManager[Any]:
+    """Do what is inside as if no transform of ``torch.func`` were active (torch 2.11-2.13)."""
+    # Its wrapped tensors have no storage to resize, and refuse requires_grad_.
+    return torch._C._DisableFuncTorch() if in_functorch() else nullcontext()
 
 
 def operator_names() -> list[str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.schedule import CommContext, Schedule
 from vescale_fsdp.streams import Event, streams_of
-from vescale_fsdp.torch_private import is_view, profiled, pytree
+from vescale_fsdp.tensor_tree import map_tensors, tensors_of
+from vescale_fsdp.torch_private import in_functorch, is_view, profiled
 
 __all__ = ["FSDPState", "attach_state", "state_of"]
 
@@ -184,11 +185,8 @@ class FSDPState:
         if self.device.type == "cpu":
             return args, kwargs
 
-        def move(value: Any) -> Any:
-            return value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-
         with profiled("FSDP::inputs_to_device", ""):
-            return cast(_Call, pytree.tree_map(move, (args, kwargs)))
+            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs))
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +195,7 @@ class FSDPState:
         if dtype is None or not self.mp_policy.cast_forward_inputs:
             return args, kwargs
         with profiled("FSDP::cast_forward_inputs", ""):
-            return cast(_Call, pytree.tree_map(_caster(dtype), (args, kwargs)))
+            return map_tensors(_caster(dtype), (args, kwargs))
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -209,17 +207,12 @@ class FSDPState:
         # A recomputed forward whose first run left its node in the graph must not add a second one.
         if self._schedule().in_backward and self._outstanding:
             return args, kwargs
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        watched = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not watched:
             return args, kwargs
         self._outstanding += 1
-        passed = _PostBackward.apply(self, *(leaves[i] for i in watched))
-        for i, tensor in zip(watched, passed, strict=True):
-            leaves[i] = tensor
-        return cast(_Call, pytree.tree_unflatten(leaves, tree))
+        passed = iter(_PostBackward.apply(self, *watched))
+        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
     @_eager
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -232,7 +225,7 @@ class FSDPState:
             output = self._watch_outputs(output)
             if self.mp_policy.output_dtype is not None:
                 with profiled("FSDP::cast_forward_outputs", ""):
-                    output = pytree.tree_map(_caster(self.mp_policy.output_dtype), output)
+                    output = map_tensors(_caster(self.mp_policy.output_dtype), output)
         return output
 
     def finish_forward(self) -> None:
@@ -244,13 +237,20 @@ class FSDPState:
             self.comm.reshard(self.groups, keep_part=True)
 
     def _watch_outputs(self, output: Any) -> Any:
-        if torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    if is_view(leaf):
-                        warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
-                    leaf.register_hook(self._pre_backward)
-        return output
+        if not torch.is_grad_enabled():
+            return output
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                if is_view(tensor):
+                    warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
+                tensor.register_hook(self._pre_backward)
+        return map_tensors(self._watch_in_transform, output) if in_functorch() else output
+
+    def _watch_in_transform(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Inside ``torch.func`` an output may not say that it needs a gradient outside."""
+        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        return _PreBackward.apply(self, tensor)  # type: ignore[no-any-return]
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -312,27 +312,54 @@ class FSDPState:
             group.rebind()
 
 
-def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that casts floating-point tensors and passes everything else."""
-
-    def convert(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    return convert
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that casts floating-point tensors and passes others."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 class _PostBackward(torch.autograd.Function):
     """Identity on the inputs whose backward runs after everything inside the module."""
 
+    generate_vmap_rule = True  # the four methods are the form that torch.func can transform
+
     @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
+    def forward(state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.state = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ctx.state.post_backward()
         return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, state: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tangents
+
+
+class _PreBackward(torch.autograd.Function):
+    """Identity on an output whose backward runs before everything inside the module."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: FSDPState, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.state = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        return None, ctx.state._pre_backward(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, state: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return None if tangent is None else _PreBackward.apply(ctx.state, tangent)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -1,0 +1,139 @@
+"""What modules take and return: dataclasses with tensors inside, and tensors wrapped by torch.func."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests import models
+from tests.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import fully_shard
+from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.tensor_tree import map_tensors, tensors_of
+
+
+@dataclass
+class Inner:
+    """A dataclass inside another."""
+
+    hidden: torch.Tensor
+    note: str = "kept"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors at several depths, and what is none."""
+
+    first: torch.Tensor
+    more: list[Inner] = field(default_factory=list)
+    count: int = 0
+
+
+def test_trees_with_dataclasses() -> None:
+    """Tensors are found in a fixed order and replaced in a copy; what holds none keeps its identity."""
+    a, b, c = (torch.full((1,), float(i)) for i in range(3))
+    empty = Inner(None)  # type: ignore[arg-type]
+    tree = {"x": Batch(a, [Inner(b)], 3), "y": (c, "text", empty)}
+
+    doubled = map_tensors(lambda tensor: 2 * tensor, tree)
+
+    assert [t is s for t, s in zip(tensors_of(tree), (a, b, c), strict=True)] == [True] * 3
+    assert [t.item() for t in tensors_of(doubled)] == [0.0, 2.0, 4.0]
+    assert doubled["x"].count == 3 and doubled["x"].more[0].note == "kept"
+    assert doubled["y"][2] is empty and a.item() == 0.0
+    assert map_tensors(lambda tensor: tensor, tree)["x"] is tree["x"]
+
+
+class Block(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, batch: Batch) -> Batch:
+        hidden = batch.more[0].hidden
+        return Batch(batch.first, [Inner(torch.tanh(self.layer(hidden)))], batch.count + 1)
+
+
+class Model(nn.Module):
+    """Blocks that pass a dataclass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> Batch:
+        batch = Batch(x, [Inner(x)])
+        for block in self.blocks:
+            batch = block(batch)
+        return batch
+
+
+def build() -> Model:
+    torch.manual_seed(2)
+    return Model()
+
+
+def through_dataclasses(half: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    ours, theirs = build(), build()
+    seen: list[torch.dtype] = []
+    ours.blocks[1].register_forward_pre_hook(lambda m, args: seen.append(args[0].more[0].hidden.dtype))
+    for shard, model in ((fully_shard, ours), (torch_fully_shard, theirs)):
+        for module in (*model.blocks, model):
+            shard(module, mesh=cpu_mesh(), mp_policy=policy, reshard_after_forward=True)
+        batch = model(models.batch(0, dist.get_rank()))
+        assert batch.count == 2
+        batch.more[0].hidden.float().pow(2).sum().backward()
+    assert seen == [torch.bfloat16 if half else torch.float32]
+    for param, twin in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert isinstance(param.grad, RaggedDTensor)
+        expected = twin.grad.full_tensor()  # type: ignore[union-attr]
+        assert torch.equal(param.grad.full_tensor(), expected) and expected.abs().sum() > 0
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_dataclasses_of_tensors(half: bool) -> None:
+    """Tensors in dataclasses are cast, and bring the parameters back for the backward, as in FSDP2."""
+    run_ranks(2, through_dataclasses, half)
+
+
+def transforms(shard: Any) -> dict[str, list[torch.Tensor]]:
+    x, tangent = models.batch(0, dist.get_rank()), torch.ones(4, 5)
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def sharded() -> models.Stack:
+        model = models.build()
+        for module in (*model.blocks, model):
+            shard(module, mesh=cpu_mesh())
+        return model
+
+    model = sharded()
+    out, moved = torch.func.jvp(model, (x,), (tangent,))
+    (out.sum() + moved.sum()).backward()
+    found["jvp"] = [out, moved, *(p.grad.full_tensor() for p in model.parameters())]  # type: ignore[union-attr]
+    out, pull = torch.func.vjp(sharded(), x)
+    found["vjp"] = [out, *pull(torch.ones_like(out))]
+    found["vmap"] = [torch.func.vmap(sharded())(x)]
+    return found
+
+
+def transformed() -> None:
+    ours, theirs = transforms(fully_shard), transforms(torch_fully_shard)
+    for name, expected in theirs.items():
+        for mine, other in zip(ours[name], expected, strict=True):
+            torch.testing.assert_close(mine, other, msg=name)
+            assert other.abs().sum() > 0, name
+
+
+def test_transforms_of_torch_func() -> None:
+    """jvp, its backward, vjp and vmap of a sharded module give FSDP2's values."""
+    run_ranks(2, transformed)
