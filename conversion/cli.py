@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion.convert import OPTIMIZER_FORMS, ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.open_source import KINDS, open_source
-from vescale_fsdp.conversion.optimizer_form import OPTIMIZER_FORMS
 from vescale_fsdp.conversion.sizes import format_bytes, parse_bytes
 from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.errors import ConversionError, VescaleError

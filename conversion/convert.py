@@ -12,19 +12,18 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
-from vescale_fsdp.conversion.casting import CastRules, CastView
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
-from vescale_fsdp.conversion.optimizer_form import with_optimizer_form
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.state import State, model_state, whole_state
 from vescale_fsdp.conversion.store import split_file
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
+__all__ = ["OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "ConvertReport", "convert"]
 
 TARGETS = ("hf", "dcp", "torch", "zarr", "native")
+OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
 
 @dataclass(frozen=True)
@@ -152,12 +151,13 @@ def _own_config(source: Source) -> dict[str, Any]:
 
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
     assets = Assets(options.assets or _own_assets(source, kind))
-    casts = CastRules.parse(options.dtype)
     warnings = list(source.warnings)
     tied: dict[str, str] = {}
     if kind == "hf":
         state = model_state(source, options.model_prefix)
     else:
+        from vescale_fsdp.conversion.optimizer_form import with_optimizer_form
+
         state = whole_state(source, options.model_prefix, options.prefix)
         state = with_optimizer_form(state, options.optimizer)
     if options.rules is not None:
@@ -168,25 +168,34 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         tied, denied = find_tied_twins(state.views, assets.config)
         warnings += denied
         state = state.without(tied)
-    state = state.filtered(options.include, options.exclude).with_model_views(casts.apply)
-    if kind == "hf":
-        if casts.default is not None:
-            assets.set_weights_dtype(casts.default.name)
-        if assets.config is None:
-            warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+    state = state.filtered(options.include, options.exclude)
+    changed: dict[str, tuple[str, str]] = {}
+    if options.dtype:
+        state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None)
+    if kind == "hf" and assets.config is None:
+        warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
         warnings.append(
             f"safetensors files do not keep the order of a model's parameters: a start on {options.ranks} ranks may "
             "have to move pieces between them, which only costs time"
         )
     plan = _plan_files(state, target, kind, options, assets)
-    changed = {
-        name: (view.inner.info.dtype.name, view.dtype.name)
-        for name, view in state.views.items()
-        if isinstance(view, CastView)
-    }
     dry_run = options.run.dry_run
     return ConvertReport(source, target, plan, state, Outcome(), tied, changed, tuple(warnings), dry_run)
+
+
+def _with_casts(
+    state: State, dtype: Sequence[str], assets: Assets | None
+) -> tuple[State, dict[str, tuple[str, str]]]:
+    """The state with floats cast, the settings told, and the types before and after."""
+    from vescale_fsdp.conversion.casting import CastRules
+
+    casts = CastRules.parse(dtype)
+    cast = state.with_model_views(casts.apply)
+    if assets is not None and casts.default is not None:
+        assets.set_weights_dtype(casts.default.name)
+    types = {name: (state.views[name].info.dtype, view.info.dtype) for name, view in cast.views.items()}
+    return cast, {name: (old.name, new.name) for name, (old, new) in types.items() if old != new}
 
 
 def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[str, Any]) -> State:

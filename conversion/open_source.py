@@ -10,6 +10,7 @@ import os
 import re
 
 from vescale_fsdp.checkpoint.names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store, open_store, split_file
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
@@ -32,7 +33,11 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         CorruptCheckpointError: if something known is there but damaged.
     """
     url = url.rstrip("/") if len(url) > 1 else url
-    folder = open_store(url)
+    with gc_paused():
+        return _open_as(kind, open_store(url), url, trust_pickle=trust_pickle)
+
+
+def _open_as(kind: str | None, folder: Store, url: str, *, trust_pickle: bool) -> Source:
     if kind is None:
         return _open(_detect(folder, url), folder, url, trust_pickle=trust_pickle)
     try:
@@ -131,16 +136,17 @@ def _detect(folder: Store, url: str) -> str:
 
 
 def _folder_kind(files: list[str]) -> str | None:
+    if MANIFEST_NAME in files:
+        return "native"
     from vescale_fsdp.conversion.dcp_source import METADATA_FILE, dcp_folders
+
+    if METADATA_FILE in files:
+        return "dcp"
     from vescale_fsdp.conversion.hf_source import is_shard_file
     from vescale_fsdp.conversion.ranks_source import rank_files
     from vescale_fsdp.conversion.to_zarr import ROOT_FILE
     from vescale_fsdp.conversion.torch_source import BIN_FILE, BIN_INDEX_FILE
 
-    if MANIFEST_NAME in files:
-        return "native"
-    if METADATA_FILE in files:
-        return "dcp"
     if ROOT_FILE in files:
         return "zarr"
     if any(is_shard_file(file) for file in files):

@@ -21,9 +21,7 @@ from vescale_fsdp.conversion.state import State
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["OPTIMIZER_FORMS", "with_optimizer_form"]
-
-OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
+__all__ = ["with_optimizer_form"]
 
 
 def with_optimizer_form(state: State, form: str) -> State:
