@@ -4,7 +4,7 @@ elements."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -20,6 +20,9 @@ from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInf
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
 __all__ = ["open_native", "rank_files"]
+
+
+_MAX_OPEN_FILES = 64
 
 
 class _TensorLeaf(NamedTuple):
@@ -67,28 +70,32 @@ def open_native(store: Store) -> Source:
         facts,
         omitted=tuple(omitted),
         layouts=layouts,
-        checked=_checked(rank_files(store)),
+        checked=_checked(store, manifest),
     )
-
-
-def _checked(files: Mapping[str, Callable[[], OpenRankFile]]) -> Callable[[str], CheckedFile | None]:
-    """Rank files, each opened when it is first read."""
-    return cache(lambda name: files[name]())
 
 
 def _manifest(store: Store) -> Manifest:
     return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
 
 
-def rank_files(store: Store) -> dict[str, Callable[[], OpenRankFile]]:
+def rank_files(store: Store, manifest: Manifest | None = None) -> dict[str, Callable[[], OpenRankFile]]:
     """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes.
 
     Raises:
         CheckpointError, CorruptCheckpointError: as `open_native`; from the callables also.
     """
-    manifest = _manifest(store)
-    files = (RankFile(manifest, rank) for rank in range(manifest.world_size))
-    return {file.name: partial(OpenRankFile, _Files(store), file) for file in files}
+    found = manifest or _manifest(store)
+
+    def open_rank(rank: int) -> OpenRankFile:
+        return OpenRankFile(_Files(store), RankFile(found, rank))
+
+    return {found.file_name(rank): partial(open_rank, rank) for rank in range(found.world_size)}
+
+
+def _checked(store: Store, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
+    """Rank files by name, opened when read; few are kept, since each holds its header and checksums."""
+    files = rank_files(store, manifest)
+    return lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]())
 
 
 class _Files:

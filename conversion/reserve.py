@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,8 +20,10 @@ __all__ = ["reserve"]
 
 @cache
 def _fallocate() -> Callable[..., Any] | None:
+    if sys.maxsize < 2**32:  # offsets of the plain call have 32 bits there
+        return None
     try:
-        found = ctypes.CDLL(None, use_errno=True).fallocate64
+        found = ctypes.CDLL(None, use_errno=True).fallocate
     except (OSError, AttributeError):  # not Linux
         return None
     found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vescale_fsdp.conversion.view import TensorView, read_range
 
 __all__ = ["equal_bytes", "find_tied_twins"]
@@ -50,6 +48,8 @@ def find_tied_twins(
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:
     """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time."""
+    import numpy as np
+
     a, b = left.info, right.info
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.hf_layout import INDEX_FILE, is_weight_file
 from vescale_fsdp.conversion.source import Source
@@ -153,6 +151,8 @@ class _Checker:
                 )
 
     def _read(self, tensor: StoredTensor) -> None:
+        import numpy as np
+
         info = tensor.info
         view = SourceView(self._source, info.name, info.name)
         step = _READ_BYTES // info.dtype.itemsize

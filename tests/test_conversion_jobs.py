@@ -189,3 +189,14 @@ def test_small_tensors_are_read_many_at_a_time(tmp_path: Path) -> None:
     assert len(list(jobs_by_source(file, 2**20))) <= 3
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert len(found) == 1000 and all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_room_is_reserved_before_anything_is_written(tmp_path: Path) -> None:
+    """A created file has its blocks; one that cannot fit is refused at once and leaves nothing."""
+    store = LocalStore(tmp_path)
+    out = store.create("x", 2**20)
+    assert (tmp_path / ".x.partial").stat().st_blocks * 512 >= 2**20
+    out.abort()
+    with pytest.raises(OSError, match=r"(?i)no space|too large"):
+        store.create("y", 2**60)
+    assert list(tmp_path.iterdir()) == []
