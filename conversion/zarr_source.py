@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import zlib
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,12 +23,13 @@ from vescale_fsdp.conversion.source import BoxReader, Source, StoredValue, const
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_box
 from vescale_fsdp.conversion.to_zarr import ATTRIBUTE, ROOT_FILE
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
 
 __all__ = ["open_zarr"]
 
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
 
 
 def open_zarr(store: Store) -> Source:
@@ -48,15 +50,18 @@ def open_zarr(store: Store) -> Source:
         try:
             array = _Array(store, node, found)
             tensors[array.info.name] = array.stored(files)
+            if not array.is_plain:
+                readers[array.info.name] = array.reader()
         except _DAMAGE as error:
             raise _damaged(store, file, error) from error
-        if not array.is_plain:
-            readers[array.info.name] = array.reader()
-    content = (root.get("attributes") or {}).get(ATTRIBUTE) or {}
-    values: dict[str, StoredValue] = {
-        str(name): constant(from_json(value)) for name, value in (content.get("values") or {}).items()
-    }
-    paths = {str(name): tuple(map(_part, parts)) for name, parts in (content.get("paths") or {}).items()}
+    try:
+        content = (root.get("attributes") or {}).get(ATTRIBUTE) or {}
+        values: dict[str, StoredValue] = {
+            str(name): constant(from_json(value)) for name, value in (content.get("values") or {}).items()
+        }
+        paths = {str(name): tuple(map(_part, parts)) for name, parts in (content.get("paths") or {}).items()}
+    except _DAMAGE as error:
+        raise _damaged(store, ROOT_FILE, error) from error
     # Files are listed by name; what is planned from here depends on the order of the state that was saved.
     tensors = {name: tensors[name] for name in (*filter(tensors.__contains__, paths), *tensors)}
     facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
@@ -80,8 +85,8 @@ def _metadata(store: Store, file: str) -> dict[str, Any]:
 def _damaged(store: Store, file: str, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
-            "the metadata of a zarr array cannot be used",
-            expected="zarr v3 metadata of a regular array",
+            "a zarr hierarchy cannot be used",
+            expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
             got=f"{type(error).__name__}: {error}",
             where=f"{store.url}/{file}",
             todo="copy the hierarchy again from where it was made",
@@ -159,14 +164,27 @@ class _Array:
 
     def reader(self) -> BoxReader:
         """Boxes as the zarr library decodes them."""
-        import zarr  # only arrays that are not plain need it
-
         path = f"{self._store.url}/{self._node}" if self._node else self._store.url
+        try:
+            import zarr  # only arrays that are not plain need it
+        except ImportError as error:
+            raise ConversionError(
+                explain(
+                    "an array is compressed or sharded, which the zarr library decodes",
+                    expected="the package zarr (3 or later)",
+                    got=str(error),
+                    where=path,
+                    todo="pip install zarr",
+                )
+            ) from error
         array = zarr.open_array(path, mode="r")
         raw = self.info.dtype.raw
 
         def read(box: Box) -> np.ndarray:
-            values = np.ascontiguousarray(array[box.slices()]).reshape(box.sizes)
+            try:
+                values = np.ascontiguousarray(array[box.slices()]).reshape(box.sizes)
+            except _UNDECODED as error:
+                raise _damaged(self._store, f"{self._node}/{ROOT_FILE}", error) from error
             return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
         return read

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.distributed import cpu_mesh, run_ranks
 from tests.dtype_zoo import same_bytes
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
@@ -159,15 +160,18 @@ def _save_two_dims(folder: str) -> dict[str, torch.Tensor]:
     }
     assert "_StridedShard" in kinds, kinds
     torch.save(state, f"{folder}/model_world_size_4_rank_{dist.get_rank()}.pt")
+    dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
     return full
 
 
 def test_strided_shards_of_two_axes(tmp_path: Path) -> None:
-    """A strided shard cuts what the later axis left: every row comes back to its place."""
+    """A strided shard cuts what the later axis left: every row comes back to its place, from files per rank and from
+    what DCP makes of the same state."""
     (tmp_path / "c").mkdir()
     full = run_ranks(4, _save_two_dims, str(tmp_path / "c"))[0]
-    found, _ = _to_hf(tmp_path / "c", tmp_path)
-    assert sorted(found) == sorted(full) and all(same_bytes(found[name], full[name]) for name in full)
+    for place in (tmp_path / "c" / "dcp", tmp_path / "c"):
+        found, _ = _to_hf(place, tmp_path, run=RunOptions(overwrite=True))
+        assert sorted(found) == sorted(full) and all(same_bytes(found[name], full[name]) for name in full)
 
 
 def test_plain_tensors_of_ranks(tmp_path: Path) -> None:

@@ -138,3 +138,29 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "zarr" / "w" / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array"}')
     with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json"):
         open_source(str(tmp_path / "zarr"))
+    (tmp_path / "zarr" / "zarr.json").write_text(
+        '{"zarr_format": 3, "node_type": "group", "attributes": {"vescale_conversion": [1]}}'
+    )
+    (tmp_path / "zarr" / "w" / "zarr.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"zarr/zarr\.json"):
+        open_source(str(tmp_path / "zarr"))
+
+
+def test_damage_in_what_zarr_decodes_is_named(tmp_path: Path) -> None:
+    """Compressed chunks with flipped bytes, and codecs nobody knows, end in our errors, not in the library's."""
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array("w", shape=(50, 40), dtype="float32", chunks=(50, 40), compressors="auto")
+    array[...] = np.arange(2000, dtype=np.float32).reshape(50, 40) % 7
+    chunk = tmp_path / "zarr" / "w" / "c" / "0" / "0"
+    good = chunk.read_bytes()
+    for bad in (good[:20], b"\0" * len(good)):
+        chunk.write_bytes(bad)
+        source = open_source(str(tmp_path / "zarr"))
+        with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json(.|\n)*copy the hierarchy again"):
+            convert(source, str(tmp_path / "out"), "hf")
+        assert not (tmp_path / "out" / "model.safetensors").exists()
+    chunk.write_bytes(good)
+    settings = tmp_path / "zarr" / "w" / "zarr.json"
+    settings.write_text(settings.read_text().replace("zstd", "zsdt"))
+    with pytest.raises(CorruptCheckpointError, match="zsdt"):
+        open_source(str(tmp_path / "zarr"))
