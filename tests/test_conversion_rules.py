@@ -353,6 +353,33 @@ def test_moments_follow_their_parameters(tmp_path: Path, flat: bool) -> None:
         assert group["lr"] == 0.5 and sorted(group["params"]) == sorted(_llama())
 
 
+def test_moments_of_experts_are_taken_apart_and_grouped(tmp_path: Path) -> None:
+    """Moments of a grouped tensor go to its experts, every one with its step and options; grouped again they are the
+    same state."""
+    source = _hf_folder(tmp_path / "hf", _experts("mlp", "gate_proj", "up_proj", "down_proj"))
+    _convert(source, tmp_path / "grouped.pt", "torch", rules="transformers-moe")
+    model = torch.load(tmp_path / "grouped.pt", weights_only=True)
+    moments = {name: torch.randn_like(value) for name, value in model.items()}
+    state = {name: {"exp_avg": moments[name], "step": torch.tensor(4.0)} for name in model}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(model)}]}
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = {"rules": "transformers-moe", "assets": str(source)}
+    _convert(tmp_path / "dcp", tmp_path / "apart.pt", "torch", rules_to="hf", **options)
+    apart = torch.load(tmp_path / "apart.pt", weights_only=True)
+    prefix = "model.layers.1.mlp.experts."
+    up = apart["optimizer"]["state"][f"{prefix}2.up_proj.weight"]
+    assert same_bytes(up["exp_avg"], moments[f"{prefix}gate_up_proj"][2, 10:]) and up["step"] == 4
+    assert len(apart["model"]) == len(apart["optimizer"]["state"]) == 2 * (3 * 3 + 1) + 1
+    assert sorted(apart["optimizer"]["param_groups"][0]["params"]) == sorted(apart["model"])
+    _convert(tmp_path / "apart.pt", tmp_path / "again.pt", "torch", rules_to="ours", **options)
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert sorted(again["optimizer"]["param_groups"][0]["params"]) == sorted(model)
+    for name, value in state.items():
+        assert same_bytes(again["model"][name], model[name])
+        assert same_bytes(again["optimizer"]["state"][name]["exp_avg"], value["exp_avg"])
+        assert again["optimizer"]["state"][name]["step"] == 4
+
+
 def test_counters_of_parameters_of_one_item(tmp_path: Path) -> None:
     """A parameter with a single item (a scale) is no reason to take steps for moments, nor moments for steps."""
     weights = {"scale": torch.ones(1), "w": torch.ones(3)}
