@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests import models, test_fsdp_scattered
+from tests import models, test_fsdp_scattered, test_fsdp_tensor_hooks
 from tests.distributed import cpu_mesh, run_ranks
+from tests.hooked_tensors import Int8Rows
 from tests.stream_recorder import StreamRecorder, recording
 from vescale_fsdp import Rows, fully_shard, share_comm_ctx
 from vescale_fsdp.param_group import ParamGroup
@@ -254,6 +255,21 @@ def two_roots() -> list[str]:
 def test_no_hazard_where_roots_share_streams() -> None:
     """`share_comm_ctx`: one pair of streams for both, in order."""
     assert run_ranks(1, two_roots) == [[]]
+
+
+def hooked() -> list[str]:
+    """Parameters that are encoded before and decoded behind a gather by hooks of their class."""
+    model = test_fsdp_tensor_hooks.shard(fully_shard, Int8Rows, 8)
+    with recording(model) as recorder:
+        for number in range(3):
+            model(test_fsdp_tensor_hooks.inputs(number)).pow(2).mean().backward()
+    assert recorder.work["stream1"] > 20  # the hooks
+    return recorder.hazards
+
+
+def test_no_hazard_where_classes_gather_themselves() -> None:
+    """Hooks of tensor subclasses run on the gather stream, with its memory."""
+    assert run_ranks(1, hooked) == [[]]
 
 
 class GathersDoNotWaitForFrees(CommContext):

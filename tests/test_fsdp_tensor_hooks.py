@@ -327,3 +327,21 @@ def test_torchao_float8_weights(float8: Any) -> None:
     """torchao's float8 linears, whose weights travel in 8 bits, train as under FSDP2 to the last bit."""
     for ours, theirs in run_ranks(2, train_float8, timeout_s=120.0):
         assert ours == theirs and ours[0] != ours[2]
+
+
+def gathered_in_vain() -> set[Any]:
+    """Metadata that ``post`` was given, where a unit is gathered ahead and does not run before the next step."""
+    Wrapper.calls.clear()
+    model = shard(fully_shard, Int8Rows, 8)
+    expected = model(inputs(0)).detach()
+    last = model._modules.pop("1")
+    with torch.no_grad():
+        model(inputs(0))
+    model._modules["1"] = last
+    assert torch.equal(model(inputs(0)), expected)
+    return {call[1] for call in Wrapper.calls if call[0] == "post"}
+
+
+def test_hooks_run_once_per_gather() -> None:
+    """A gather that nobody used is finished once: its metadata is there, and the next gather has its own."""
+    assert run_ranks(2, gathered_in_vain) == [{"note"}] * 2

@@ -80,8 +80,7 @@ class HookedParamGroup(ParamGroup):
             hooked.start_gather(self.comm, self._shard_mesh, self.mp_policy, self.device)
 
     @torch.no_grad()
-    def finish_gather(self) -> None:
-        """Wait for the all-gathers and let the hooks make the full parameters."""
+    def _finish_gather(self) -> None:
         for hooked in self._hooked:
             hooked.finish_gather(self.compute_dtype)
 

@@ -13,7 +13,7 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
 
 Life cycle (`GroupState`):
 
-    SHARDED --unshard()--> GATHERING --finish_gather(), hand_over()--> UNSHARDED --reshard()--> SHARDED
+    SHARDED --unshard()--> GATHERING --finish_gather()--> GATHERED --hand_over()--> UNSHARDED --reshard()--> SHARDED
     UNSHARDED --reshard(keep_part=True)--> PARTLY_SHARDED --unshard()--> GATHERING
 
 PARTLY_SHARDED is `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the
@@ -63,6 +63,7 @@ class GroupState(Enum):
     SHARDED = auto()  # entered at construction and by reshard()
     PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
     GATHERING = auto()  # entered by unshard(): the all-gather is under way
+    GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
     UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
 
 
@@ -249,7 +250,7 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Start the all-gather on the current stream; `finish_gather` and `hand_over` end it."""
-        if self.state in (GroupState.GATHERING, GroupState.UNSHARDED):
+        if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
             return
         self._start_gather()
         self.state = GroupState.GATHERING
@@ -308,6 +309,11 @@ class ParamGroup:
 
     def finish_gather(self) -> None:
         """Wait for the all-gather (on an accelerator: the current stream, the one it began on, waits)."""
+        assert self.state is GroupState.GATHERING, self.state
+        self._finish_gather()
+        self.state = GroupState.GATHERED
+
+    def _finish_gather(self) -> None:
         assert self.full is not None
         self.full.wait_gather()
 
@@ -330,7 +336,7 @@ class ParamGroup:
         Args:
             keep_part: keep this rank's part over the smaller group, for the gather of the backward.
         """
-        assert self.state is not GroupState.GATHERING, "a gather under way is waited for first"
+        assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
         if self.state is GroupState.UNSHARDED:
             for param in self.params:
                 param.set_on_modules(param.sharded)

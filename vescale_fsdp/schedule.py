@@ -110,7 +110,7 @@ class CommContext:
         with self._on(self.gather_stream), outside_functorch():
             for group in groups:
                 group.unshard()
-                if self.gather_stream is not None and group.gathered is None:
+                if self.gather_stream is not None and group.state is GroupState.GATHERING:
                     # What decodes or copies out behind the collective uses memory of this stream: here, now.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
@@ -119,7 +119,7 @@ class CommContext:
     def wait(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
         for group in groups:
-            if group.state is GroupState.GATHERING:
+            if group.state in (GroupState.GATHERING, GroupState.GATHERED):
                 with outside_functorch():
                     self.settle([group])
                     group.hand_over()
@@ -127,7 +127,7 @@ class CommContext:
     def settle(self, groups: Sequence[ParamGroup]) -> None:
         """See to it that gathers under way have read their shards before the compute stream goes on."""
         for group in groups:
-            if group.state is GroupState.GATHERING and group.gathered is None:
+            if group.state is GroupState.GATHERING:
                 group.finish_gather()
             elif self.streams is not None and group.gathered is not None:
                 self.streams.current().wait_event(group.gathered)
