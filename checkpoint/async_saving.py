@@ -60,10 +60,23 @@ class SaveHandle:
         return self._future.exception()
 
 
-class Stager:
-    """Copies this rank's tensors into one buffer that is kept from save to save."""
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """1D bytes in CPU memory, pinned if there is a GPU.
 
-    def __init__(self) -> None:
+    Filled once: the first touch of fresh pages costs more than the copy itself.
+    """
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+class Stager:
+    """Copies this rank's tensors into one buffer that is kept from save to save.
+
+    Args:
+        allocate: gives 1D bytes in CPU memory; asked again only for a larger state.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = host_memory) -> None:
+        self._allocate = allocate
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -78,8 +91,8 @@ class Stager:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._buffer.numel() < end:
-            # Filled once: the first touch of fresh pages costs more than the copy itself.
-            self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
+            self._buffer = self._allocate(end)
         staged = []
         devices = set()
         for tensor, start in zip(tensors, starts, strict=True):

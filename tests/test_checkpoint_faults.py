@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -60,6 +62,38 @@ def test_every_operation_may_fail(error: Any, tmp_path: Path) -> None:
     assert outcomes >= {(True, False), (False, True)}
     assert fail_at > 12
     assert len(list((tmp_path / "c").glob("data-*"))) == 1
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """The system itself refuses to write on (a limit on file sizes): the error surfaces, the old step stays."""
+    save(tmp_path / "c", _state(1.0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for limit in (0, 1000, 64 << 10, 390_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+            with pytest.raises(OSError, match=r"too large|full|No space") as caught:
+                save(tmp_path / "c", _state(2.0), overwrite=True)
+            assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert torch.equal(_state(1.0)["w"], read_state(tmp_path / "c")["w"].read())
+    assert len(list((tmp_path / "c").glob("data-*"))) == 1
+    save(tmp_path / "c", _state(2.0), overwrite=True)
+    assert verify(tmp_path / "c").ok
+
+
+def test_a_folder_that_is_really_read_only(tmp_path: Path) -> None:
+    """Modes do not stop root, so a file system that is read-only by nature stands in where root runs this."""
+    if os.geteuid():
+        (tmp_path / "c").mkdir(mode=0o500)
+        folder = tmp_path / "c"
+    else:
+        folder = Path("/proc/self/c")
+    with pytest.raises(OSError):  # noqa: PT011  which one depends on the file system
+        save(folder, _state(1.0))
+    assert not (folder / "manifest.json").exists()
 
 
 class _Elsewhere(LocalStorage):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint_states import assert_equal, erase, mixed_state, plain
 from tests.distributed import run_ranks
@@ -261,3 +263,31 @@ def test_memory_urls() -> None:
     assert torch.equal(_state(3.0)["w"], state["w"]) and verify("memory://here/c").ok
     with pytest.raises(CheckpointError, match="already holds"):
         save("memory://here/c", _state(4.0))
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az", "abfs"])
+def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gs:// and az:// URLs find whatever fsspec has for them. (A store in memory stands in: no such server here.)"""
+
+    class Standin(MemoryFileSystem):
+        protocol = scheme
+        store: ClassVar[dict[str, Any]] = {}
+        pseudo_dirs: ClassVar[list[str]] = [""]
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return super()._strip_protocol(path.removeprefix(f"{scheme}://"))  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, scheme, Standin)
+    url = f"{scheme}://bucket/run"
+    manager = CheckpointManager(url, keep_last=2)
+    for step in (1, 2, 3):
+        manager.save(step, _state(step))
+    state = _state(0)
+
+    restored = manager.restore(state)
+
+    assert restored is not None and restored.step == 3 and torch.equal(_state(3)["w"], state["w"])
+    assert manager.steps() == [2, 3] and verify(f"{url}/step-00000003").ok
+    assert sum("manifest.json" in name for name in Standin.store) == 2
+    assert all("bucket/run/step-" in name for name in Standin.store)

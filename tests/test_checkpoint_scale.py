@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
+from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checkpoint_states import mixed_state
@@ -20,6 +23,7 @@ from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Entry, Structure
+from vescale_fsdp.checkpoint.writing import pack_table
 
 
 def _manifest(world: int) -> Manifest:
@@ -121,3 +125,46 @@ def _write_as(path: Path, structure: Structure, world: int) -> None:
     for rank in range(world):
         write_rank_file(storage, FileImage(RankFile(manifest, rank), {"x": whole}, b""))
     commit_manifest(storage, manifest, replace=False)
+
+
+def test_tensors_and_files_beyond_four_gigabytes(tmp_path: Path) -> None:
+    """Sizes and offsets of more than 32 bits: the end of the last of three tensors in a (sparse) file of 7.5 GiB."""
+    numel = (5 << 29) + 3  # 2.5 GiB of bytes each
+    entries = tuple(Entry(name, "uint8", (numel,), 0, ()) for name in "abc")
+    tree = {name: {"$": "tensor", "i": place} for place, name in enumerate("abc")}
+    manifest = build_manifest(
+        [(RankSet.world(1), Structure(tree, entries, ((),), ()))], save_id="2" * 16, world_size=1
+    )
+    file = RankFile(manifest, 0)
+    piece = file.piece_of[2]
+    assert piece.start_bytes > 5 << 30 and file.total_bytes > 15 << 29
+    path = tmp_path / "c" / file.name
+    path.parent.mkdir(parents=True)
+    tail = bytes(range(1, 101))
+    with open(path, "wb") as raw:
+        raw.write(file.header)
+        raw.seek(piece.stop_bytes - len(tail))
+        raw.write(tail)
+        raw.seek(file.table_start)
+        raw.write(pack_table(_checksums_of_a_sparse_file(path, file)))
+    (tmp_path / "c" / "manifest.json").write_bytes(manifest.to_bytes())
+
+    stored = read_state(tmp_path / "c")["c"]
+
+    assert stored.read_flat(numel - 150, numel).tolist() == [0] * 50 + list(tail)
+    assert stored.read_flat(0, 5).tolist() == [0] * 5
+    with safe_open(path, framework="pt") as opened:
+        assert opened.get_slice("c")[numel - 3 :].tolist() == list(tail[-3:])
+
+
+def _checksums_of_a_sparse_file(path: Path, file: RankFile) -> list[int]:
+    """All stripes but the first and the last two are zeros."""
+    os.truncate(path, file.table_start)
+    zeros = xxhash.xxh3_64_intdigest(bytes(file.manifest.stripe_bytes))
+    found = [zeros] * file.num_stripes
+    with open(path, "rb") as raw:
+        for index in (0, file.num_stripes - 2, file.num_stripes - 1):
+            start, stop = file.stripe(index)
+            raw.seek(start)
+            found[index] = xxhash.xxh3_64_intdigest(raw.read(stop - start))
+    return found
