@@ -22,6 +22,9 @@ from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.unit import state_of
 
+WITH_DIMS = pytest.mark.skipif(
+    DataParallelMeshDims is _Absent, reason="this torch has no DataParallelMeshDims"
+)
 OURS, THEIRS = fully_shard, torch_fully_shard
 
 
@@ -131,6 +134,7 @@ def train(
     ]
 
 
+@WITH_DIMS
 @pytest.mark.parametrize(
     "shape, names, shard_names, replicate_names, options, axes",
     [
@@ -180,6 +184,7 @@ def what_modules_see() -> None:
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
+@WITH_DIMS
 def test_modules_see_parameters_on_the_full_mesh() -> None:
     """Inside a forward a parameter is the DTensor it was, on the same mesh object, in the compute dtype."""
     run_ranks(4, what_modules_see)
@@ -194,6 +199,7 @@ def replicated_units() -> list[bool | None]:
     return [state_of(layer).reshard_after_forward for layer in model.layers]  # type: ignore[union-attr]
 
 
+@WITH_DIMS
 def test_replication_only_keeps_everything_everywhere() -> None:
     """Without an axis that shards every rank holds all of every parameter, and nothing is freed between."""
     assert run_ranks(2, replicated_units) == [[False, False]] * 2
@@ -213,6 +219,7 @@ def save_and_load(folder: str) -> None:
         assert torch.equal(state[name].full_tensor(), param), name
 
 
+@WITH_DIMS
 def test_checkpoint_from_a_full_mesh(tmp_path: Any) -> None:
     """What is saved from named axes of a full mesh loads anywhere."""
     run_ranks(4, save_and_load, str(tmp_path))
@@ -249,6 +256,7 @@ def refusals() -> None:
         fully_shard(nn.Sequential(twice.up), mesh=mesh, dp_mesh_dims=dims)
 
 
+@WITH_DIMS
 def test_refusals() -> None:
     """Parameters and names that do not go with the mesh, numbers to reshard to, placement functions."""
     run_ranks(4, refusals)

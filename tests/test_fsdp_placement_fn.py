@@ -14,14 +14,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
-    ShardPlacementResult,
 )
 from torch.distributed.tensor import Replicate, Shard
 
 from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard, Rows, fully_shard
 from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.torch_private import ShardPlacementResult
 from vescale_fsdp.unit import state_of
+
+WITH_RESULTS = pytest.mark.skipif(ShardPlacementResult == (), reason="this torch has no ShardPlacementResult")
 
 
 class Block(nn.Module):
@@ -65,7 +67,7 @@ def shard(shard_fn: Any, reshard: bool | int | None) -> Model:
     for block in model.blocks:
         own = {block.hybrid.weight: hybrid, block.expert.weight: expert}
 
-        def place(param: nn.Parameter, own: dict[nn.Parameter, Any] = own) -> ShardPlacementResult | None:
+        def place(param: nn.Parameter, own: dict[nn.Parameter, Any] = own) -> Any:
             return ShardPlacementResult(Shard(0), own[param]) if param in own else None
 
         shard_fn(block, mesh=mesh, shard_placement_fn=place, reshard_after_forward=reshard)
@@ -110,6 +112,7 @@ def train(reshard: bool | int | None) -> list[tuple[int, int | None]]:
     return [(group.comm.num_shards, group.comm.part_size) for group in state.groups]
 
 
+@WITH_RESULTS
 @pytest.mark.parametrize("reshard, parts", [(None, (None, None, None)), (2, (2, None, None))])
 def test_parameters_with_meshes_of_their_own(reshard: int | None, parts: tuple[int | None, ...]) -> None:
     """One group per set of ranks; gradients are averaged over exactly those, as by FSDP2."""
@@ -164,6 +167,7 @@ def refusals() -> None:
     refused("cannot be cut like this", lambda p: RaggedShard((0,), (3, 4)))
 
 
+@WITH_RESULTS
 def test_refusals() -> None:
     """Meshes that do not say what shards, two objects for the same ranks, placements that cannot be."""
     run_ranks(2, refusals)
