@@ -38,7 +38,7 @@ from vescale_fsdp.schedule import CommContext
 from vescale_fsdp.streams import Streams
 from vescale_fsdp.unit import state_of
 
-__all__ = ["StreamRecorder", "recording"]
+__all__ = ["RecordedStream", "StreamRecorder", "recording"]
 
 Clock = Counter[str]
 HOST = "host"

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests import models, test_fsdp_scattered, test_fsdp_tensor_hooks
 from tests.distributed import cpu_mesh, run_ranks
 from tests.hooked_tensors import Int8Rows
-from tests.stream_recorder import StreamRecorder, recording
+from tests.stream_recorder import RecordedStream, StreamRecorder, recording
 from vescale_fsdp import Rows, fully_shard, share_comm_ctx
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
@@ -152,6 +152,13 @@ def exceptions(recorder: StreamRecorder, model: models.Stack) -> None:
     step(model, 2)
 
 
+def hook_on_a_stream(recorder: StreamRecorder, model: models.Stack) -> None:
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda shard: shard.mul_(0.5), stream=RecordedStream(recorder, "user"))
+    plain(recorder, model)
+    assert recorder.work["user"] == 15
+
+
 def by_hand(recorder: StreamRecorder, model: models.Stack) -> None:
     for number in range(2):
         handle = model.blocks[1].unshard(async_op=True)
@@ -180,6 +187,7 @@ CASES: dict[str, tuple[Callable[[StreamRecorder, models.Stack], None], dict[str,
     "partly used": (partly_used, {}),
     "exceptions": (exceptions, {}),
     "by hand": (by_hand, {}),
+    "hook on a stream": (hook_on_a_stream, {}),
     "offload": (plain, {"offload": True}),
     "offload accumulate": (accumulate, {"offload": True}),
     "offload partly used": (partly_used, {"offload": True}),
