@@ -274,3 +274,40 @@ def _load_good(path: Path) -> None:
     erase(state)
     load(path, state)
     assert assert_equal(expected, plain(state)) > 1000
+
+
+def test_everything_is_durable_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, its folders and the manifest's bytes are synced before the manifest appears, its name after."""
+    events: list[str] = []
+    fsync, link, replace = os.fsync, os.link, os.replace
+
+    def name_of(path: str | os.PathLike[str]) -> str:
+        name = Path(path).name
+        return "data folder" if name.startswith("data-") else "root" if name == "c" else name
+
+    def watched_fsync(file: int) -> None:
+        fsync(file)
+        events.append(f"sync {name_of(os.readlink(f'/proc/self/fd/{file}'))}")
+
+    def watched_link(source: Path, target: Path) -> None:
+        events.append(f"publish {name_of(target)}")
+        link(source, target)
+
+    def watched_replace(source: Path, target: Path) -> None:
+        events.append(f"publish {name_of(target)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "link", watched_link)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    for overwrite in (False, True):
+        events.clear()
+        save(tmp_path / "c", _state(1.0), overwrite=overwrite)
+        assert events == [
+            "sync 00000-of-00001.safetensors",
+            "sync data folder",
+            "sync root",
+            f"sync .manifest.json.{os.getpid()}.tmp",
+            "publish manifest.json",
+            "sync root",
+        ]
