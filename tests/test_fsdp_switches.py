@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from tests import models
@@ -114,12 +115,14 @@ class Counted:
     def __init__(self, name: str, older: str) -> None:
         self.collective = vars(dist).get(name) or vars(dist)[older]
         self.numels: list[int] = []
+        self.ops: list[Any] = []
 
     def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **rest: Any) -> Any:
         self.numels.append(output_tensor.numel())
+        self.ops.append(rest.get("op"))
         return self.collective(output_tensor, input_tensor, **rest)
 
 
@@ -149,6 +152,104 @@ def comms_of_several_groups() -> None:
 def test_custom_collectives_serve_all_groups_of_a_mesh() -> None:
     """Where trainability splits a unit into groups of one mesh, each uses the user's objects and hook."""
     run_ranks(2, comms_of_several_groups)
+
+
+def counted_reductions(module: nn.Module) -> Counted:
+    reduce = Counted("reduce_scatter_single", "reduce_scatter_tensor")
+    assert isinstance(module, FSDPModule)
+    module.set_custom_reduce_scatter(reduce)
+    return reduce
+
+
+def ops_of_reductions() -> list[list[Any]]:
+    def of(policy: MixedPrecisionPolicy, mesh: Any = None, **switches: Any) -> list[Any]:
+        model = shard(mesh, mp_policy=policy)
+        reduce = counted_reductions(model.blocks[1])
+        for name, value in switches.items():
+            getattr(model.blocks[1], name)(value)
+        backward(model)
+        assert all(grad.isfinite().all() for grad in grads_of(model))
+        return [str(op) for op in reduce.ops]
+
+    full, half = MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    return [
+        of(full),
+        of(full, set_force_sum_reduction_for_comms=True),
+        of(full, set_gradient_divide_factor=3.0),
+        of(half),
+        of(full, cpu_mesh(2, 1, names=("replicate", "shard"))),
+    ]
+
+
+def test_operations_of_reductions() -> None:
+    """fp32 averages in the collective; forced sums, factors, fp16 and a single rank sum."""
+    for found in run_ranks(2, ops_of_reductions):
+        assert found == [["RedOpType.AVG"], *[["RedOpType.SUM"]] * 4]
+
+
+def large_half_gradients() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    model(torch.full((1, 2), 30000.0)).sum().backward()
+    assert torch.equal(grads_of(model)[0], torch.full((1, 2), 30000.0))
+
+
+def test_fp16_sums_do_not_overflow() -> None:
+    """Four times 30,000 is more than fp16 holds; gradients are divided before they are summed."""
+    run_ranks(4, large_half_gradients)
+
+
+def reductions_per_backward() -> list[int]:
+    model = shard()
+    reduce = counted_reductions(model.blocks[1])
+    counts = []
+    for forwards in (1, 2, 3):
+        reduce.numels.clear()
+        rank = dist.get_rank()
+        torch.stack([models.loss_of(model, models.batch(n, rank)) for n in range(forwards)]).sum().backward()
+        counts.append(len(reduce.numels))
+        model.zero_grad()
+    with model.no_sync():
+        backward(model)
+    return [*counts, len(reduce.numels) - 1]
+
+
+def test_one_reduction_per_backward() -> None:
+    """Several forwards before one backward cost one reduction, and none without synchronisation."""
+    assert run_ranks(2, reductions_per_backward) == [[1, 1, 1, 0]] * 2
+
+
+class Dropping(models.Stack):
+    """Runs its last block and does not use what comes out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        self.blocks[-1](x)
+        return self.head(x)
+
+
+def last_backward() -> list[bool]:
+    model = models.build()
+    model.__class__ = Dropping
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh())
+    backward(model)
+    there = []
+    for is_last in (False, True):
+        model.zero_grad()
+        model.set_is_last_backward(is_last)
+        backward(model)
+        assert len(grads_of(model.blocks[0])) == len(list(model.blocks[0].parameters()))
+        there.append(len(grads_of(model.blocks[-1])) > 0)
+    assert all(grad.abs().sum() == 0 for grad in grads_of(model.blocks[-1]))
+    return there
+
+
+def test_the_last_backward_reduces_what_none_came_by() -> None:
+    """A unit that ran and got no gradient waits for the last backward, which reduces its zeros."""
+    assert run_ranks(2, last_backward) == [[False, True]] * 2
 
 
 def methods_for_one_mesh() -> None:
