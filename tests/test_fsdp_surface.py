@@ -48,8 +48,11 @@ def reshard_to_part() -> int:
     seen = []
     block = state_of(model.blocks[0]).groups[0]
     model.blocks[1].register_forward_pre_hook(lambda *_: seen.append(block.state))
-    check_steps(model, models.build())
-    states = [block.state]  # the part went when the gather of the backward had read it
+    states: list[GroupState] = []
+    handle = model.embed.register_full_backward_hook(lambda *_: states.append(block.state))
+    check_steps(model, models.build(), 1)
+    handle.remove()  # the part went when the gather of the backward had read it
+    check_steps(model, _copy_of(model), 2)
     with torch.no_grad():
         model(models.batch(0, 0))
         states.append(block.state)
