@@ -258,7 +258,11 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         )
     if version != FORMAT_VERSION:
         raise _corrupt(where, f"version {version!r}")
-    if not _is_sealed(raw, data):
+    try:
+        sealed = _is_sealed(raw, data)
+    except ValueError as error:
+        raise _corrupt(where, str(error)) from error
+    if not sealed:
         raise _corrupt(where, "its checksum does not fit its content")
     return data
 

@@ -145,6 +145,16 @@ def test_unsealed_edit_of_the_manifest(saved: Path) -> None:
     _assert_refused(saved, "manifest.json", "checksum", error=CorruptCheckpointError)
 
 
+def test_a_key_that_occurs_twice(saved: Path) -> None:
+    """Of two equal keys readers may take either: such a manifest is refused although its content adds up."""
+    file = saved / "manifest.json"
+    text = file.read_text()
+    file.write_text(text.replace('"world_size":1', '"world_size":9,"world_size":1', 1))
+    assert json.loads(file.read_text()) == json.loads(text)
+
+    _assert_refused(saved, "manifest.json", "twice", error=CorruptCheckpointError)
+
+
 def test_manifest_of_a_newer_version(saved: Path) -> None:
     """A newer version is named as such, whatever else the manifest holds."""
     _edit(saved, lambda data: data.update(version=FORMAT_VERSION + 1, extra=1), seal=False)
