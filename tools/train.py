@@ -210,6 +210,7 @@ def main() -> None:
     trainer.save(options.out / "final")
     seconds["save"] = time.perf_counter() - start_s
     write_results(trainer, options.out, seconds)
+    dist.barrier()  # gloo's thread lets go of its last tensor before the interpreter ends
     dist.destroy_process_group()
     os._exit(0)  # not a plain return: interpreter shutdown races with gloo's threads, see load_with_fsdp2.py
 
