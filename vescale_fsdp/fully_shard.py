@@ -129,10 +129,8 @@ def fully_shard(
     for plan, group in zip(plans, groups, strict=True):
         mark_taken(plan)
         group.install()
-    for (
-        _,
-        owner,
-    ) in managed:  # torch.compile reads these of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283)
+    for _, owner in managed:
+        # torch.compile reads these of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283).
         vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
     attach_state(FSDPState(modules, groups, mp_policy, reshard, device))
     for each, sharded_class in zip(modules, classes, strict=True):
