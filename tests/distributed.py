@@ -5,7 +5,7 @@ Importing torch costs seconds, so ranks are forked from one server process that 
 
     parent                               worker r (one per rank)
     pickle (fn, args)        ------->    init_process_group(gloo, new key prefix), seed 0, 1 thread
-    wait for all, time-out               fn(*args)
+    wait for all, time-out               fn(*args), wait until all ranks returned or one failed
     results in rank order    <-------    destroy_process_group, result or traceback
 
 What goes wrong ends in one failed test and nothing else: an exception comes back with the rank's traceback
@@ -53,6 +53,8 @@ _PRELOAD = (
     "tests.distributed",
 )
 _GRACE_S = 10.0  # how long ranks may go on after one of them has failed, before the pool is killed
+_LAST_ANSWERS_S = 1.0  # how long the ranks that returned may take to say so after one has hung
+_CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
 _DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
 
 
@@ -142,8 +144,8 @@ class _Pool:
         self._num_calls += 1
         workers = self._workers[:world_size]
         for rank, worker in enumerate(workers):
-            prefix = f"call{self._num_calls}"
-            worker.pipe.send(_Call(sys.path, self._store.port, prefix, rank, world_size, timeout_s))
+            call = _Call(sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s)
+            worker.pipe.send(call)
             worker.pipe.send_bytes(payload)
         results, errors = self._collect(workers, timeout_s)
         if len(results) == world_size:
@@ -155,6 +157,10 @@ class _Pool:
             raise _rank_error(errors, missing, stacks)
         who = f"ranks {missing} of {world_size}"
         raise RankTimeout(f"{who} did not return from {fn.__qualname__} in {timeout_s} s\n{stacks}")
+
+    def _prefix(self) -> str:
+        """What the keys of the current call start with."""
+        return f"call{self._num_calls}"
 
     def _grow(self, world_size: int) -> None:
         """Fork workers until there is one per rank."""
@@ -176,25 +182,28 @@ class _Pool:
         self, workers: list[_Worker], timeout_s: float
     ) -> tuple[dict[int, Any], dict[int, _Failure]]:
         """Results and failures by rank, until all are in or time is up."""
+        assert self._store is not None
         results: dict[int, Any] = {}
         errors: dict[int, _Failure] = {}
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
-        deadline = time.monotonic() + timeout_s
-        while waiting and (left_s := deadline - time.monotonic()) > 0:
-            for pipe in wait(list(waiting), timeout=left_s):
+        deadline, is_late = time.monotonic() + timeout_s, False
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and is_late:
+                break
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                try:
-                    answer = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError):
-                    workers[rank].process.join(1.0)
-                    code = workers[rank].process.exitcode
-                    answer = _Failure(0.0, f"the process died with exit code {code}")  # never a victim
+                answer = _receive(pipe, workers[rank].process)
                 if isinstance(answer, _Failure):
                     errors[rank] = answer
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 else:
                     results[rank] = answer
+            if not is_late and (errors or not ready):
+                # Those that returned wait for those that failed, died or hang no longer.
+                dist.PrefixStore(self._prefix(), self._store).set(_CLOSE, "")
+                is_late, deadline = True, max(deadline, time.monotonic() + _LAST_ANSWERS_S)
         return results, errors
 
     def _dump_stacks(self, workers: list[_Worker]) -> str:
@@ -229,6 +238,15 @@ class _Pool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _receive(pipe: Connection, process: BaseProcess) -> Any:
+    """What a worker sent, or a `_Failure` if it is gone."""
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        process.join(1.0)
+        return _Failure(0.0, f"the process died with exit code {process.exitcode}")  # never a victim
 
 
 def _rank_error(errors: dict[int, _Failure], missing: list[int], stacks: str) -> RankError:
@@ -269,10 +287,12 @@ def _answer(call: _Call, payload: bytes) -> bytes:
     try:
         sys.path[:] = call.sys_path  # pytest adds folders as it collects
         fn, args = pickle.loads(payload)
-        with _process_group(call):
+        with _process_group(call) as store:
             try:
                 torch.manual_seed(0)
-                return pickle.dumps(fn(*args))
+                answer = pickle.dumps(fn(*args))
+                _wait_for_all(store, call)
+                return answer
             except BaseException:  # noqa: BLE001  whatever it is, it belongs to the test that caused it
                 # Before the connections close, which makes the other ranks fail as well.
                 return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
@@ -286,18 +306,31 @@ def _client(store_port: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", store_port, is_master=False)
 
 
+def _wait_for_all(store: dist.Store, call: _Call) -> None:
+    """Return when every rank has come here, or one has failed.
+
+    A rank that closes its connections while another still builds a group over them (gloo, torch 2.13) ends the
+    other's `new_group` with "Connection closed by peer": one pause of a rank at the wrong moment is enough, in
+    a test that makes a mesh and communicates no more.
+    """
+    if store.add("returned", 1) == call.world_size:
+        store.set(_CLOSE, "")
+    store.wait([_CLOSE], timedelta(seconds=call.timeout_s + 60))
+
+
 @contextmanager
-def _process_group(call: _Call) -> Iterator[None]:
-    """A default process group for one call; closing it wakes ranks that wait for this one."""
+def _process_group(call: _Call) -> Iterator[dist.Store]:
+    """A default process group for one call and the store it met over; closing it wakes ranks that wait for this one."""
+    store = dist.PrefixStore(call.store_prefix, _client(call.store_port))
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(call.store_prefix, _client(call.store_port)),
+        store=store,
         rank=call.rank,
         world_size=call.world_size,
         timeout=timedelta(seconds=call.timeout_s + 60),  # a hang is ours to report, not gloo's
     )
     try:
-        yield
+        yield store
     finally:
         dist.destroy_process_group()
         # DTensor remembers decisions by mesh, and the next call's equal mesh has other groups.
