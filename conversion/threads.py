@@ -36,28 +36,45 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
     """Run ``work(shared items)`` in so many threads and wait for all of them.
 
     Raises:
-        BaseException: the first error of any thread, or what interrupted the wait; the others have ended then.
+        BaseException: the first error of any thread, or what interrupted the wait; the others have ended then,
+            unless the wait for their end was interrupted as well.
+
+    Alternatives considered: `Thread.join`, which forgets a thread when Ctrl-C interrupts it (Python 3.11 takes
+    the lock that the running thread holds for its own), so that a second join returns while the thread runs.
     """
     shared = Shared(items)
     errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work(shared)
-        except BaseException as error:  # noqa: BLE001  (raised again below, by the thread that waits)
-            shared.stop()
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, name=f"convert-{number}") for number in range(count)]
-    for thread in threads:
-        thread.start()
+    threads = [_Worker(work, shared, errors, f"convert-{number}") for number in range(count)]
     try:
         for thread in threads:
-            thread.join()
+            thread.start()
+        for thread in threads:
+            thread.ended.wait()
     except BaseException:  # Ctrl-C reaches the waiting thread only
         shared.stop()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:  # else it never ran; if it yet does, it gets no item
+                thread.ended.wait()
         raise
     if errors:
         raise errors[0]
+
+
+class _Worker(threading.Thread, Generic[T]):
+    """A thread that tells of its end by an event, and keeps its error."""
+
+    def __init__(
+        self, work: Callable[[Shared[T]], None], shared: Shared[T], errors: list[BaseException], name: str
+    ) -> None:
+        super().__init__(name=name)
+        self.ended = threading.Event()
+        self._work, self._shared, self._errors = work, shared, errors
+
+    def run(self) -> None:
+        try:
+            self._work(self._shared)
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+            self._shared.stop()
+            self._errors.append(error)
+        finally:
+            self.ended.set()

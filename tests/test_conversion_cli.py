@@ -7,10 +7,12 @@ import io
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from safetensors.torch import load_file
 
 from vescale_fsdp.conversion import cli as cli_module
 from vescale_fsdp.conversion.open_source import KINDS
+from vescale_fsdp.conversion.threads import Shared, in_threads
 
 
 @pytest.fixture
@@ -184,27 +187,36 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
     assert "8,64,512" in result.stderr
 
 
-# Sends itself Ctrl-C when the first file is finished.
+# Sends itself Ctrl-C when the first file is finished, and TIMES - 1 more when the process has seen it.
 INTERRUPTED = """
-import os, signal
+import os, signal, time
 from vescale_fsdp.conversion import journal
 from vescale_fsdp.conversion.cli import main
-record = journal.Journal.record
+record, left = journal.Journal.record, TIMES
 def interrupt(self, *args):
+    global left
     record(self, *args)
-    os.kill(os.getpid(), signal.SIGINT)
+    while left:
+        left -= 1
+        handler = signal.getsignal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        while signal.getsignal(signal.SIGINT) is handler:
+            time.sleep(0.001)
 journal.Journal.record = interrupt
 main()
 """
 
 
-def test_ctrl_c_is_exit_130_and_resume_goes_on(source: str, tmp_path: Path) -> None:
-    """Stopped by hand: no traceback, nothing under a final name, and what to do; --resume keeps what was finished and
-    makes what an undisturbed run makes."""
+@pytest.mark.parametrize(("times", "code"), [(1, 130), (2, -signal.SIGINT)])
+def test_ctrl_c_stops_and_resume_goes_on(source: str, tmp_path: Path, times: int, code: int) -> None:
+    """Stopped by hand: no traceback, nothing under a final name, and what to do; the second time at once, without
+    words. --resume keeps what was finished and makes what an undisturbed run makes."""
     options = ["--max-shard-size", "100", "--threads", "1"]
-    command = [sys.executable, "-c", INTERRUPTED, "to-hf", source, str(tmp_path / "out"), *options]
+    script = INTERRUPTED.replace("TIMES", str(times))
+    command = [sys.executable, "-c", script, "to-hf", source, str(tmp_path / "out"), *options]
     stopped = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert stopped.returncode == 130 and "--resume" in stopped.stderr and "Traceback" not in stopped.stderr
+    assert stopped.returncode == code and "Traceback" not in stopped.stderr
+    assert ("--resume" in stopped.stderr) == (times == 1)
     left = os.listdir(tmp_path / "out")
     assert left and all(name.startswith(".") for name in left)
     report = json.loads(_run("to-hf", source, str(tmp_path / "out"), *options, "--resume", "--json").stdout)
@@ -213,6 +225,21 @@ def test_ctrl_c_is_exit_130_and_resume_goes_on(source: str, tmp_path: Path) -> N
     names = sorted(os.listdir(tmp_path / "expected"))
     assert sorted(os.listdir(tmp_path / "out")) == names and len(names) == 3
     assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "expected" / n).read_bytes() for n in names)
+
+
+def test_threads_have_ended_when_ctrl_c_is_raised() -> None:
+    """Ctrl-C in the middle of a piece of work: the piece is finished, no other is begun, and only then is it raised."""
+    done: list[int] = []
+
+    def work(shared: Shared[int]) -> None:
+        for item in shared:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            done.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(1, work, range(3))
+    assert done == [0]
 
 
 @pytest.mark.parametrize("quiet", [False, True])
