@@ -53,7 +53,7 @@ _PRELOAD = (
     "tests.distributed",
 )
 _GRACE_S = 10.0  # how long ranks may go on after one of them has failed, before the pool is killed
-_LAST_ANSWERS_S = 1.0  # how long the ranks that returned may take to say so after one has hung
+_LAST_ANSWERS_S = 2.0  # how long the ranks that returned may take to say so after one has hung
 _CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
 _DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
 
@@ -101,7 +101,7 @@ def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
     """Call ``fn(*args)`` on every one of ``world_size`` gloo ranks.
 
     Args:

@@ -162,7 +162,7 @@ def test_parity(
     The parameters live on the axes one expects.
     """
     dims = DataParallelMeshDims(shard=shard_names, replicate=replicate_names)
-    results = run_ranks(math.prod(shape), train, shape, names, dims, options, timeout_s=120.0)
+    results = run_ranks(math.prod(shape), train, shape, names, dims, options)
 
     found = results[0]
     assert {mesh_names for mesh_names, _ in found} == {axes}

@@ -140,7 +140,7 @@ def test_parity_with_one_process(
     shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     """Gradients and parameters after AdamW steps are those of one process, on 2-D and 3-D meshes."""
-    results = run_ranks(math.prod(shape), train, shape, names, options, timeout_s=120.0)
+    results = run_ranks(math.prod(shape), train, shape, names, options)
 
     numel = sum(p.numel() for p in build().parameters())
     assert all(0 < held < numel for held, _ in results)
