@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -195,7 +196,11 @@ class GroupCoordinator(Coordinator):
         return set(items).intersection(*everyone)
 
 
-_groups: dict[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# By group asked for, then by use. Weak, since a group that is kept after `destroy_process_group` keeps its threads and
+# sockets: one more set of them for each restart inside a process.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:
@@ -215,10 +220,8 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     rank_of = {rank: place for place, rank in enumerate(ranks)}
     if all(rank == place for rank, place in rank_of.items()):
         rank_of = None  # type: ignore[assignment]
-    known = _groups.get((id(base), use))
-    if known is None or known[0] is not base:
+    known = _groups.setdefault(base, {})
+    if use not in known:
         whole_world = len(ranks) == dist.get_world_size()
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole_world)
-        known = (base, made)
-        _groups[(id(base), use)] = known
-    return GroupCoordinator(known[1], rank_of)
+        known[use] = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole_world)
+    return GroupCoordinator(known[use], rank_of)

@@ -410,7 +410,9 @@ def main() -> None:
 
     A second Ctrl-C ends the process at once, whatever it waits for: what is on the disk is as safe as after a crash.
     """
-    before = signal.signal(signal.SIGINT, _interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as shells start jobs in the background
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         code = _run()
     finally:

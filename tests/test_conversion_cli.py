@@ -203,6 +203,7 @@ def interrupt(self, *args):
         while signal.getsignal(signal.SIGINT) is handler:
             time.sleep(0.001)
 journal.Journal.record = interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests themselves may run in the background
 main()
 """
 
@@ -237,8 +238,12 @@ def test_threads_have_ended_when_ctrl_c_is_raised() -> None:
             time.sleep(0.2)
             done.append(item)
 
-    with pytest.raises(KeyboardInterrupt):
-        in_threads(1, work, range(3))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_threads(1, work, range(3))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done == [0]
 
 
