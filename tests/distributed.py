@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -42,7 +43,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import _redistribute, debug
 
 __all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks"]
 
@@ -273,6 +274,7 @@ def _serve(pipe: Connection, stack_file: str, parent_pid: int) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # host names need not resolve
     torch.set_num_threads(1)
+    gc.freeze()  # what torch brought is not looked at after every call
     while True:
         try:
             call = pipe.recv()
@@ -333,8 +335,12 @@ def _process_group(call: _Call) -> Iterator[dist.Store]:
         yield store
     finally:
         dist.destroy_process_group()
-        # DTensor remembers decisions by mesh, and the next call's equal mesh has other groups.
+        # DTensor remembers decisions by mesh, and the next call's equal mesh has other groups. Who remembers a mesh
+        # also keeps the threads and sockets of its groups, hundreds of them by the end of a session.
         debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        gc.collect()
 
 
 def _die_with_parent(parent_pid: int) -> None:
