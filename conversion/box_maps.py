@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
@@ -71,6 +73,9 @@ class RenameView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.inner.read_into(box, out)
 
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return self.inner.sources()
+
     def identity(self) -> str:
         return self.inner.identity()
 
@@ -88,6 +93,9 @@ class _OneInput(TensorView):
     def info(self) -> TensorInfo:
         found = self.inner.info
         return TensorInfo(found.name, self._shape(found.shape), found.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return self.inner.sources()
 
     def _require(self, dim: int, fits: Callable[[int], bool], problem: str, expected: str) -> None:
         """Refuse an inner tensor without this dim, or with a size there that does not fit."""
@@ -110,6 +118,9 @@ class _ManyInputs(TensorView):
     def info(self) -> TensorInfo:
         first = self.parts[0].info
         return TensorInfo(first.name, self._shape(first.shape), first.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return chain.from_iterable(part.sources() for part in self.parts)
 
     def _require_alike(self, problem: str, alike: Callable[[tuple[int, ...]], object]) -> None:
         """Refuse parts whose types or relevant sizes differ from the first one's."""
@@ -408,6 +419,9 @@ class ZerosView(TensorView):
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         out[...] = np.zeros((), dtype=out.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return iter(())
 
     def identity(self) -> str:
         return f"zeros({self.made.shape})"

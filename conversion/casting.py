@@ -7,12 +7,13 @@ are never cast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
+from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
@@ -122,6 +123,9 @@ class CastView(TensorView):
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
         out[...] = cast_array(raw, source, self.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return self.inner.sources()
 
     def identity(self) -> str:
         return f"{self.inner.identity()} as {self.dtype.name}"

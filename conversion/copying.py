@@ -23,6 +23,7 @@ import xxhash
 
 from vescale_fsdp.conversion.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart
 from vescale_fsdp.conversion.jobs import Job, MoveJob, Segment, jobs_by_source, jobs_in_order, steps, writes
+from vescale_fsdp.conversion.proving import prove_whole
 from vescale_fsdp.conversion.store import OutputFile
 from vescale_fsdp.conversion.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, explain
@@ -107,8 +108,10 @@ class _WorkingFile:
         nbytes = 0
         for start, stop, moves in steps(job, len(buffer)):
             data = buffer[: stop - start]
-            job.source.store.read_into(job.file, start, data)
-            if job.stripe is not None:
+            if job.stripe is None:
+                job.source.read_bytes(job.file, start, data)
+            else:  # read once, and proven at the stripe's end
+                job.source.store.read_into(job.file, start, data)
                 stripe.update(data)
             for move in moves:
                 at = move.offset - start
@@ -195,6 +198,7 @@ class _Copier:
             self.buffers.put(buffer)
 
     def close(self, file: _WorkingFile) -> None:
+        prove_whole(file.plan)
         file.out.finish()
         with self.lock:
             self.on_finished(file.plan, file.digest())

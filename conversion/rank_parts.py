@@ -49,12 +49,12 @@ def stored_tensor(name: str, held: Sequence[RankPart]) -> StoredTensor:
     first = held[0].ref
     if isinstance(first, TensorRef):
         box = whole_box(first.shape)
-        chunks = _chunks(held[0], first, box)
+        chunks = _chunks(name, held[0], first, box)
         return StoredTensor(TensorInfo(name, first.shape, first.dtype), tuple(chunks))
     parts: dict[Box, StoredChunk] = {}
     for part in held:
         for box, ref in _boxes(name, part, held):
-            for chunk in _chunks(part, ref, box):
+            for chunk in _chunks(name, part, ref, box):
                 parts.setdefault(box, chunk)  # replicas hold the same
     return StoredTensor(TensorInfo(name, first.shape, _dtype(first)), tuple(parts.values()))
 
@@ -66,21 +66,28 @@ def differing_files(held: Sequence[RankPart]) -> tuple[str, ...]:
 
     def content(part: RankPart) -> tuple[Any, ...]:
         ref: TensorRef = part.ref
-        crc = part.archive.storage_crc(ref.storage_key) if 0 not in ref.shape else 0
+        crc = _crc(part.archive, ref.storage_key) if 0 not in ref.shape else 0
         return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, crc)
 
     expected = content(held[0])
     return tuple(part.file for part in held[1:] if content(part) != expected)
 
 
+def _crc(archive: TorchArchive, key: str) -> int:
+    saved = archive.storage_crc(key)
+    return archive.find_crc(key) if saved is None else saved
+
+
 def _dtype(ref: ShardRef | PiecesRef) -> DType:
     return ref.local.dtype if isinstance(ref, ShardRef) else ref.dtype
 
 
-def _chunks(part: RankPart, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
+def _chunks(name: str, part: RankPart, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
     if box.numel:
         offset = part.archive.tensor_offset(ref)
-        yield StoredChunk(box, part.file, offset, box.numel * ref.dtype.itemsize, ref.strides)
+        checked = part.archive.checked_run(part.file, 0, ref.storage_key, f"tensor {name} in {part.file}")
+        nbytes = box.numel * ref.dtype.itemsize
+        yield StoredChunk(box, part.file, offset, nbytes, ref.strides, checked=checked)
 
 
 def _boxes(name: str, part: RankPart, held: Sequence[RankPart]) -> Iterator[tuple[Box, TensorRef]]:

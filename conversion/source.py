@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
+from vescale_fsdp.conversion.checked_runs import CheckedRun, CheckedRuns
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, flat_start
 from vescale_fsdp.conversion.torch_archive import TorchArchive
@@ -81,6 +82,14 @@ class _Interval(NamedTuple):
     offset: int
 
 
+class _Located(NamedTuple):
+    """Where a chunk's first item lies in its file, its strides there, and the run with a checksum around it."""
+
+    offset: int
+    strides: tuple[int, ...]
+    checked: CheckedRun | None
+
+
 @dataclass
 class Source:
     """One opened checkpoint.
@@ -96,7 +105,8 @@ class Source:
         file: name of the one file that is the whole checkpoint; empty for a folder.
         omitted: entries that this package cannot carry over (values that differ per rank).
         layouts: how groups of tensors were sharded, where the format knows.
-        checked: a file's checksums by its name, where the format has some that reading can compare.
+        checked: a file's checksums by its name, where the format has them for stripes of whole files; other
+            formats have them for runs of bytes (see `checked_runs`).
         facts: lines worth telling people (``inspect`` prints them).
         warnings: what a conversion from here must tell people, since the format leaves it open.
     """
@@ -114,7 +124,8 @@ class Source:
     layouts: tuple[GroupLayout, ...] = ()
     checked: Callable[[str], CheckedFile | None] = lambda _: None
     warnings: tuple[str, ...] = ()
-    _located: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _located: dict[tuple[str, int], _Located] = field(default_factory=dict)
+    _runs: CheckedRuns = field(default_factory=CheckedRuns)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
     _proven: dict[str, set[int]] = field(default_factory=dict)
 
@@ -173,7 +184,8 @@ class Source:
         read_box(self, self.tensors[name], box, out)
 
     def read_bytes(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched.
+        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched, runs with
+        checksums when the last of their bytes has been read.
 
         Raises:
             CorruptCheckpointError: if the file is too short or its bytes are not those that were saved.
@@ -187,6 +199,30 @@ class Source:
                     checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
                     proven.add(index)
         self.store.read_into(file, offset, buffer)
+        self._runs.saw(file, offset, buffer)
+
+    def prove(self, name: str) -> None:
+        """Read what nobody has read yet of the runs with checksums that hold a tensor.
+
+        Raises:
+            CorruptCheckpointError: if bytes are not those that were saved.
+        """
+        tensor = self.tensors[name]
+        for run in [self.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]:
+            if run is not None:
+                self.prove_run(run)
+
+    def prove_run(self, run: CheckedRun) -> None:
+        """Read what nobody has read yet of a `checked_run`; raises as `prove`."""
+        while gaps := self._runs.unseen(run):
+            for gap in gaps:
+                for start in range(*gap, _SCRATCH_BYTES):
+                    nbytes = min(_SCRATCH_BYTES, gap[1] - start)
+                    self.read_bytes(run.file, start, memoryview(bytearray(nbytes)))
+
+    def checked_run(self, info: TensorInfo, chunk: StoredChunk) -> CheckedRun | None:
+        """The run with a checksum that holds a chunk, if there is one."""
+        return self._locate(info, chunk).checked
 
     def runs(self, name: str, start: int, stop: int) -> list[ByteRun] | None:
         """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
@@ -229,14 +265,23 @@ class Source:
 
     def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
         """Byte offset of a chunk's first item in its file, and its strides there."""
-        if not chunk.is_archive:
-            return chunk.offset, chunk.strides or contiguous_strides(chunk.box.sizes)
-        key = (chunk.file, chunk.offset)
-        if key not in self._located:
-            self._located[key] = self._locate_in_archive(info, chunk)
-        return self._located[key]
+        found = self._locate(info, chunk)
+        return found.offset, found.strides
 
-    def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
+    def _locate(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
+        if chunk.is_archive:
+            key = (chunk.file, chunk.offset)
+            if key not in self._located:
+                self._located[key] = self._locate_in_archive(info, chunk)
+            found = self._located[key]
+        else:
+            strides = chunk.strides or contiguous_strides(chunk.box.sizes)
+            found = _Located(chunk.offset, strides, chunk.checked)
+        if found.checked is not None:
+            self._runs.add(found.checked)
+        return found
+
+    def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
         where = f"tensor {info.name} in {self.store.url}/{chunk.file} at byte {chunk.offset}"
         archive = TorchArchive(
             lambda offset, nbytes: self.store.read(chunk.file, chunk.offset + offset, nbytes),
@@ -255,4 +300,5 @@ class Source:
                     todo="the files are from different saves: copy the checkpoint again as one",
                 )
             )
-        return chunk.offset + archive.tensor_offset(ref), ref.strides
+        checked = archive.checked_run(chunk.file, chunk.offset, ref.storage_key, where)
+        return _Located(chunk.offset + archive.tensor_offset(ref), ref.strides, checked)

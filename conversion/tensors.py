@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from vescale_fsdp.conversion.checked_runs import CheckedRun
 from vescale_fsdp.conversion.dtypes import DType
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
@@ -51,6 +52,7 @@ class StoredChunk:
         nbytes: length of what lies there.
         strides: in items, of the box in the file; None for row-major.
         is_archive: the bytes at ``offset`` are a torch.save archive that holds the box.
+        checked: the run of bytes with a checksum in which it lies; None if there is none, or an archive says.
     """
 
     box: Box
@@ -59,6 +61,7 @@ class StoredChunk:
     nbytes: int
     strides: tuple[int, ...] | None = None
     is_archive: bool = False
+    checked: CheckedRun | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vescale_fsdp.conversion.checked_runs import CheckedRun
+from vescale_fsdp.conversion.crc import CRC32
 from vescale_fsdp.conversion.unpickle import TensorRef, load_tensor_pickle
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
@@ -24,6 +26,7 @@ __all__ = ["ReadRange", "TorchArchive"]
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
 
 _HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data
+_READ_BYTES = 2**20  # 1 MiB
 _TAIL_BYTES = 4096  # holds the whole directory of a one-tensor archive; larger ones take a second read
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -75,15 +78,33 @@ class TorchArchive:
         record = self._records[name]
         return self._data_offset(record), record.nbytes
 
-    @property
-    def storage_keys(self) -> list[str]:
-        """The keys of all storages."""
-        start = f"{self._prefix}/data/"
-        return [name.removeprefix(start) for name in self._records if name.startswith(start)]
+    def storage_crc(self, key: str) -> int | None:
+        """CRC-32 of a storage's bytes, as they were written; None in an archive without checksums.
 
-    def storage_crc(self, key: str) -> int:
-        """CRC-32 of a storage's bytes, as they were written."""
-        return self._records[f"{self._prefix}/data/{key}"].crc
+        ``torch.serialization.set_crc32_options(False)`` leaves a zero with every record, those that are never
+        empty too.
+        """
+        return self._records[f"{self._prefix}/data/{key}"].crc if self._has_crcs else None
+
+    @cached_property
+    def _has_crcs(self) -> bool:
+        return any(record.crc for record in self._records.values())
+
+    def find_crc(self, key: str) -> int:
+        """CRC-32 of a storage's bytes as they are now; reads them all."""
+        start, nbytes = self.storage_range(key)
+        crc = 0
+        for at in range(start, start + nbytes, _READ_BYTES):
+            data = self._read(at, min(_READ_BYTES, start + nbytes - at))
+            crc = CRC32.combine(crc, CRC32.of(data), len(data))
+        return crc
+
+    def checked_run(self, file: str, start: int, key: str, where: str) -> CheckedRun | None:
+        """A storage's bytes and their checksum, if there is one; the archive begins at byte ``start`` of the
+        file."""
+        offset, nbytes = self.storage_range(key)
+        crc = self.storage_crc(key)
+        return None if crc is None else CheckedRun(file, start + offset, nbytes, CRC32, lambda: crc, where)
 
     def tensor_offset(self, ref: TensorRef) -> int:
         """Byte offset, within the archive, of a tensor's first item; checks that all its items are there."""

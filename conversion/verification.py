@@ -9,7 +9,6 @@ disk has spoken.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.hf_layout import INDEX_FILE, is_weight_file
 from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor
+from vescale_fsdp.conversion.tensors import StoredTensor
 from vescale_fsdp.conversion.threads import Shared, in_threads
-from vescale_fsdp.conversion.torch_archive import TorchArchive
 from vescale_fsdp.conversion.view import SourceView, read_range
 from vescale_fsdp.errors import VescaleError
 
@@ -117,38 +115,17 @@ class _Checker:
             check()
 
     def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
-        for chunk in tensor.chunks:
-            if chunk.file:
-                self._source.locate(tensor.info, chunk)
+        runs = [self._source.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
         if not deep:
             return
-        archives = [chunk for chunk in tensor.chunks if chunk.is_archive]
-        for chunk in archives:
-            self._archive(tensor.info.name, chunk)
-        if not archives:
+        for run in runs:
+            if run is not None:
+                with _noting(self._problems, tensor.info.name):
+                    self._source.prove_run(run)
+                self.checksums += 1
+                self._count(run.nbytes)
+        if not runs or None in runs:
             self._read(tensor)
-
-    def _archive(self, name: str, chunk: StoredChunk) -> None:
-        store = self._source.store
-        archive = TorchArchive(
-            lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
-            chunk.nbytes,
-            where=f"{name} in {store.url}/{chunk.file} at byte {chunk.offset}",
-            trust=self._source.trust_pickle,
-        )
-        for key in archive.storage_keys:
-            start, nbytes = archive.storage_range(key)
-            crc = 0
-            for data in _pieces(store.read, chunk.file, chunk.offset + start, nbytes):
-                crc = zlib.crc32(data, crc)
-                self._count(len(data))
-            self.checksums += 1
-            if crc != archive.storage_crc(key):
-                self._problems.append(
-                    f"{name}: the data of {chunk.file} at byte {chunk.offset + start} does not have the checksum "
-                    f"it was saved with (expected {archive.storage_crc(key):08x}, got {crc:08x}); "
-                    "use another copy, unless it was saved with torch's crc32 option off"
-                )
 
     def _read(self, tensor: StoredTensor) -> None:
         import numpy as np
@@ -163,11 +140,6 @@ class _Checker:
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._progress(nbytes)
-
-
-def _pieces(read: Callable[[str, int, int], bytes], file: str, offset: int, nbytes: int) -> Iterator[bytes]:
-    for start in range(offset, offset + nbytes, _READ_BYTES):
-        yield read(file, start, min(_READ_BYTES, offset + nbytes - start))
 
 
 def _folder_problems(source: Source) -> list[str]:

@@ -7,6 +7,7 @@ views, so that a renamed, cast, stacked tensor streams in small parts like any o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -38,6 +39,10 @@ class TensorView(ABC):
         return None
 
     @abstractmethod
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        """The stored tensors it is made from."""
+
+    @abstractmethod
     def identity(self) -> str:
         """Where its values come from; two runs with equal identities read the same things."""
 
@@ -60,6 +65,9 @@ class SourceView(TensorView):
 
     def runs(self, start: int, stop: int) -> list[ByteRun] | None:
         return self.source.runs(self.source_name, start, stop)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        yield self.source, self.source_name
 
     def identity(self) -> str:
         return f"{self.source.fingerprint} {self.source_name}"

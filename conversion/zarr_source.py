@@ -16,6 +16,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from vescale_fsdp.conversion.checked_runs import CheckedRun
+from vescale_fsdp.conversion.crc import CRC32C
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
 from vescale_fsdp.conversion.json_values import from_json
 from vescale_fsdp.conversion.nesting import ListIndex
@@ -28,6 +30,7 @@ from vescale_fsdp.geometry import Box, contiguous_strides
 
 __all__ = ["open_zarr"]
 
+_CRC_BYTES = 4
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
 
@@ -141,11 +144,24 @@ class _Array:
             file = self._chunk_file(index)
             if file in files:
                 self._check_size(file, nbytes)
-            found.append(StoredChunk(Box(offsets, sizes), file if file in files else "", 0, nbytes, strides))
+            box, checked = Box(offsets, sizes), self._checked(file, nbytes)
+            stored = StoredChunk(box, file, 0, nbytes, strides, checked=checked)
+            found.append(stored if file in files else StoredChunk(box, "", 0, nbytes, strides))
         return StoredTensor(self.info, tuple(found))
 
+    def _checked(self, file: str, nbytes: int) -> CheckedRun | None:
+        """The bytes before the checksum at the end of a chunk's file."""
+        if "crc32c" not in self._codecs:
+            return None
+
+        def saved() -> int:
+            return int.from_bytes(self._store.read(file, nbytes, _CRC_BYTES), "little")
+
+        where = f"tensor {self.info.name} in {self._store.url}/{file}"
+        return CheckedRun(file, 0, nbytes, CRC32C, saved, where)
+
     def _check_size(self, file: str, nbytes: int) -> None:
-        expected = nbytes + (4 if "crc32c" in self._codecs else 0)
+        expected = nbytes + (_CRC_BYTES if "crc32c" in self._codecs else 0)
         size = self._store.required_size(file)
         if size != expected:
             raise CorruptCheckpointError(

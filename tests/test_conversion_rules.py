@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.expressions import evaluate
 from vescale_fsdp.conversion.key_rules import Pattern, load_rules, shipped_rules
 from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView, read_range
 from vescale_fsdp.errors import ConversionError
@@ -49,6 +51,9 @@ class _Array(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         index: tuple[Any, ...] = (*box.slices(), ...)
         out[...] = self._array[index].view(out.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return iter(())
 
     def identity(self) -> str:
         return "array"

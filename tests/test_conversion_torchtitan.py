@@ -3,7 +3,7 @@ embeddings make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tests.torchtitan_names import NAMES, expand
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.key_rules import load_rules, shipped_rules
 from vescale_fsdp.conversion.rule_application import apply_rules
+from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError
@@ -62,6 +63,9 @@ class _Named(TensorView):
         return self._info
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
+        raise AssertionError("rules are planned without reading")
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
         raise AssertionError("rules are planned without reading")
 
     def identity(self) -> str:
