@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -396,10 +396,15 @@ def _summary(report: ConvertReport) -> str:
     if report.dropped_optimizer:
         lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:
-        lines.append(f"left out: {', '.join(report.dropped_others)}")
+        lines.append(f"left out: {_some(report.dropped_others)}")
     lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
     lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
     return "\n".join(lines)
+
+
+def _some(names: Sequence[str]) -> str:
+    """A model may lose a thousand names; ``--json`` has them all."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

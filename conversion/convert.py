@@ -162,6 +162,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         state = with_optimizer_form(state, options.optimizer)
     if options.rules is not None:
         state = _with_rules(state, kind, options, assets.config or _own_config(source))
+        warnings += state.warnings
     if kind == "hf" and assets.config is not None:
         from vescale_fsdp.conversion.ties import find_tied_twins
 

@@ -13,15 +13,22 @@ framework's ("ours"), and used both ways: every operation has an inverse.
     ops  = [{ rope = { heads = "kv" } }]
     [[drop]]
     hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
+    [[drop]]
+    hf = "model.layers.{l}.*"
+    from = { l = "num_hidden_layers" }           # only where {l} is at least that
+    warn = "modules for multi-token prediction"  # what people are told they lose
+    [[refuse]]
+    hf = "*.weight_scale_inv"
+    todo = "convert a copy in bf16"
     [[zeros]]
     ours  = "layers.{l}.moe.expert_bias_E"       # made once for each match of "beside", dropped on the way back
     beside = "model.layers.{l}.mlp.gate.weight"
     shape = ["num_experts"]
     dtype = "float32"
 
-``{l}`` stands for a whole number. ``optional = true`` lets a rule match nothing. ``tie = "NAME"`` makes our
-tensor from hf's NAME where hf leaves its own out (tied weights). Keys without a rule are an error unless
-the file says ``keep_others = true``.
+``{l}`` stands for a whole number, and ``*``, in drops and refusals only, for anything. ``optional = true`` lets
+a rule match nothing. ``tie = "NAME"`` makes our tensor from hf's NAME where hf leaves its own out (tied
+weights). Keys without a rule are an error unless the file says ``keep_others = true``.
 
 A file may start from a shipped one: ``extends = "torchtitan-llama"`` takes its rules, except those whose hf
 names have a rule here, and [rename] gives our side's names of that file other spellings.
@@ -31,7 +38,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -42,7 +49,7 @@ from vescale_fsdp.conversion.operations import Operation, Stack, parse_operation
 from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["KeyRule", "Pattern", "RuleSet", "Zeros", "load_rules", "shipped_rules"]
+__all__ = ["Drop", "KeyRule", "Pattern", "Refusal", "RuleSet", "Zeros", "load_rules", "shipped_rules"]
 
 _FORMAT = 1
 _CAPTURE = re.compile(r"\{(\w+)\}")
@@ -50,7 +57,7 @@ _CAPTURE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name with captures of whole numbers, such as ``layers.{l}.w``."""
+    """A name with captures of whole numbers, such as ``layers.{l}.w``; ``*`` is any text."""
 
     text: str
 
@@ -66,7 +73,7 @@ class Pattern:
         found = ""
         for place, part in enumerate(parts):
             if place % 2 == 0:
-                found += re.escape(part)
+                found += ".*".join(map(re.escape, part.split("*")))
             else:
                 found += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
                 seen.add(part)
@@ -95,11 +102,13 @@ class KeyRule:
     def __post_init__(self) -> None:
         ours = [pattern.names for pattern in self.ours]
         shared = {names | ({self.over} if self.over else set()) for names in ours}
-        if not self.hf or not self.ours or any(p.names not in shared for p in self.hf) or len(shared) != 1:
+        alike = all(p.names in shared for p in self.hf) and len(shared) == 1
+        is_open = any("*" in p.text for p in (*self.hf, *self.ours))
+        if not self.hf or not self.ours or not alike or is_open:
             raise ConversionError(
                 explain(
                     "the two sides of a rule do not fit together",
-                    expected="the same captures on both sides, and one more on hf's if a stack counts over it",
+                    expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
                     got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
                     todo="correct the rule",
                 )
@@ -109,6 +118,38 @@ class KeyRule:
     def over(self) -> str | None:
         """The capture that a stack counts, which hf's side alone has."""
         return next((op.over for op in self.ops if isinstance(op, Stack)), None)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Keys that may vanish: those that match, and whose captures are at least so much.
+
+    Args:
+        warn: what they are, if people must be told that it is lost.
+    """
+
+    pattern: Pattern
+    least: Mapping[str, str | int] = field(default_factory=dict)
+    warn: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern.names.issuperset(self.least):
+            expected = f"[[drop]] from = names in {self.pattern.text}"
+            raise _bad(self.pattern.text, expected, ", ".join(self.least))
+
+    def among(self, names: Iterable[str], size: Callable[[str | int], int]) -> list[str]:
+        """The keys that go; ``size`` evaluates an expression, and is asked only if a key matches."""
+        found = [(name, captures) for name in names if (captures := self.pattern.match(name)) is not None]
+        least = {key: size(text) for key, text in self.least.items()} if found else {}
+        return [name for name, captures in found if all(captures[key] >= least[key] for key in least)]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Keys of hf that no rule could carry over rightly, and what to do about them."""
+
+    pattern: Pattern
+    todo: str
 
 
 @dataclass(frozen=True)
@@ -128,8 +169,9 @@ class RuleSet:
     name: str
     lets: Mapping[str, str]
     rules: tuple[KeyRule, ...]
-    drops_hf: tuple[Pattern, ...] = field(default=())
-    drops_ours: tuple[Pattern, ...] = field(default=())
+    drops_hf: tuple[Drop, ...] = field(default=())
+    drops_ours: tuple[Drop, ...] = field(default=())
+    refusals: tuple[Refusal, ...] = field(default=())
     zeros: tuple[Zeros, ...] = field(default=())
     keep_others: bool = False  # keys that no rule matches keep their names
 
@@ -139,7 +181,7 @@ class RuleSet:
         Raises:
             ConversionError: for a name that no rule has.
         """
-        known = {p.text for r in self.rules for p in r.ours} | {p.text for p in self.drops_ours}
+        known = {p.text for r in self.rules for p in r.ours} | {d.pattern.text for d in self.drops_ours}
         known |= {zeros.ours.text for zeros in self.zeros}
         if unknown := set(spellings) - known:
             expected = f"names on our side of {self.name}, such as {min(known)}"
@@ -151,7 +193,7 @@ class RuleSet:
         return replace(
             self,
             rules=tuple(replace(rule, ours=spelled(rule.ours)) for rule in self.rules),
-            drops_ours=spelled(self.drops_ours),
+            drops_ours=tuple(replace(d, pattern=spelled((d.pattern,))[0]) for d in self.drops_ours),
             zeros=tuple(replace(z, ours=spelled((z.ours,))[0]) for z in self.zeros),
         )
 
@@ -165,6 +207,7 @@ class RuleSet:
             (*kept, *own.rules),
             (*self.drops_hf, *own.drops_hf),
             (*self.drops_ours, *own.drops_ours),
+            (*self.refusals, *own.refusals),
             (*self.zeros, *own.zeros),
             self.keep_others or own.keep_others,
         )
@@ -209,7 +252,7 @@ def _bad(name: str, expected: str, got: object) -> ConversionError:
 def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
     if data.get("format") != _FORMAT:
         raise _bad(name, f"format = {_FORMAT}", data.get("format"))
-    known = {"format", "extends", "rename", "let", "rule", "drop", "zeros", "keep_others"}
+    known = {"format", "extends", "rename", "let", "rule", "drop", "refuse", "zeros", "keep_others"}
     if unknown := set(data) - known:
         raise _bad(name, f"the tables {', '.join(sorted(known))}", ", ".join(sorted(unknown)))
     drops = data.get("drop", ())
@@ -217,8 +260,9 @@ def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
         name,
         {str(key): str(value) for key, value in data.get("let", {}).items()},
         tuple(_rule(name, number, rule) for number, rule in enumerate(data.get("rule", ()))),
-        tuple(Pattern(drop["hf"]) for drop in drops if "hf" in drop),
-        tuple(Pattern(drop["ours"]) for drop in drops if "ours" in drop),
+        tuple(_drop(drop, "hf") for drop in drops if "hf" in drop),
+        tuple(_drop(drop, "ours") for drop in drops if "ours" in drop),
+        tuple(Refusal(Pattern(refuse["hf"]), str(refuse["todo"])) for refuse in data.get("refuse", ())),
         tuple(_zeros(zeros) for zeros in data.get("zeros", ())),
         bool(data.get("keep_others", False)),
     )
@@ -228,6 +272,10 @@ def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
     if base not in shipped_rules():
         raise _bad(name, f"extends = one of {', '.join(shipped_rules())}", base)
     return load_rules(base).renamed(data.get("rename", {})).extended_by(own)
+
+
+def _drop(data: Mapping[str, Any], side: str) -> Drop:
+    return Drop(Pattern(data[side]), dict(data.get("from", {})), data.get("warn"))
 
 
 def _zeros(data: Mapping[str, Any]) -> Zeros:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vescale_fsdp.conversion.box_maps import RenameView, ZerosView
 from vescale_fsdp.conversion.expressions import evaluate
-from vescale_fsdp.conversion.key_rules import KeyRule, Pattern, RuleSet, shipped_rules
+from vescale_fsdp.conversion.key_rules import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.conversion.operations import Bundle, Cast, Node
 from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView
@@ -32,11 +33,13 @@ class Applied:
         views: the new tensors by new name.
         origins: new name -> names it was made from; tensors of zeros have none.
         dropped: names that [[drop]] let go.
+        warnings: what people must know of those.
     """
 
     views: dict[str, TensorView]
     origins: dict[str, tuple[str, ...]]
     dropped: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def apply_rules(
@@ -80,12 +83,15 @@ class _Application:
         self._idle: list[str] = []  # what rules look for that found nothing
 
     def run(self) -> Applied:
-        zeros = tuple(zeros.ours for zeros in self._rules.zeros)
+        self._refuse()
+        zeros = tuple(Drop(zeros.ours) for zeros in self._rules.zeros)
         drops = (*self._rules.drops_ours, *zeros) if self._to_hf else self._rules.drops_hf
-        dropped = tuple(name for name in self._views if any(p.match(name) for p in drops))
+        by_drop = [drop.among(self._views, self._size) for drop in drops]
+        let_go = set(chain.from_iterable(by_drop))
+        dropped = tuple(name for name in self._views if name in let_go)
         for rule in self._rules.rules:
-            self._apply(rule, [name for name in self._views if name not in dropped])
-        unused = [name for name in self._views if name not in self._used and name not in dropped]
+            self._apply(rule, [name for name in self._views if name not in let_go])
+        unused = [name for name in self._views if name not in self._used and name not in let_go]
         if self._rules.keep_others:
             for name in unused:
                 self._add(name, self._views[name], (name,))
@@ -99,7 +105,16 @@ class _Application:
             raise self._bad("rules that match something", f"nothing matches {_some(self._idle)}", todo)
         if not (self._to_hf or self._partial):
             self._add_zeros()
-        return Applied(self._made, self._origins, dropped)
+        warned = zip(drops, by_drop, strict=True)
+        warnings = tuple(
+            f"{drop.warn}: left out {_some(names)}" for drop, names in warned if drop.warn and names
+        )
+        return Applied(self._made, self._origins, dropped, warnings)
+
+    def _refuse(self) -> None:
+        for refusal in () if self._to_hf else self._rules.refusals:
+            if found := [name for name in self._views if refusal.pattern.match(name) is not None]:
+                raise self._bad(f"no {refusal.pattern.text}", _some(found), refusal.todo)
 
     def _add_zeros(self) -> None:
         for zeros in self._rules.zeros:

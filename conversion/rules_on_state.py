@@ -64,7 +64,13 @@ def state_with_rules(state: State, rules: RuleSet, config: Mapping[str, Any], *,
         _add_value(state.path(name), value, places.get(name), applied, made)
     left_out = (*state.left_out, *applied.dropped)
     return replace(
-        state, views=made.views, values=made.values, paths=made.paths, is_model=is_model, left_out=left_out
+        state,
+        views=made.views,
+        values=made.values,
+        paths=made.paths,
+        is_model=is_model,
+        left_out=left_out,
+        warnings=(*state.warnings, *applied.warnings),
     )
 
 

@@ -28,6 +28,7 @@ class State:
         model: how the source's names split into model, optimizer and others.
         is_model: names (of this state) that belong to the model.
         left_out: names of the source that are not in this state.
+        warnings: what people must know of those.
     """
 
     views: Mapping[str, TensorView]
@@ -36,6 +37,7 @@ class State:
     model: ModelNames
     is_model: frozenset[str]
     left_out: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = field(default=())
 
     def path(self, name: str) -> Path:
         """Where the entry sits in the nested state."""

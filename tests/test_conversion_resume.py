@@ -122,16 +122,21 @@ def _interrupt(source: str, out: Path, after: int) -> None:
         run(source, str(out), progress=progress)
 
 
+@pytest.mark.parametrize("damage", ["changed", "cut", "longer"])
 def test_resume_redoes_a_finished_file_that_was_damaged(
-    source: str, expected: dict[str, bytes], tmp_path: Path
+    source: str, expected: dict[str, bytes], tmp_path: Path, damage: str
 ) -> None:
     """Finished files are read again before they are believed."""
     _interrupt(source, tmp_path / "out", 18)
     finished = sorted(file for file in (tmp_path / "out").iterdir() if file.name.endswith(".partial"))
     assert len(finished) >= 2
+    size = finished[0].stat().st_size
     with finished[0].open("r+b") as file:
-        file.seek(finished[0].stat().st_size // 2)
-        file.write(b"\xff\xff\xff\xff\x00")
+        if damage == "changed":
+            file.seek(size // 2)
+            file.write(b"\xff\xff\xff\xff\x00")
+        else:
+            file.truncate(size - 1 if damage == "cut" else size + 1)
     report = run(source, str(tmp_path / "out"), resume=True)
     assert len(report.outcome.kept) == len(finished) - 1
     assert contents(tmp_path / "out") == expected
