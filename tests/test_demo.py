@@ -119,7 +119,7 @@ def test_demo_from_start_to_end(tmp_path: Path) -> None:
     )
     _, *arguments = recipe.stdout.splitlines()[-1].split()  # what `make demo` runs, after the interpreter
     command = [sys.executable, *arguments, "--steps", "26", "--save-at", "8", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("  ok: ") == 7
