@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -49,6 +50,34 @@ def test_trees_with_dataclasses() -> None:
     assert doubled["x"].count == 3 and doubled["x"].more[0].note == "kept"
     assert doubled["y"][2] is empty and a.item() == 0.0
     assert map_tensors(lambda tensor: tensor, tree)["x"] is tree["x"]
+
+
+class Pair(NamedTuple):
+    """A container that only torch's tree functions know."""
+
+    left: torch.Tensor
+    right: Any
+
+
+def test_trees_of_other_containers() -> None:
+    """Named tuples, ordered and default dicts keep their types; what torch does not know is left alone."""
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    unknown = {a}
+    tree = [
+        Pair(a, {"k": b}),
+        OrderedDict(z=c, a=1),
+        defaultdict(list, x=[d]),
+        unknown,
+        None,
+        torch.Size([2]),
+    ]
+
+    doubled = map_tensors(lambda tensor: 2 * tensor, tree)
+
+    assert [t is s for t, s in zip(tensors_of(tree), (a, b, c, d), strict=True)] == [True] * 4
+    assert [t.item() for t in tensors_of(doubled)] == [0.0, 2.0, 4.0, 6.0]
+    assert [type(item) for item in doubled] == [type(item) for item in tree]
+    assert doubled[3] is unknown and list(doubled[1]) == ["z", "a"] and doubled[2].default_factory is list
 
 
 class Block(nn.Module):

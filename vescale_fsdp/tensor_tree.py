@@ -17,17 +17,35 @@ from vescale_fsdp.torch_private import pytree
 __all__ = ["map_tensors", "tensors_of"]
 
 TreeT = TypeVar("TreeT")
+_SEQUENCES = (tuple, list)
+_ATOMS = (type(None), bool, int, float, str, torch.Size)  # hold no tensors
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """All tensors of a tree, in a fixed order."""
     found: list[torch.Tensor] = []
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif _is_dataclass(leaf):
-            found += tensors_of(_fields_of(leaf))
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    # Tuples, lists and dicts of tensors are what nearly every call passes, twice per unit and direction: torch's
+    # tree functions describe the containers as well, which takes several times as long as this walk.
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif kind in _SEQUENCES:
+        for item in tree:
+            _collect(item, found)
+    elif kind is dict:
+        for item in tree.values():
+            _collect(item, found)
+    elif kind not in _ATOMS:
+        leaves = pytree.tree_leaves(tree)
+        if len(leaves) != 1 or leaves[0] is not tree:
+            _collect(leaves, found)
+        elif _is_dataclass(tree):
+            _collect(_fields_of(tree), found)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: TreeT) -> TreeT:
@@ -35,13 +53,23 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: TreeT) -
 
     A dataclass is replaced only if a tensor in it is: one without tensors keeps its identity.
     """
+    return _convert(function, tree)  # type: ignore[no-any-return]
 
-    def convert(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        return _map_fields(function, leaf) if _is_dataclass(leaf) else leaf
 
-    return pytree.tree_map(convert, tree)  # type: ignore[no-any-return]
+def _convert(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    kind = type(tree)
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if kind in _SEQUENCES:
+        return kind([_convert(function, item) for item in tree])
+    if kind is dict:
+        return {key: _convert(function, item) for key, item in tree.items()}
+    if kind in _ATOMS:
+        return tree
+    leaves, spec = pytree.tree_flatten(tree)
+    if len(leaves) != 1 or leaves[0] is not tree:
+        return pytree.tree_unflatten(_convert(function, leaves), spec)
+    return _map_fields(function, tree) if _is_dataclass(tree) else tree
 
 
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
