@@ -13,7 +13,8 @@ each rival in processes of its own. On the CPU it is the growth of the resident 
 what the process held before the model was built (after the plain model has been trained once and dropped, so
 that code and tables are in memory), with glibc's mmap threshold fixed for all; on a GPU the allocator's
 peaks. The floor is arithmetic: what every sharder must hold, without activations. Hooks: a chain of tiny
-layers, time per unit beyond the plain chain's.
+layers, CPU time of the process (gloo's threads included, waiting not) per unit beyond the plain chain's; on one
+rank, where nobody sends anything, and on the ranks of the run.
 """
 
 from __future__ import annotations
@@ -281,7 +282,7 @@ def memory_rank(rank: int, settings: Settings, name: str, rival: str) -> None:
 
 
 def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
-    """Worker: forward and backward of a chain of tiny units; seconds per unit beyond the plain chain."""
+    """Worker: CPU seconds per unit of forward and backward, of chains of tiny units and of the plain chain."""
     mesh = start(rank, settings)
     device = torch.device(settings.device)
 
@@ -300,11 +301,11 @@ def hook_rank(rank: int, settings: Settings, rivals: tuple[str, ...]) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for step in range(settings.steps + 3):
         for name, chained in models.items():
-            start_s = time.perf_counter()
-            chained(x).sum().backward()
             _synchronize(device)
+            start_s = time.process_time()
+            chained(x).sum().backward()
             if step >= 3:
-                seconds[name].append((time.perf_counter() - start_s) / 32)
+                seconds[name].append((time.process_time() - start_s) / 32)
             for param in chained.parameters():
                 param.grad = None
     _finish(rank, settings, Figures(seconds))
@@ -421,13 +422,16 @@ def bench_shapes(settings: Settings) -> list[Row]:
 
 
 def bench_hooks(settings: Settings) -> list[Row]:
-    """CPU time per unit of hooks and collectives' launches, one rank (nothing travels)."""
-    alone = Settings(**{**asdict(settings), "ranks": 1, "steps": 40})
-    seconds = launch(alone, hook_rank, ("ours", "fsdp2")).seconds
-    plain, ours, theirs = (statistics.median(seconds[name]) for name in ("plain", "ours", "fsdp2"))
-    return [
-        Row("32 tiny units", "hooks per unit", "us", 1e6 * (ours - plain), 1e6 * (theirs - plain), "fsdp2")
-    ]
+    """CPU time per unit of hooks, and of the collectives they start."""
+    rows = []
+    for ranks in sorted({1, settings.ranks}):
+        given = Settings(**{**asdict(settings), "ranks": ranks, "steps": 40})
+        seconds = launch(given, hook_rank, ("ours", "fsdp2")).seconds
+        plain, ours, theirs = (statistics.median(seconds[name]) for name in ("plain", "ours", "fsdp2"))
+        case = f"rank of {given.fake_world}" if given.fake_world else f"{ranks} ranks"
+        ours_us, theirs_us = (1e6 * (sharded - plain) for sharded in (ours, theirs))
+        rows.append(Row(f"32 tiny units, {case}", "hooks' CPU per unit", "us", ours_us, theirs_us, "fsdp2"))
+    return rows
 
 
 def main() -> None:

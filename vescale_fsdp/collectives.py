@@ -98,9 +98,13 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
         group: the ranks that take part.
 
     Returns:
-        The work to wait on.
+        The work to wait on; None if there is none, as for one rank alone.
     """
     in_place = shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    if group.size() == 1:
+        if not in_place:
+            full.copy_(shard)
+        return None
     if in_place and _is_gloo(group, full.device.type):
         slices = full.split(shard.numel()) if shard.numel() else ()
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
@@ -119,8 +123,11 @@ def reduce_scatter_into(
         group: the ranks that take part.
 
     Returns:
-        The work to wait on.
+        The work to wait on; None if there is none, as for one rank alone.
     """
+    if group.size() == 1:
+        shard.copy_(full)
+        return None
     if _is_gloo(group, full.device.type):
         first = dist.get_rank(group) * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
