@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import models
@@ -109,6 +110,89 @@ def test_fsdp2_is_seen_to_copy() -> None:
         assert forward["fsdp.split_with_sizes_copy"] == 4
         # One chunk_cat per unit, or (torch 2.15) plain copies; gloo's reduce-scatter makes one more per unit.
         assert backward["fsdp.chunk_cat"] + backward["aten.copy_"] > 4
+
+
+def gradient_buffers() -> list[list[torch.Tensor]]:
+    """The buffer that each unit reduced from, in order, in two backwards: three equal blocks, one other, the root."""
+    model = models.build(num_blocks=4)
+    model.blocks[1].extra = nn.Parameter(torch.ones(3))  # unused: another layout, and zeros
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh())
+    steps: list[list[torch.Tensor]] = []
+    for module in (*model.blocks, model):
+        (group,) = state_of(module).groups  # type: ignore[union-attr]
+        reduce = group.comm.reduce_scatter
+
+        def watched(shard: torch.Tensor, full: torch.Tensor, reduce: Any = reduce) -> Any:
+            steps[-1].append(full)
+            return reduce(shard, full)
+
+        group.comm.reduce_scatter = watched
+    for step in range(2):
+        steps.append([])
+        models.loss_of(model, models.batch(step, torch.distributed.get_rank())).backward()
+    return steps
+
+
+def share_buffers() -> None:
+    for last, third, other, first, root in gradient_buffers():
+        assert last is third and last is first, "equal layers reduce from one buffer"
+        assert other.numel() > 0 and root.numel() > 0
+        assert len({id(last), id(other), id(root)}) == 3
+        assert [full.untyped_storage().nbytes() for full in (last, other, root)] == [0, 0, 0]
+
+
+def test_equal_layers_share_a_gradient_buffer() -> None:
+    """The memory of a layer's gradients goes to the next equal layer's, and away when the backward ends."""
+    run_ranks(2, share_buffers)
+
+
+class OwnMemory:
+    """A reduce-scatter that counts the elements asked of it, and copies (for one rank)."""
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.allocated.append(size[0])
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool
+    ) -> None:
+        output_tensor.copy_(input_tensor)
+
+
+def reduce_from_own_memory() -> None:
+    model = shard_with(fully_shard, MixedPrecisionPolicy())
+    models.loss_of(model, models.batch(0, 0)).backward()
+    block, own = model.blocks[1], OwnMemory()
+    block.set_custom_reduce_scatter(own)
+    for _ in range(2):
+        models.loss_of(model, models.batch(0, 0)).backward()
+    layout = state_of(block).groups[0].layout  # type: ignore[union-attr]
+    assert own.allocated == [layout.numel, layout.shard_numel, layout.shard_numel]
+
+
+def test_a_users_reduction_reads_its_own_memory() -> None:
+    """Set after a step, it is not handed the buffer that the layers share, and its own is kept."""
+    run_ranks(1, reduce_from_own_memory)
+
+
+def alone() -> None:
+    model, plain = shard_with(fully_shard, MixedPrecisionPolicy()), models.build()
+    with CommDebugMode() as traffic:
+        models.loss_of(model, models.batch(0, 0)).backward()
+    models.loss_of(plain, models.batch(0, 0)).backward()
+    assert traffic.get_total_counts() == 0
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        assert torch.equal(param.grad.to_local(), expected.grad.view(-1))  # type: ignore[union-attr]
+
+
+def test_one_rank_alone_sends_nothing() -> None:
+    """A mesh of one rank gathers and reduces without a collective, as FSDP2 does; the gradients are the plain ones."""
+    run_ranks(1, alone)
 
 
 def where_parameters_lie() -> int:

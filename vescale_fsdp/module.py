@@ -244,7 +244,7 @@ class FSDPModule:
             ValueError: for groups over several meshes.
         """
         for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
-            group.comm.custom_reduce_scatter = comm
+            group.use_reduce_scatter(comm)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reductions a communicator of their own. A collective call: all ranks, same order."""

@@ -40,7 +40,7 @@ from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.geometry import FlatRange
-from vescale_fsdp.group_comm import AllGather, Gather, GatherPolicy, GroupComm
+from vescale_fsdp.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
 from vescale_fsdp.group_plan import GroupPlan
 from vescale_fsdp.layout import TensorSlot
 from vescale_fsdp.outer import Outer, full_parameter, joint_spec, local_grad, local_part, outer_of
@@ -130,8 +130,8 @@ class ParamGroup:
         self.full: DBuffer | None = None  # made at the first unshard
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
-        self.make_room: Callable[[], None] = _nothing  # called before a gradient buffer is allocated
-        self._spare_grads: DBuffer | None = None  # the last such buffer, its storage freed
+        self.spare_grads: list[DBuffer] = []  # such buffers that nobody uses
+        self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
@@ -353,6 +353,11 @@ class ParamGroup:
         self.comm.custom_all_gather = comm
         self._forget_full()
 
+    def use_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce with a user's object from now on, from buffers of its own."""
+        self.comm.custom_reduce_scatter = comm
+        self.spare_grads = []
+
     def _forget_full(self) -> None:
         """Have the full buffer made anew at the next gather."""
         self.full = None
@@ -372,8 +377,7 @@ class ParamGroup:
     def _grad_buffer(self) -> DBuffer:
         if self.grads is not None:
             return self.grads
-        self.make_room()
-        self.grads, self._spare_grads = self._spare_grads, None
+        self.grads = self.take_spare(self.spare_grads)
         if self.grads is None or self.grads.flat.dtype is not self.reduce_dtype:
             flat = self.comm.allocate_grads(self.layout.numel, self.reduce_dtype, self.device)
             self.grads = DBuffer(self.layout, flat)
@@ -397,11 +401,6 @@ class ParamGroup:
         self.grads = None  # a gradient that comes late must not disturb what is being reduced
         shard = self.comm.allocate_grads(self.layout.shard_numel, source.flat.dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
-
-    def recycle(self, source: DBuffer) -> None:
-        """Give a gradient buffer's memory back, once nothing reads it; keep its tensors for the next step."""
-        source.free()
-        self._spare_grads = source
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
         """Add what a reduction left, which the caller has waited for, to the sharded gradients."""
@@ -457,8 +456,9 @@ class ParamGroup:
                 param.unsharded.grad = None
 
 
-def _nothing() -> None:
-    """The default of `ParamGroup.make_room`."""
+def _last_of(spares: list[DBuffer]) -> DBuffer | None:
+    """The default of `ParamGroup.take_spare`."""
+    return spares.pop() if spares else None
 
 
 class _GradHook:

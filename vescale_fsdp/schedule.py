@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from vescale_fsdp.dbuffer import DBuffer
+from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.param_group import GroupState, ParamGroup, ReducedShard
 from vescale_fsdp.streams import Event, Stream, Streams
 from vescale_fsdp.torch_private import autograd_engine_callback, outside_functorch, profiled
@@ -71,6 +73,8 @@ class CommContext:
         self.max_reductions = 1
         self.in_flight: list[tuple[ParamGroup, ReducedShard]] = []
         self.freed: Event | None = None  # the compute stream's last use of a freed buffer
+        self._spare_grads: dict[tuple[GroupLayout, torch.dtype], list[DBuffer]] = {}
+        self._kept: DBuffer | None = None  # the one of them that still has its memory
         self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
 
     # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
@@ -141,6 +145,45 @@ class CommContext:
         if self.streams is not None:
             self.freed = self.streams.current().record_event()
 
+    # -- gradient buffers -------------------------------------------------------------------------------
+
+    def adopt(self, group: ParamGroup) -> None:
+        """Let a group share gradient buffers with those of equal layout: the layers of a model."""
+        group.take_spare = self._take_spare
+        if group.comm.custom_reduce_scatter is None:
+            group.spare_grads = self._spare_grads.setdefault((group.layout, group.reduce_dtype), [])
+
+    def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
+        """One of these buffers, if there is one; on the CPU, once the reductions in flight are done.
+
+        There a wait costs little, since the cores that would overlap with it do the reduction, and the buffer
+        that was reduced goes, memory and all, to the next unit: a fresh one would cost a page fault for every
+        4 KiB. On an accelerator the reduction runs beside the next unit's backward, and its buffer with it.
+        """
+        if self.streams is None:
+            while self.in_flight:
+                self.finish_reduction()
+        spare = spares.pop() if spares else None
+        if spare is self._kept:
+            self._kept = None
+        else:
+            self._let_go()
+        return spare
+
+    def _recycle(self, group: ParamGroup, buffer: DBuffer) -> None:
+        """Keep a gradient buffer that was reduced: its tensors, and on the CPU its memory until the next one."""
+        group.spare_grads.append(buffer)
+        self._let_go()
+        if self.streams is None:
+            self._kept = buffer
+        else:
+            buffer.free()
+
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self._kept.free()
+            self._kept = None
+
     # -- reduce ---------------------------------------------------------------------------------------
 
     def make_way(self) -> None:
@@ -156,16 +199,6 @@ class CommContext:
         with self._on(self.reduce_stream):
             self.in_flight.append((group, group.start_reduce()))
 
-    def make_room(self) -> None:
-        """Before a gradient buffer is allocated: on the CPU, let go of the one still being reduced.
-
-        There a wait costs little, since the cores that would overlap with it do the reduction. On an
-        accelerator the reduction runs beside the next unit's backward, and its buffer with it.
-        """
-        if self.streams is None:
-            while self.in_flight:
-                self.finish_reduction()
-
     def finish_reduction(self) -> None:
         """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
         group, reduced = self.in_flight.pop(0)
@@ -174,7 +207,7 @@ class CommContext:
         # Only now may the compute stream, which owns the gradient buffer, use its memory again. What follows
         # (the replicas' all-reduce, casts) need not be waited for before the next reduction has run.
         self._compute_waits_for(self.reduce_stream)
-        group.recycle(reduced.source)
+        self._recycle(group, reduced.source)
         with self._on(self.reduce_stream):
             group.finish_reduce(reduced)
         self._note_host_copy(self.reduce_stream, [group])
@@ -183,6 +216,7 @@ class CommContext:
         """Finish all of them; the compute stream may read the sharded gradients behind this."""
         while self.in_flight:
             self.finish_reduction()
+        self._let_go()
         self._compute_waits_for(self.reduce_stream)
 
     def drop_reductions(self) -> None:

@@ -146,7 +146,7 @@ class FSDPState:
         comm.max_reductions = max(comm.max_reductions, self.comm.max_reductions)
         self.comm = comm
         for group in self.groups:
-            group.make_room = comm.make_room
+            comm.adopt(group)
 
     # -- forward --------------------------------------------------------------------------------------
 
