@@ -1,6 +1,18 @@
 """``python -m vescale_fsdp.conversion`` is ``vescale-convert``."""
 
-from vescale_fsdp.conversion.cli import main
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point. Ctrl-C while the command is still being imported ends without a traceback, as later."""
+    try:
+        from vescale_fsdp.conversion.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

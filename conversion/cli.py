@@ -339,16 +339,23 @@ def _convert(
     )
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
-    with _Progress(source.nbytes, quiet=quiet) as progress:
-        report = convert(
-            source, out, target_kind, options, progress=progress.advance, announce=progress.announce
-        )
+    try:
+        with _Progress(source.nbytes, quiet=quiet) as progress:
+            report = convert(
+                source, out, target_kind, options, progress=progress.advance, announce=progress.announce
+            )
+    except KeyboardInterrupt as error:
+        raise _Stopped from error
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     elif not quiet:
         click.echo(_summary(report))
+
+
+class _Stopped(click.Abort):
+    """Ctrl-C came while files were being written."""
 
 
 class _Progress:
@@ -438,9 +445,9 @@ def _run() -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
-        todo = "nothing has its final name; if files were finished, go on with --resume"
-        click.echo(f"vescale-convert: stopped\n  what to do: {todo}", err=True)
+    except click.Abort as error:
+        todo = "\n  what to do: nothing has its final name; if files were finished, go on with --resume"
+        click.echo(f"vescale-convert: stopped{todo if isinstance(error, _Stopped) else ''}", err=True)
         return 130
     except VescaleError as error:
         click.echo(f"vescale-convert: {error}", err=True)

@@ -16,7 +16,7 @@ from vescale_fsdp.conversion.copying import CopyLimits, Progress, copy_files, wr
 from vescale_fsdp.conversion.file_plan import FilePlan
 from vescale_fsdp.conversion.journal import Journal
 from vescale_fsdp.conversion.output_plan import OutputPlan
-from vescale_fsdp.conversion.proving import prove_cut
+from vescale_fsdp.conversion.proving import prove_cut, prove_unchanged
 from vescale_fsdp.conversion.store import OutputFile, Store
 from vescale_fsdp.conversion.target_folder import check_target, is_leftover, open_target
 from vescale_fsdp.conversion.threads import Shared, in_threads
@@ -145,6 +145,7 @@ class _Run:
         try:
             self._copy(todo)
             prove_cut(self._files, self._options.limits.usable_threads)
+            prove_unchanged(self._files)
             self._mine.complete()
             published = self._publish_if_last()
         except BaseException as error:

@@ -5,6 +5,8 @@ storage larger than its tensor, or of a record that other files hold the rest of
 file is proven before that file is finished, and one that is cut into several files when they all are: the file
 that holds its *pivot*, an item chosen by its name, answers for it. So of several processes each answers for a
 share, none waits for another, and together they read nothing more than twice.
+
+Sources without checksums can only be asked whether somebody wrote to them meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from vescale_fsdp.conversion.file_plan import FilePlan, TensorPart
 from vescale_fsdp.conversion.threads import Shared, in_threads
 from vescale_fsdp.conversion.view import TensorView
 
-__all__ = ["prove_cut", "prove_whole"]
+__all__ = ["prove_cut", "prove_unchanged", "prove_whole"]
 
 
 def prove_whole(plan: FilePlan) -> None:
@@ -30,6 +32,17 @@ def prove_whole(plan: FilePlan) -> None:
     for view, is_whole in _answered(plan):
         if is_whole:
             _prove(view)
+
+
+def prove_unchanged(plans: Iterable[FilePlan]) -> None:
+    """Refuse sources that were written to meanwhile: most formats have no checksums that would tell.
+
+    Raises:
+        ConversionError: if files of a source were replaced.
+    """
+    views = (part.view for plan in plans for part in plan.parts if isinstance(part, TensorPart))
+    for source in {id(source): source for view in views for source, _ in view.sources()}.values():
+        source.require_unchanged()
 
 
 def prove_cut(plans: Iterable[FilePlan], threads: int) -> None:

@@ -142,6 +142,30 @@ class Source:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when files of the source are replaced: their names, sizes and times of change."""
+        return self._find_fingerprint()
+
+    def require_unchanged(self) -> None:
+        """Refuse a source whose files were replaced since its `fingerprint` was taken.
+
+        Raises:
+            ConversionError: if they were, or are gone: what was read may be of two checkpoints.
+        """
+        try:
+            is_same = self._find_fingerprint() == self.fingerprint
+        except CorruptCheckpointError:
+            is_same = False
+        if not is_same:
+            raise ConversionError(
+                explain(
+                    "the source was changed while it was read",
+                    expected="files of the sizes and times of change that they had at the start",
+                    got="others",
+                    where=self.url,
+                    todo="convert again when nobody writes there",
+                )
+            )
+
+    def _find_fingerprint(self) -> str:
         files = sorted(
             {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks if chunk.file}
         )

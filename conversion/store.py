@@ -66,7 +66,7 @@ class Store(ABC):
 
     @abstractmethod
     def stamp(self, name: str) -> str:
-        """A text that changes when the file is replaced."""
+        """A text that changes when the file is replaced; raises as `required_size`."""
 
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
@@ -163,15 +163,20 @@ class _LocalOutput(OutputFile):
         self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)  # the umask takes its part
         try:
             reserve(self._fd, nbytes)
-        except OSError:
+        except OSError as error:
+            error.filename = os.fspath(path)
             self.abort()
             raise
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         view = memoryview(data).cast("B")
-        while len(view):
-            written = os.pwrite(self._fd, view, offset)
-            view, offset = view[written:], offset + written
+        try:
+            while len(view):
+                written = os.pwrite(self._fd, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
 
     def finish(self) -> None:
         if self._fd >= 0:
@@ -201,6 +206,7 @@ class LocalStore(Store):
         return path.stat().st_size if path.is_file() else None
 
     def stamp(self, name: str) -> str:
+        self.required_size(name)
         found = (self.root / name).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
@@ -346,6 +352,7 @@ class RemoteStore(Store):
         return int(info["size"]) if info["type"] == "file" else None
 
     def stamp(self, name: str) -> str:
+        self.required_size(name)
         info = _reach(self.url, lambda: self._fs.info(self._path(name)))
         return " ".join(str(info.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
 

@@ -43,7 +43,7 @@ def check_target(url: str, *, source_url: str, single_file: bool, overwrite: boo
         in_the_way = next((path for path in (store.root, *store.root.parents) if path.is_file()), None)
         if in_the_way is not None:
             raise ConversionError(_refusal(url, "a folder", f"a file {in_the_way}", "choose another target"))
-    if name is not None and isinstance(store, LocalStore) and (store.root / name).is_dir():
+    if name == "" or (name and isinstance(store, LocalStore) and (store.root / name).is_dir()):
         raise ConversionError(_refusal(url, "a file", "a folder", "add a file name to the target"))
     files = store.list_files() if name is None else _leftovers_of(store, name)
     interrupted = any(is_journal(file) for file in files)

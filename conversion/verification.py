@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.copying import Progress
-from vescale_fsdp.conversion.hf_layout import INDEX_FILE, is_weight_file
+from vescale_fsdp.conversion.hf_layout import INDEX_FILE
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import StoredTensor
 from vescale_fsdp.conversion.threads import Shared, in_threads
@@ -148,7 +148,9 @@ def _folder_problems(source: Source) -> list[str]:
         return []
     found = []
     used = {chunk.file for tensor in source.tensors.values() for chunk in tensor.chunks} | {INDEX_FILE}
-    stale = [file for file in source.store.list_files() if is_weight_file(file) and file not in used]
+    # Weights for other loaders may lie beside (pytorch_model.bin, Mistral's consolidated.safetensors).
+    others = [file for file in source.store.list_files() if file.endswith(".safetensors") and "/" not in file]
+    stale = [file for file in others if file not in used and not file.startswith("consolidated")]
     if stale:
         found.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
     if source.store.size(INDEX_FILE) is not None:

@@ -56,11 +56,14 @@ def test_verify_finds_every_flipped_bit_of_the_data(tmp_path: Path) -> None:
 
 
 def test_verify_finds_stale_weights_and_a_wrong_total(tmp_path: Path) -> None:
-    """What loaders do not check: files the index does not name, and its total_size."""
+    """What loaders do not check: files the index does not name, and its total_size; weights in the formats of other
+    loaders may lie beside."""
     source = _dcp(tmp_path / "dcp", {f"w{i}": torch.ones(400) for i in range(3)})
     save_file({"w": torch.ones(2)}, tmp_path / "old.safetensors")
     out = tmp_path / "out"
     convert(open_source(str(source)), str(out), "hf", ConvertOptions(max_shard_bytes=1600))
+    for other in ("pytorch_model.bin", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
+        (out / other).write_bytes((tmp_path / "old.safetensors").read_bytes())
     assert verify(open_source(str(out))).problems == ()
     (out / "model-00009-of-00009.safetensors").write_bytes((tmp_path / "old.safetensors").read_bytes())
     index = json.loads((out / "model.safetensors.index.json").read_text())
