@@ -4,8 +4,9 @@
 checksums are compared. A job is proven, taken, or both:
 
     prove      hash the bytes where they are: on a local disk in the page cache, mapped, without a copy
-    take       positional reads that scatter straight into the tensors; what is strided, on a device or
-               wanted twice is copied from where it is
+    take       positional reads that scatter straight into the tensors; what is strided or on a device is
+               copied from where it is, and so is all of a job that comes over a network: one request for
+               it and the small gaps in it costs less than one for each part
 
 ``verify="before"`` proves all jobs, then takes them; "while" proves and takes one job after another.
 
@@ -57,6 +58,8 @@ class _Job(NamedTuple):
     def take(self) -> None:
         """Bring every sink its bytes, as they are."""
         runs, rest = self._scattered()
+        if len(runs) + len(rest) > 1 and not self.file.reader.looks_in_place:
+            runs, rest = [], list(self.sinks)
         for start, memories in runs:
             try:
                 self.file.reader.read_at(start, memories)
@@ -117,7 +120,7 @@ class _Job(NamedTuple):
         at = -1
         for sink in self.sinks:
             start, stop = self._part(sink)
-            if sink.memory is None or start < at:
+            if sink.memory is None:
                 rest.append(sink)
                 continue
             if start != at:
