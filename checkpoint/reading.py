@@ -230,13 +230,11 @@ def _intervals(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -
             joined[-1][1] = max(joined[-1][1], stop)
         else:
             joined.append([start, stop])
-    # A job of elements must not cut one: sinks are aligned, and so is this size.
+    # No job cuts an element: item sizes fall, so what fits the first start and this size fits all that follow.
     size = max(_JOB_BYTES // step, 1) * step
     for start, stop in joined:
-        cut = start // size * size
-        while cut < stop:
-            yield max(cut, start), min(cut + size, stop)
-            cut += size
+        for cut in range(start, stop, size):
+            yield cut, min(cut + size, stop)
 
 
 def missing_manifest(where: str) -> CheckpointError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint import local as local_module
+from vescale_fsdp.checkpoint.agreement import SoloCoordinator
 from vescale_fsdp.checkpoint.distribution import Distribution
 from vescale_fsdp.checkpoint.loading import Verify
 from vescale_fsdp.checkpoint.local import LocalStorage
+from vescale_fsdp.checkpoint.region import Region, whole_region
+from vescale_fsdp.checkpoint.remote import RemoteStorage
+from vescale_fsdp.checkpoint.saving import Saver
 from vescale_fsdp.errors import CorruptCheckpointError
-from vescale_fsdp.geometry import Box
+from vescale_fsdp.geometry import Box, FlatRange
 
 MODES: list[Verify] = ["before", "while", "never"]
 
@@ -127,12 +132,18 @@ def test_one_stored_tensor_fills_several(tmp_path: Path, mapped: bool, verify: V
     )
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch, found: Counter[str], owner: type, name: str) -> None:
+def _counted(
+    monkeypatch: pytest.MonkeyPatch,
+    found: Counter[str],
+    owner: type,
+    name: str,
+    weight: Callable[..., int] = lambda *args, **kwargs: 1,
+) -> None:
     real = getattr(owner, name)
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        found[name] += 1
-        return real(*args, **kwargs)
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found[name] += weight(*args, **kwargs)
+        return real(self, *args, **kwargs)
 
     monkeypatch.setattr(owner, name, counting)
 
@@ -173,3 +184,36 @@ def test_gaps_cost_no_requests(verify: Verify, monkeypatch: pytest.MonkeyPatch) 
     for i in range(200):
         assert state[f"{i:03}.a"].eq(i).all() and not state[f"{i:03}.b"].any()
     assert found["cat_file"] <= 5  # manifest, header, table; what is proven first comes twice
+
+
+def test_large_gaps_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tensors far apart come without the megabytes between them."""
+    storage = RemoteStorage("memory://gaps/large")
+    middle = torch.zeros(1 << 20)  # 4 MiB
+    Saver(storage, SoloCoordinator(), stripe_bytes=64 << 10).save(
+        {"a": torch.ones(10), "middle": middle, "z": torch.ones(10)}
+    )
+    state = {"a": torch.zeros(10), "middle": middle, "z": torch.zeros(10)}
+    found: Counter[str] = Counter()
+    _counted(monkeypatch, found, MemoryFileSystem, "cat_file", lambda path, start=0, end=0: end - start)
+
+    load(storage, state, include=("a", "z"))
+
+    assert state["a"].all() and state["z"].all()
+    assert 64 << 10 < found["cat_file"] < 3 * (64 << 10)  # the first stripe and the short last one
+
+
+def test_a_part_and_the_whole_at_once(tmp_path: Path) -> None:
+    """A smaller range that starts where a larger one does must not cut it short."""
+    whole = torch.arange(3000.0).reshape(30, 100)
+    save(tmp_path / "c", {"a": whole})
+    reader = read_state(tmp_path / "c")
+    regions = [whole_region((30, 100)), Region(Box((0, 0), (2, 100)), FlatRange(0, 200))]
+    found = [torch.zeros(30, 100), torch.zeros(2, 100)]
+
+    for verify in (True, False):
+        reader.fill(
+            [(0, region, into.zero_()) for region, into in zip(regions, found, strict=True)], verify=verify
+        )
+
+        assert torch.equal(whole, found[0]) and torch.equal(whole[:2], found[1])

@@ -23,9 +23,12 @@ from tests.checkpoint_states import (
     planned,
     ragged_group,
 )
-from tests.distributed import run_ranks
+from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save
+from vescale_fsdp.checkpoint.distribution import LayoutCut, UnitsCut
+from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.geometry import Box
+from vescale_fsdp.placement import RaggedShard
 
 
 def _save_mixed(path: Path, block_rows: int) -> list[int]:
@@ -253,6 +256,37 @@ def test_ragged_without_a_layout(tmp_path: Path) -> None:
 
     assert "UnitsCut" in text[0]
     assert torch.equal(full("w", SHAPES["w"]), read_state(tmp_path / "c")["w"].read())
+
+
+def _claims(path: Path) -> list[int]:
+    """Save a tensor of a layout, and two that name the same place in it but are not cut as it says."""
+    mesh = cpu_mesh()
+    layout = planned(mesh.size())
+    state = {"w": place(layout, "w", mesh)}
+    numels = layout.piece_numels(layout.slot("w"))
+    for name, shape, pieces in (("shaped", (26, 5), numels), ("moved", SHAPES["w"], numels[::-1])):
+        start = sum(pieces[: dist.get_rank()])
+        local = full(name, shape).reshape(-1)[start : start + pieces[dist.get_rank()]]
+        placement = RaggedShard.from_piece_numels(shape, pieces)
+        assert isinstance(state["w"].placements[0], RaggedShard)
+        assert placement.dims == state["w"].placements[0].dims
+        state[name] = RaggedDTensor.from_local(local, mesh, [placement], shape=shape)
+        state[name].layout_ref = state["w"].layout_ref
+    save(path, state)
+    return list(numels)
+
+
+def test_a_layout_is_not_taken_at_its_word(tmp_path: Path) -> None:
+    """Tensors of another shape or other pieces than the slot they name are stored as they are cut."""
+    numels = run_ranks(2, _claims, tmp_path / "c")[0]
+    assert numels[0] != numels[1]
+
+    reader = read_state(tmp_path / "c")
+
+    kinds = {entry.name: type(entry.cuts[0]) for entry in reader.manifest.entries}
+    assert kinds == {"w": LayoutCut, "shaped": UnitsCut, "moved": UnitsCut}
+    for name, shape in (("w", (13, 10)), ("shaped", (26, 5)), ("moved", (13, 10))):
+        assert torch.equal(full(name, shape), reader[name].read()), name
 
 
 @pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")

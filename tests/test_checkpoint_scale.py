@@ -19,9 +19,12 @@ from tests.checkpoint_states import mixed_state
 from tests.distributed import run_ranks
 from tools.bench_checkpoint import Settings, Shards, counted_collectives, peak_growth, simulated
 from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint.distribution import Axis, ShardCut
 from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
+from vescale_fsdp.checkpoint.region import whole_region
+from vescale_fsdp.checkpoint.sources import SourceFinder
 from vescale_fsdp.checkpoint.structure import Entry, Structure
 from vescale_fsdp.checkpoint.writing import pack_table
 
@@ -53,6 +56,27 @@ def test_files_of_a_large_world_add_up() -> None:
         for piece in RankFile(manifest, rank).pieces:
             stored[manifest.entries[piece.place].name] += piece.region.numel
     assert stored == {entry.name: entry.numel for entry in manifest.entries}
+
+
+def test_one_shape_over_several_axes() -> None:
+    """Tensors of one shape and one cut, over axes of other sizes and strides: each is stored and found whole."""
+    tables = ((Axis(4, 1),), (Axis(2, 1),), (Axis(2, 2),), ())
+    cuts = (ShardCut(0),)
+    entries = tuple(
+        Entry(f"t{i}", "float32", (8, 3), i, cuts if axes else ()) for i, axes in enumerate(tables)
+    )
+    structure = Structure(None, entries, tables, ())
+    manifest = build_manifest([(RankSet.world(4), structure)], save_id="0" * 16, world_size=4)
+    finder = SourceFinder(manifest)
+
+    stored = Counter[str]()
+    for rank in range(4):
+        for piece in RankFile(manifest, rank).pieces:
+            stored[manifest.entries[piece.place].name] += piece.region.numel
+    ranks = [[source.rank for source in finder.sources(i, whole_region((8, 3)))] for i in range(4)]
+
+    assert stored == {"t0": 24, "t1": 24, "t2": 24, "t3": 24}
+    assert ranks == [[0, 1, 2, 3], [0, 1], [0, 2], [0]]
 
 
 def _count(path: Path) -> dict[str, int]:
