@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = ["AsyncSaver", "SaveHandle", "Stager", "async_save"]
 
 _ALIGN_BYTES = 64
 _HEAD_START_S = 0.005
+_Kind = tuple[torch.Size, torch.dtype]
 _worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
 
 
@@ -78,6 +80,8 @@ class Stager:
     def __init__(self, allocate: Callable[[int], torch.Tensor] = host_memory) -> None:
         self._allocate = allocate
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._kinds: list[_Kind] = []  # of the last call, for which the places were made
+        self._places: list[torch.Tensor] = []  # views of the buffer
 
     @property
     def num_bytes(self) -> int:
@@ -86,33 +90,40 @@ class Stager:
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous CPU copies; valid until the next call."""
-        starts, end = [], 0
-        for tensor in tensors:
-            starts.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
-        if self._buffer.numel() < end:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
-            self._buffer = self._allocate(end)
-        staged = []
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if kinds != self._kinds:
+            # Views of a thousand tensors take longer than the copies of all that are small.
+            self._places = self._cut(kinds)
+            self._kinds = kinds
         devices = set()
-        for tensor, start in zip(tensors, starts, strict=True):
-            nbytes = tensor.numel() * tensor.element_size()
-            into = self._buffer[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
-            staged.append(into)
-            if nbytes:
-                _copy(into, tensor)
-            if tensor.device.type != "cpu":
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor.numel():
+                _copy(place, tensor)
+            if not tensor.is_cpu:
                 devices.add(tensor.device)
         for device in devices:
             torch.get_device_module(device).current_stream(device).synchronize()
-        return staged
+        return self._places
+
+    def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
+        """Views of the buffer for tensors of these kinds, after more memory has been asked for if it is short."""
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
+        starts = [0, *accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)]
+        if self._buffer.numel() < starts[-1]:
+            self._kinds, self._places = [], []
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
+            self._buffer = self._allocate(starts[-1])
+        return [
+            self._buffer[start : start + nbytes].view(dtype).view(shape)
+            for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
+        ]
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
     """Bits of one tensor to another; without waiting where the source is on a device."""
     if tensor.dtype.itemsize == 1:  # copy kernels do not know all one-byte dtypes
         into, tensor = into.view(torch.uint8), tensor.view(torch.uint8)
-    into.copy_(tensor, non_blocking=tensor.device.type != "cpu")
+    into.copy_(tensor, non_blocking=not tensor.is_cpu)
 
 
 class AsyncSaver:

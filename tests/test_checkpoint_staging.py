@@ -28,6 +28,7 @@ def test_memory_is_asked_for_once() -> None:
 
     def allocate(num_bytes: int) -> torch.Tensor:
         asked.append(num_bytes)
+        assert not stager._places and not stager.num_bytes  # nothing holds the old memory
         return torch.full((num_bytes,), 7, dtype=torch.uint8)
 
     stager = Stager(allocate)
@@ -39,6 +40,25 @@ def test_memory_is_asked_for_once() -> None:
             assert tensor.tolist() == copy.tolist()
             assert not tensor.numel() or tensor.data_ptr() != copy.data_ptr()
     assert len(asked) == 2 and asked == [448 + 448 + 256 + 64 + 64, 832 + 832 + 448 + 64 + 64]
+
+
+def test_equal_shapes_of_other_dtypes() -> None:
+    """What is kept from call to call fits the dtypes as well; a failed allocation leaves nothing of it behind."""
+    memory = [MemoryError("no more"), torch.zeros(1 << 10, dtype=torch.uint8)]
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        found = memory.pop() if num_bytes <= 1 << 10 else memory.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    stager = Stager(allocate)
+    for dtype in (torch.float32, torch.int32, torch.float32):
+        assert stager.stage([torch.ones(5, dtype=dtype)])[0].dtype == dtype
+    with pytest.raises(MemoryError):
+        stager.stage([torch.ones(1 << 10)])
+    memory.append(torch.zeros(1 << 10, dtype=torch.uint8))
+    assert stager.stage([torch.full((5,), 3.0)])[0].tolist() == [3.0] * 5
 
 
 @pytest.mark.gpu
