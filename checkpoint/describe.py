@@ -61,12 +61,14 @@ class _Known(NamedTuple):
 
     def holds_for(self, shape: tuple[int, ...], local_numel: int, placements: tuple[Placement, ...]) -> bool:
         """Whether a tensor of the slot is distributed in this way; O(1) in ranks, as `_agrees` is."""
-        return (self.shape, self.local_numel) == (shape, local_numel) and all(
-            a is b or _alike(a, b) for a, b in zip(self.placements, placements, strict=True)
-        )
+        if self.shape != shape or self.local_numel != local_numel:
+            return False
+        return self.placements is placements or all(map(_alike, self.placements, placements))
 
 
 def _alike(a: Placement, b: Placement) -> bool:
+    if a is b:
+        return True
     if isinstance(a, RaggedShard) and isinstance(b, RaggedShard):
         return (a.dims, a.num_shards) == (b.dims, b.num_shards)
     return a == b

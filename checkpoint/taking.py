@@ -71,17 +71,18 @@ class _Taker(TreeSink):
         if described.local is None:
             return {"$": "absent"}
         axes = self._axes.setdefault(described.distribution.axes, len(self._axes))
-        key = _memory_key(tensor, described)
-        for place in self._by_memory.get(key, ()) if key is not None else ():
+        key = _memory_key(tensor, described, axes)
+        alike = self._by_memory.setdefault(key, []) if key is not None else []
+        for place in alike:
             if self._found[place].local.is_set_to(described.local):
                 return {"$": "tensor", "i": place}
         self._claim(name)
         entry = Entry(name, described.dtype, described.shape, axes, described.distribution.cuts)
         role, offset = self._role(entry)
+        place = len(self._found)
         self._found.append(_Taken(entry, described.local, role, offset))
-        if key is not None:
-            self._by_memory.setdefault(key, []).append(len(self._found) - 1)
-        return {"$": "tensor", "i": len(self._found) - 1}
+        alike.append(place)
+        return {"$": "tensor", "i": place}
 
     def per_rank(self, name: str, value: PerRank) -> Json:
         self._claim(name)
@@ -158,7 +159,7 @@ class _LeafTaker(TreeSink):
         )
 
 
-def _memory_key(tensor: torch.Tensor, described: Described) -> tuple[Any, ...] | None:
+def _memory_key(tensor: torch.Tensor, described: Described, axes: int) -> tuple[Any, ...] | None:
     """Key under which tensors that share memory meet; None for tensors that are never taken for shared.
 
     All ranks must come to the same answer, also those whose piece is empty and has no address: a ragged
@@ -171,4 +172,4 @@ def _memory_key(tensor: torch.Tensor, described: Described) -> tuple[Any, ...] |
         if tensor.layout_ref is None:
             return None
         slot = (id(tensor.layout_ref[0]), tensor.layout_ref[1])
-    return (local.data_ptr(), described.shape, described.dtype, described.distribution, slot)
+    return (local.data_ptr(), described.shape, described.dtype, axes, described.distribution.cuts, slot)
