@@ -138,8 +138,7 @@ class Loader:
         self, plan: ReadPlan, state: Any, strict: Strict, include: tuple[str, ...] | None
     ) -> tuple[CheckpointReader, Match, list[Target]]:
         """Everything that can fail before a byte is overwritten."""
-        coordinator = self.coordinator
-        reader = CheckpointReader(self.storage, own_rank=coordinator.rank, world_size=coordinator.world_size)
+        reader = CheckpointReader(self.storage, own_rank=self.coordinator.rank)
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)

@@ -146,13 +146,11 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         user: the JSON given to `save`.
     """
 
-    def __init__(self, storage: Storage, *, own_rank: int | None = None, world_size: int = 0) -> None:
+    def __init__(self, storage: Storage, *, own_rank: int | None = None) -> None:
         self.storage = storage
         self.manifest = read_manifest(storage)
         self.user: Json = self.manifest.user
-        # The numbers of other worlds' ranks mean nothing here.
-        same_world = self.manifest.world_size == world_size
-        self._finder = SourceFinder(self.manifest, own_rank if same_world else None)
+        self._finder = SourceFinder(self.manifest, own_rank)
 
     def __getitem__(self, name: str) -> StoredTensor:
         places = self.manifest.places_by_name.get(name)

@@ -26,7 +26,7 @@ class SourceFinder:
 
     Args:
         manifest: the checkpoint's manifest.
-        own_rank: whose file to take where every replica stores all; default: the first replica's.
+        own_rank: whose file to take where every replica stores all and this is one of them; else the first's.
     """
 
     def __init__(self, manifest: Manifest, own_rank: int | None = None) -> None:

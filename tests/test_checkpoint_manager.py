@@ -49,9 +49,45 @@ def test_newer_steps_are_not_ours_to_remove(tmp_path: Path) -> None:
     """A run that went back to an older step removes older ones only."""
     for step in (1, 2, 9):
         CheckpointManager(tmp_path).save(step, _state(step))
-    CheckpointManager(tmp_path, keep_last=1).save(3, _state(3))
+    CheckpointManager(tmp_path, keep_last=2).save(3, _state(3))
 
-    assert CheckpointManager(tmp_path).steps() == [3, 9]
+    assert CheckpointManager(tmp_path).steps() == [2, 3, 9]  # 9 is none of the two that are kept
+
+
+class _Watched(LocalStorage):
+    """A root that writes down what is removed, and cannot see the manifests of some steps."""
+
+    def __init__(self, root: Path, unseen: str = "none") -> None:
+        super().__init__(root)
+        self.unseen = unseen
+        self.removed: list[str] = []
+
+    def exists(self, name: str) -> bool:
+        return self.unseen not in name and super().exists(name)
+
+    def remove(self, name: str) -> None:
+        self.removed.append(name)
+        super().remove(name)
+
+
+def test_a_step_is_removed_manifest_first(tmp_path: Path) -> None:
+    """A crash in between then leaves a torn step, which nobody takes for good."""
+    root = _Watched(tmp_path)
+    manager = CheckpointManager(root, keep_last=1)
+    manager.save(1, _state(1))
+    manager.save(2, _state(2))
+
+    assert root.removed == ["step-00000001/manifest.json", "step-00000001"]
+
+
+def test_nothing_is_removed_for_a_step_that_is_not_there(tmp_path: Path) -> None:
+    """If a store does not show the step that was just committed, the older ones stay."""
+    root = _Watched(tmp_path, unseen="step-00000002")
+    manager = CheckpointManager(root, keep_last=1)
+    manager.save(1, _state(1))
+    manager.save(2, _state(2))
+
+    assert not root.removed and CheckpointManager(tmp_path).steps() == [1, 2]
 
 
 def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,7 +55,29 @@ def pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
 @given(pairs())
 def test_overlaps_move_exactly_the_shared_elements(case: tuple[tuple[int, ...], Region, Region]) -> None:
     """Copying by runs and patches gives what copying element by element gives."""
-    shape, source, target = case
+    _prove_overlaps(*case)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+def test_overlaps_of_all_small_regions(shape: tuple[int, ...]) -> None:
+    """The same for every region of two small shapes, each against regions of all kinds."""
+    found = list(_all_regions(shape))
+    assert len(found) > 100
+    for place, source in enumerate(found):
+        for target in found[place % 7 :: 7]:
+            _prove_overlaps(shape, source, target)
+
+
+def _all_regions(shape: tuple[int, ...]) -> Iterator[Region]:
+    starts = itertools.product(*(range(n) for n in shape))
+    for offsets in starts:
+        for sizes in itertools.product(*(range(1, n - o + 1) for n, o in zip(shape, offsets, strict=True))):
+            box = Box(offsets, sizes)
+            for start, stop in itertools.combinations(range(box.numel + 1), 2):
+                yield Region(box, FlatRange(start, stop))
+
+
+def _prove_overlaps(shape: tuple[int, ...], source: Region, target: Region) -> None:
     have, want = elements(shape, source), elements(shape, target)
     got = np.full(len(want), -1)
     for share in overlaps(source, target):

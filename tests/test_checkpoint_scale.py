@@ -79,6 +79,17 @@ def test_one_shape_over_several_axes() -> None:
     assert ranks == [[0, 1, 2, 3], [0, 1], [0, 2], [0]]
 
 
+@pytest.mark.parametrize(
+    "numel, parts", [(4096 * 4 - 1, (4096 * 4 - 1, 0, 0)), (4096 * 4, (5461, 5461, 5462))]
+)
+def test_where_replicas_begin_to_share(numel: int, parts: tuple[int, ...]) -> None:
+    """From 64 KiB on, exactly; a reader of another version computes the same from the manifest."""
+    structure = Structure(None, (Entry("t", "float32", (numel,), 0, ()),), ((),), ())
+    manifest = build_manifest([(RankSet.world(3), structure)], save_id="0" * 16, world_size=3)
+
+    assert tuple(manifest.split(0, whole_region((numel,)), i, 3).numel for i in range(3)) == parts
+
+
 def _count(path: Path) -> dict[str, int]:
     state = mixed_state()
     save(path / "warm", state)
