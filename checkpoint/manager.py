@@ -231,8 +231,6 @@ class CheckpointManager:
             return
         folders = self._folders()
         committed = [step for step, good in folders if good and step <= saved]
-        if saved not in committed:
-            return
         keep = set(committed[-self._keep_last :])
         keep |= {step for step in committed if self._keep_every is not None and step % self._keep_every == 0}
         for step, good in folders:

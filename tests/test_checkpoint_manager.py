@@ -55,15 +55,11 @@ def test_newer_steps_are_not_ours_to_remove(tmp_path: Path) -> None:
 
 
 class _Watched(LocalStorage):
-    """A root that writes down what is removed, and cannot see the manifests of some steps."""
+    """A root that writes down what is removed."""
 
-    def __init__(self, root: Path, unseen: str = "none") -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.unseen = unseen
         self.removed: list[str] = []
-
-    def exists(self, name: str) -> bool:
-        return self.unseen not in name and super().exists(name)
 
     def remove(self, name: str) -> None:
         self.removed.append(name)
@@ -78,16 +74,6 @@ def test_a_step_is_removed_manifest_first(tmp_path: Path) -> None:
     manager.save(2, _state(2))
 
     assert root.removed == ["step-00000001/manifest.json", "step-00000001"]
-
-
-def test_nothing_is_removed_for_a_step_that_is_not_there(tmp_path: Path) -> None:
-    """If a store does not show the step that was just committed, the older ones stay."""
-    root = _Watched(tmp_path, unseen="step-00000002")
-    manager = CheckpointManager(root, keep_last=1)
-    manager.save(1, _state(1))
-    manager.save(2, _state(2))
-
-    assert not root.removed and CheckpointManager(tmp_path).steps() == [1, 2]
 
 
 def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
