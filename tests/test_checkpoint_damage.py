@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.checkpoint_states import erase
+from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest import FORMAT_VERSION, _checksum
 from vescale_fsdp.checkpoint.storage import Storage
@@ -274,6 +278,29 @@ def test_kinds_that_do_not_fit(saved: Path) -> None:
     state["step"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match="step"):
         load(saved, state)
+
+
+def _load_damaged(path: Path) -> tuple[str, int]:
+    """Save, damage the second rank's file, load; the error's kind and how many elements were written."""
+    tensors = {"w": distribute_tensor(torch.arange(1.0, 2001.0), cpu_mesh(), [Shard(0)])}
+    save(path, tensors)
+    if dist.get_rank() == 1:
+        (file,) = path.glob("data-*/00001-of-00002*")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    erase(tensors)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(path, tensors)
+    return str(caught.value), int(tensors["w"].to_local().count_nonzero())
+
+
+def test_damage_that_one_rank_meets(tmp_path: Path) -> None:
+    """The other rank, whose bytes are good, raises too, and neither has overwritten anything."""
+    for rank, (text, numel) in enumerate(run_ranks(2, _load_damaged, tmp_path / "c")):
+        assert "00001-of-00002" in text and numel == 0
+        assert rank == 1 or "1 of 2 ranks failed while preparing" in text
 
 
 @pytest.mark.parametrize(
