@@ -17,6 +17,10 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.param_group import GroupState
 from vescale_fsdp.unit import FSDPState, state_of
 
+# Before, a list of modules of which a forward ran only some was not resharded (2.11: "did not run forward before
+# backward, which is error-prone", and then errors in matrix products).
+FSDP2_RUNS_PARTS_OF_LISTS = torch.__version__ >= "2.13"
+
 
 class Model(nn.Module):
     """Two blocks, and a norm and a head that form one unit; the head may be left to the caller."""
@@ -100,7 +104,8 @@ def test_a_partial_forward_reshards_when_the_root_ends(is_partial: bool) -> None
 
 
 def chunked(chunks: int, announce: bool) -> dict[str, int]:
-    model, theirs, reference = shard(), shard(torch_fully_shard), plain()
+    model, reference = shard(), plain()
+    theirs = shard(torch_fully_shard) if FSDP2_RUNS_PARTS_OF_LISTS else None
     counts = count_reductions(model)
     world, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
@@ -115,20 +120,21 @@ def chunked(chunks: int, announce: bool) -> dict[str, int]:
             hidden.backward(cut.grad)
         else:
             chunked_step(model, x, chunks)
-        chunked_step(theirs, x, chunks)
+        if theirs is not None:
+            chunked_step(theirs, x, chunks)
         for other in range(world):
             x = batch(step, other, rows=6)
             (reference(x).pow(2).sum() / x.shape[0] / world).backward()
-    for (name, param), other, expected in zip(
-        model.named_parameters(), theirs.parameters(), reference.parameters(), strict=True
-    ):
+    for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-5, msg=name)
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor(), msg=name)
+        if theirs is not None:
+            other = theirs.get_parameter(name).grad
+            torch.testing.assert_close(param.grad.full_tensor(), other.full_tensor(), msg=name)
     return {name: counted.calls for name, counted in counts.items()}
 
 
 def test_chunked_loss_over_a_partial_list() -> None:
-    """A head run per chunk, outside the root's forward: gradients of one process and of FSDP2.
+    """A head run per chunk, outside the root's forward: gradients of one process, and of FSDP2 where it can.
 
     Each chunk's backward adds a reduction of the head's unit. Told that more backwards follow, the others
     reduce once per step.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests import models
 from tests.distributed import cpu_mesh, run_ranks
@@ -92,12 +93,19 @@ class Block(nn.Module):
         return Batch(batch.first, [Inner(torch.tanh(self.layer(hidden)))], batch.count + 1)
 
 
+class BareBlock(Block):
+    """The same on the bare tensor."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.tanh(self.layer(hidden))
+
+
 class Model(nn.Module):
     """Blocks that pass a dataclass on."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[Block] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([block(), block()])
 
     def forward(self, x: torch.Tensor) -> Batch:
         batch = Batch(x, [Inner(x)])
@@ -106,22 +114,41 @@ class Model(nn.Module):
         return batch
 
 
-def build() -> Model:
+class BareModel(Model):
+    """The same model, of which FSDP2 sees only bare tensors: before torch 2.13 it does not look into dataclasses."""
+
+    def __init__(self) -> None:
+        super().__init__(BareBlock)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(model: type[Model] = Model) -> Model:
     torch.manual_seed(2)
-    return Model()
+    return model()
+
+
+FSDP2_KNOWS_TREES = (
+    torch.__version__ >= "2.13"
+)  # dataclasses, and tensors that torch.func has wrapped (not 2.11)
 
 
 def through_dataclasses(half: bool) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    ours, theirs = build(), build()
+    ours, theirs = build(), build(Model if FSDP2_KNOWS_TREES else BareModel)
     seen: list[torch.dtype] = []
     ours.blocks[1].register_forward_pre_hook(lambda m, args: seen.append(args[0].more[0].hidden.dtype))
     for shard, model in ((fully_shard, ours), (torch_fully_shard, theirs)):
         for module in (*model.blocks, model):
             shard(module, mesh=cpu_mesh(), mp_policy=policy, reshard_after_forward=True)
-        batch = model(models.batch(0, dist.get_rank()))
-        assert batch.count == 2
-        batch.more[0].hidden.float().pow(2).sum().backward()
+        out = model(models.batch(0, dist.get_rank()))
+        if isinstance(out, Batch):
+            assert out.count == 2
+            out = out.more[0].hidden
+        out.float().pow(2).sum().backward()
     assert seen == [torch.bfloat16 if half else torch.float32]
     for param, twin in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert isinstance(param.grad, RaggedDTensor)
@@ -136,19 +163,26 @@ def test_dataclasses_of_tensors(half: bool) -> None:
 
 
 def transforms(shard: Any) -> dict[str, list[torch.Tensor]]:
+    """What transforms of the model give, sharded by ``shard``; None: of the plain model, gradients averaged."""
     x, tangent = models.batch(0, dist.get_rank()), torch.ones(4, 5)
     found: dict[str, list[torch.Tensor]] = {}
 
     def sharded() -> models.Stack:
         model = models.build()
-        for module in (*model.blocks, model):
+        for module in (*model.blocks, model) if shard is not None else ():
             shard(module, mesh=cpu_mesh())
         return model
+
+    def mean(grad: torch.Tensor) -> torch.Tensor:
+        if isinstance(grad, DTensor):
+            return grad.full_tensor()
+        dist.all_reduce(grad)
+        return grad / dist.get_world_size()
 
     model = sharded()
     out, moved = torch.func.jvp(model, (x,), (tangent,))
     (out.sum() + moved.sum()).backward()
-    found["jvp"] = [out, moved, *(p.grad.full_tensor() for p in model.parameters())]  # type: ignore[union-attr]
+    found["jvp"] = [out, moved, *(mean(p.grad) for p in model.parameters())]  # type: ignore[arg-type]
     out, pull = torch.func.vjp(sharded(), x)
     found["vjp"] = [out, *pull(torch.ones_like(out))]
     found["vmap"] = [torch.func.vmap(sharded())(x)]
@@ -156,13 +190,14 @@ def transforms(shard: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def transformed() -> None:
-    ours, theirs = transforms(fully_shard), transforms(torch_fully_shard)
-    for name, expected in theirs.items():
-        for mine, other in zip(ours[name], expected, strict=True):
-            torch.testing.assert_close(mine, other, msg=name)
-            assert other.abs().sum() > 0, name
+    ours = transforms(fully_shard)
+    for rival in (None, torch_fully_shard) if FSDP2_KNOWS_TREES else (None,):
+        for name, expected in transforms(rival).items():
+            for mine, other in zip(ours[name], expected, strict=True):
+                torch.testing.assert_close(mine, other, msg=name)
+                assert other.abs().sum() > 0, name
 
 
 def test_transforms_of_torch_func() -> None:
-    """jvp, its backward, vjp and vmap of a sharded module give FSDP2's values."""
+    """jvp, its backward, vjp and vmap of a sharded module give the plain module's values, and FSDP2's."""
     run_ranks(2, transformed)
