@@ -29,6 +29,7 @@ from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.rank_order import ascends, place_in, ranks_by_place
 from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
 
 __all__ = ["Described", "Describer"]
@@ -75,11 +76,12 @@ def _alike(a: Placement, b: Placement) -> bool:
 
 
 class _Place(NamedTuple):
-    """A mesh's axes in rules of rank numbers, and this rank's coordinates; no axes outside the mesh."""
+    """A mesh's axes in rules of rank numbers, and this rank's place on each; no axes outside the mesh."""
 
     mesh: DeviceMesh  # held, so that its id stays its own
     axes: Axes | None
     coordinates: tuple[int, ...]
+    disordered: frozenset[int] = frozenset()  # axes that name their ranks out of order
 
 
 class Describer:
@@ -167,8 +169,25 @@ class Describer:
                         todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
                     )
                 )
+        self._check_order(name, tensor, place)
         pairs = [pair for pair in (*early, *strided, *late) if pair[0].size > 1]
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
+
+    def _check_order(self, name: str, tensor: DTensor, place: _Place) -> None:
+        """Refuse shards of which nobody can say which rank has which."""
+        for axis in place.disordered:
+            placement = tensor.placements[axis]
+            if placement.is_shard() or isinstance(placement, StridedShard):
+                raise CheckpointError(
+                    explain(
+                        "This tensor is sharded over ranks that its mesh names out of order: torch's redistribute "
+                        "and FSDP2 give them different shards.",
+                        expected="a mesh with ascending ranks along the axis, or a RaggedShard",
+                        got=tensor.device_mesh.mesh.tolist(),
+                        where=f"{name}, mesh axis {axis}",
+                        todo="make the mesh with init_device_mesh",
+                    )
+                )
 
     def _ragged_cut(self, tensor: DTensor, placement: RaggedShard, coordinate: int) -> Cut:
         reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
@@ -197,16 +216,17 @@ class Describer:
     def _place_in(self, mesh: DeviceMesh) -> _Place:
         known = self._meshes.get(id(mesh))
         if known is None:
-            known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), tuple(mesh.get_coordinate() or ()))
+            known = _Place(mesh, None, ())
+            if mesh.get_coordinate() is not None:
+                disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
+                known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
             self._meshes[id(mesh)] = known
         return known
 
 
-def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes | None:
-    """One `Axis` per mesh axis, or None if this rank is not in the mesh."""
-    if mesh.get_coordinate() is None:
-        return None
-    numbers = mesh.mesh.numpy()
+def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
+    """One `Axis` per mesh axis; its coordinates are places in the process groups (`vescale_fsdp.rank_order`)."""
+    numbers = ranks_by_place(mesh).numpy()
     if rank_of is not None:
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
     return axes_of_ranks(numbers)

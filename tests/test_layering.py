@@ -39,6 +39,7 @@ ORDER = (
     "report",
     "torch_private",
     "collectives",
+    "rank_order",
     "spec",
     "exchange",
     "redistribute",

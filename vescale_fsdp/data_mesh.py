@@ -22,6 +22,7 @@ import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.rank_order import ranks_by_place
 from vescale_fsdp.torch_private import FSDPMeshInfo, concatenate_meshes, flatten_mesh, unflatten_mesh
 
 __all__ = [
@@ -80,10 +81,16 @@ class DataMesh:
     Args:
         mesh: 1-D (shard,) or 2-D (replicate, shard).
         spmd: where its axes lie in the full mesh, if parameters are DTensors on that.
+
+    Raises:
+        PlacementError: if ranks that replicate each other would hold different shards.
     """
 
     mesh: DeviceMesh
     spmd: SpmdAxes | None = None
+
+    def __post_init__(self) -> None:
+        ranks_by_place(self.mesh)
 
     @property
     def num_shards(self) -> int:

@@ -27,6 +27,7 @@ from vescale_fsdp.exchange import exchange
 from vescale_fsdp.geometry import Box, FlatRange
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.rank_order import place_in
 from vescale_fsdp.redistribute import Move, finish, redistribute_local
 from vescale_fsdp.spec import (
     boxes_of,
@@ -209,12 +210,10 @@ class RaggedDTensor(DTensor):
         )
 
     def _describe_piece(self) -> str:
-        coordinate = self.device_mesh.get_coordinate()
-        if coordinate is None:
+        if self.device_mesh.get_coordinate() is None:
             return f"not on this rank: mesh {self.device_mesh}"
-        where = (
-            f"rank {coordinate[0] if len(coordinate) == 1 else tuple(coordinate)} of {self.device_mesh.shape}"
-        )
+        place = place_in(self.device_mesh)
+        where = f"rank {place[0] if len(place) == 1 else place} of {self.device_mesh.shape}"
         start, stop = self.piece
         if start == stop:
             return f"{where} holds nothing"
@@ -334,8 +333,8 @@ def distribute_tensor(
         device_mesh: the mesh.
         placements: one per mesh axis, exactly one of them a RaggedShard.
         src_data_rank: None if all ranks hold the same values: each keeps a copy of its piece, without any
-            communication. Otherwise the coordinate, on every mesh axis, of the rank whose values count: it
-            sends every rank its piece.
+            communication. Otherwise the place, on every mesh axis (see `rank_order`), of the rank whose values
+            count: it sends every rank its piece.
 
     Returns:
         A leaf that requires gradients if ``tensor`` does.
@@ -368,14 +367,13 @@ def distribute_tensor(
 
 
 def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int) -> torch.Tensor:
-    """Bring the values to every rank whose coordinate on the ragged axis is ``source``."""
+    """Bring the values to every rank whose place on the ragged axis is ``source``."""
     mesh = spec.mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
+    place = place_in(mesh)
     full = full.clone(memory_format=torch.contiguous_format)
     others = [axis for axis in range(mesh.ndim) if axis != ragged]
     for index, axis in enumerate(others):
-        if all(coordinate[later] == source for later in (*others[index + 1 :], ragged)):
+        if all(place[later] == source for later in (*others[index + 1 :], ragged)):
             work = broadcast_in_place(full, mesh.get_group(axis), source)
             if work is not None:
                 work.wait()

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from vescale_fsdp.errors import PlacementError, explain
 from vescale_fsdp.geometry import Box, FlatRange, boxes_of_range, contiguous_strides
 from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp.rank_order import ascends
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta
 
 __all__ = [
@@ -199,5 +200,16 @@ def _check_beside(
                     got=p,
                     where=f"mesh axis {other} of {placements}",
                     todo="redistribute that axis first",
+                )
+            )
+        if plain_shard and other != axis and not ascends(mesh, other):
+            raise PlacementError(
+                explain(
+                    "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by the order of "
+                    "the mesh and gathers it by that of the ranks.",
+                    expected="ranks in ascending order along the axis",
+                    got=mesh.mesh.tolist(),
+                    where=f"mesh axis {other} of {placements}",
+                    todo="name the ranks in ascending order: init_device_mesh does",
                 )
             )

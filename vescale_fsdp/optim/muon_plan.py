@@ -16,6 +16,7 @@ from vescale_fsdp.holding import Holding
 from vescale_fsdp.optim.exchange import WIRE_DTYPE, Bucket, Ranks, Travel
 from vescale_fsdp.optim.matrices import Matrix
 from vescale_fsdp.optim.ownership import assign_owners, newton_schulz_flops
+from vescale_fsdp.rank_order import ranks_by_place
 
 __all__ = ["MuonPlan", "TakingPart", "plan_step"]
 
@@ -133,7 +134,7 @@ def _ranks(key: tuple[DeviceMesh, int], known: dict[tuple[DeviceMesh, int], Rank
 
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
-    table = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    table = ranks_by_place(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
