@@ -25,6 +25,19 @@ class MLP(nn.Module):
         return self.down(hidden * torch.sigmoid(self.tiny(hidden))) * self.scale.sum() + x
 
 
+class TensorParallelLayer(nn.Module):
+    """A pair for tensor parallelism with a norm before; sizes that only an axis of two ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(7)
+        self.up = nn.Linear(7, 10)
+        self.down = nn.Linear(10, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
 class Stack(nn.Module):
     """An input layer, blocks, and a head; the root owns the outer two."""
 

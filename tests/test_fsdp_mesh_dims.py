@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.distributed import cpu_mesh, run_ranks
+from tests.models import TensorParallelLayer
 from vescale_fsdp import DataParallelMeshDims, Rows, fully_shard
 from vescale_fsdp.data_mesh import _Absent
 from vescale_fsdp.dtensor import RaggedDTensor
@@ -28,25 +29,12 @@ WITH_DIMS = pytest.mark.skipif(
 OURS, THEIRS = fully_shard, torch_fully_shard
 
 
-class Layer(nn.Module):
-    """A tensor-parallel pair with a norm before; only the tp axis divides its sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(7)
-        self.up = nn.Linear(7, 10)
-        self.down = nn.Linear(10, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """Layers, between local inputs and local outputs if it knows a mesh."""
 
     def __init__(self, mesh: DeviceMesh | None = None, dp: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([TensorParallelLayer(), TensorParallelLayer()])
         self.mesh, self.dp = mesh, dp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,22 +17,10 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.distributed import cpu_mesh, run_ranks
+from tests.models import TensorParallelLayer
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import PlacementError
-
-
-class Layer(nn.Module):
-    """A tensor-parallel pair beside a plain norm; sizes that nothing but the tp axis divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(7)
-        self.up = nn.Linear(7, 10)
-        self.down = nn.Linear(10, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Experts(nn.Module):
@@ -59,7 +47,7 @@ class Model(nn.Module):
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([TensorParallelLayer(), TensorParallelLayer()])
         self.experts = Experts(mesh)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -225,7 +213,7 @@ def misuse() -> list[str]:
     mesh = cpu_mesh(2, 2, names=("dp", "tp"))
     texts = []
     for kind in ("same axis", "unnamed", "twice"):
-        layer = Layer()
+        layer = TensorParallelLayer()
         own = mesh["tp"] if kind != "unnamed" else cpu_mesh(2, 2)
         placements = [Shard(0)] * own.ndim
         layer.up.weight = nn.Parameter(torch_distribute_tensor(layer.up.weight.detach(), own, placements))

@@ -23,7 +23,7 @@ from vescale_fsdp.errors import CheckpointError, LayoutError, explain
 from vescale_fsdp.holding import local_grad, local_tensor
 from vescale_fsdp.optim.state import Held, check_state, copy_state
 
-__all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates"]
+__all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates", "evaluated"]
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         Returns:
             What the closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self._step_groups([g for g in self.param_groups if g["algorithm"] == self.algorithm])
         return loss
 
@@ -231,6 +228,14 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                         "state and you know that it means the same, write these keys into its param groups",
                     )
                 )
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, evaluated with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _plain(value: Any) -> Any:

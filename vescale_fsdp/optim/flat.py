@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError, explain
 from vescale_fsdp.holding import local_grad, local_tensor
+from vescale_fsdp.optim.base import evaluated
 from vescale_fsdp.optim.state import copy_state
 from vescale_fsdp.planner import ALIGN_NUMEL
 from vescale_fsdp.torch_private import foreach_copy_, local_of
@@ -143,10 +144,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         Returns:
             What the closure returned, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         self._split_by_gradients()
         runs = self._current_runs()
         assert self._inner is not None
