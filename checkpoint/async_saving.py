@@ -204,6 +204,5 @@ def async_save(
     """
     coordinator = coordinator_for(process_group, use="async")
     saver = _default_savers.setdefault(id(process_group), AsyncSaver(coordinator))
-    saver.drain()
-    saver.coordinator = coordinator
+    saver.coordinator = coordinator  # a save in flight keeps its own
     return saver.start(open_storage(path), state, user=user, overwrite=overwrite)

@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_st
 from vescale_fsdp.checkpoint.agreement import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.local import LocalStorage
 from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.structure import Structure
 from vescale_fsdp.errors import CheckpointError
 
 
@@ -190,6 +191,34 @@ def test_ranks_that_disagree_are_told_where(kind: str, names: str, tmp_path: Pat
     for text in run_ranks(2, _disagree, tmp_path / "c", kind):
         assert "Ranks disagree" in text and f"where: {names}" in text
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("data-*"))
+
+
+def _nearly_alike() -> list[int]:
+    """How many kinds of structure ranks find that differ in one 32-bit word of their digests."""
+    found = []
+    for word in range(4):
+        structure = Structure({"rank": dist.get_rank()}, (), (), ())
+        digest = bytearray(16)
+        digest[4 * word] = dist.get_rank()
+        structure.__dict__["digest"] = bytes(digest)  # where its cache lies
+        found.append(len(coordinator_for().agree(structure, 0, None).classes))
+    return found
+
+
+def test_every_word_of_the_digest_counts() -> None:
+    """Ranks whose digests differ anywhere exchange their structures."""
+    assert run_ranks(2, _nearly_alike) == [[2] * 4] * 2
+
+
+def test_a_commit_does_not_replace_unasked(tmp_path: Path) -> None:
+    """Of two jobs that found no manifest, the second one's commit is refused by the file system itself."""
+    storage = LocalStorage(tmp_path)
+    storage.commit("manifest.json", b"first", replace=False)
+    with pytest.raises(FileExistsError):
+        storage.commit("manifest.json", b"second", replace=False)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("manifest.json", b"first")]
+    storage.commit("manifest.json", b"third", replace=True)
+    assert (tmp_path / "manifest.json").read_bytes() == b"third"
 
 
 _SIZE = (256, 4096)  # 4 MiB

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from tests.checkpoint_states import erase, mixed_state
 from tests.distributed import run_ranks
 from tests.faulty_storage import FaultyStorage
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier, async_save, load, read_state, save, verify
+from vescale_fsdp.checkpoint import (
+    CheckpointManager,
+    PerRank,
+    RamTier,
+    async_save,
+    load,
+    read_state,
+    save,
+    verify,
+)
 from vescale_fsdp.checkpoint.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
@@ -162,14 +171,25 @@ class _Gate(LocalStorage):
         return super().create(name, size_bytes)
 
 
+class _GatedSteps(_Gate):
+    """A root whose steps wait at its gate."""
+
+    def child(self, name: str) -> _Gate:
+        step = _Gate(self.root / name)
+        step.gate = self.gate
+        return step
+
+
 def test_async_save_takes_the_values_of_its_call(tmp_path: Path) -> None:
     """The state may change as soon as async_save returns; what is saved is what it was."""
     storage = _Gate(tmp_path / "c")
     state = _state(1)
     state["inner"] = {"list": [1, 2]}
+    state["own"] = PerRank(torch.ones(3))
 
     handle = async_save(storage, state)
     state["w"].fill_(9)
+    state["own"].value.fill_(9)
     state["inner"]["list"][0] = 9
     assert not handle.done()
     storage.gate.set()
@@ -178,6 +198,7 @@ def test_async_save_takes_the_values_of_its_call(tmp_path: Path) -> None:
     assert handle.done() and handle.error() is None
     assert torch.equal(_state(1)["w"], read_state(tmp_path / "c")["w"].read())
     assert read_state(tmp_path / "c").tree()["inner"] == {"list": [1, 2]}
+    assert torch.equal(torch.ones(3), read_state(tmp_path / "c").per_rank_values()[0]["own"])
 
 
 def test_a_second_async_save_waits_for_the_first(tmp_path: Path) -> None:
@@ -193,6 +214,19 @@ def test_a_second_async_save_waits_for_the_first(tmp_path: Path) -> None:
     two.wait()
     assert torch.equal(_state(1)["w"], read_state(tmp_path / "a")["w"].read())
     assert torch.equal(_state(2)["w"], read_state(tmp_path / "b")["w"].read())
+
+
+def test_restore_waits_for_the_save_in_flight(tmp_path: Path) -> None:
+    """The step that is being written is the one that is restored."""
+    root = _GatedSteps(tmp_path)
+    manager = CheckpointManager(root, async_=True)
+    manager.save(1, _state(1))
+    threading.Timer(0.2, root.gate.set).start()
+    state = _state(0)
+
+    restored = manager.restore(state)
+
+    assert restored is not None and restored.step == 1 and torch.equal(_state(1)["w"], state["w"])
 
 
 def test_staging_memory_is_reused(tmp_path: Path) -> None:

@@ -241,6 +241,21 @@ def test_per_rank_values(tmp_path: Path) -> None:
     assert [value["seed"] for value in by_rank] == [0, 10]
 
 
+def _some_have(path: Path) -> None:
+    rank = dist.get_rank()
+    save(path, {"all": PerRank(rank), **({"odd": PerRank(rank)} if rank % 2 else {})})
+
+
+def test_values_that_some_ranks_have(tmp_path: Path) -> None:
+    """A merge function gets the values of those that had one."""
+    run_ranks(4, _some_have, tmp_path / "c")
+    state = {name: PerRank(None, merge=lambda values, rank, world: values) for name in ("all", "odd")}
+
+    load(tmp_path / "c", state)
+
+    assert (state["all"].value, state["odd"].value) == ([0, 1, 2, 3], [1, 3])
+
+
 def _one_layout(path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layout = planned(mesh.size())
