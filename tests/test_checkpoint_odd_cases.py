@@ -52,6 +52,13 @@ def test_names_of_the_files_themselves(name: str, tmp_path: Path) -> None:
     assert torch.equal(torch.ones(2), read_state(tmp_path / "c")[f"x/{name}"].read())
 
 
+def test_two_keys_of_one_text(tmp_path: Path) -> None:
+    """1 and "1" would be one name: refused, and nothing is written."""
+    with pytest.raises(CheckpointError, match=r"(?s)one name.*'x/1'"):
+        save(tmp_path / "c", {"x": {1: torch.ones(2), "1": torch.zeros(2)}})
+    assert not list(tmp_path.glob("c/data-*"))
+
+
 def _small() -> dict[str, Any]:
     return {"a": torch.arange(30.0).reshape(5, 6), "b": torch.ones(7), "step": 3}
 

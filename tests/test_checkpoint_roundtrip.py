@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.checkpoint_states import (
@@ -302,6 +302,41 @@ def test_a_layout_is_not_taken_at_its_word(tmp_path: Path) -> None:
     assert kinds == {"w": LayoutCut, "shaped": UnitsCut, "moved": UnitsCut}
     for name, shape in (("w", (13, 10)), ("shaped", (26, 5)), ("moved", (13, 10))):
         assert torch.equal(full(name, shape), reader[name].read()), name
+
+
+def _ragged(
+    name: str, mesh: DeviceMesh, pieces: tuple[int, ...], base: torch.Tensor | None = None
+) -> RaggedDTensor:
+    """A (13, 10) tensor in pieces of these sizes, in memory of its own or in that of another."""
+    start = sum(pieces[: dist.get_rank()])
+    values = full(name, SHAPES["w"]).reshape(-1)[start : start + pieces[dist.get_rank()]]
+    local = values.clone() if base is None else base[: len(values)].copy_(values)
+    placement = RaggedShard.from_piece_numels(SHAPES["w"], pieces)
+    return RaggedDTensor.from_local(local, mesh, [placement], shape=SHAPES["w"])
+
+
+def _alike_here(path: Path) -> None:
+    """Save tensors that the first rank alone cannot tell apart: by the sizes of its pieces, or by memory."""
+    layout, mesh = planned(3), cpu_mesh()
+    state = {"moved": _ragged("moved", mesh, (50, 50, 30)), "again": _ragged("again", mesh, (50, 30, 50))}
+    for tensor in state.values():
+        tensor.layout_ref = (layout, "w")
+    memory = torch.zeros(130)
+    for name, reference in (("n0", None), ("n1", None), ("s0", (layout, "b")), ("s1", (layout, "stack"))):
+        state[name] = _ragged(name, mesh, (0, 60, 70), memory if dist.get_rank() == 0 else None)
+        state[name].layout_ref = reference
+    save(path, state)
+
+
+def test_what_one_rank_cannot_tell_apart(tmp_path: Path) -> None:
+    """Equal pieces here and other ones elsewhere, or empty pieces at one address: all are tensors of their own."""
+    run_ranks(3, _alike_here, tmp_path / "c")
+
+    reader = read_state(tmp_path / "c")
+
+    assert sorted(reader.names()) == ["again", "moved", "n0", "n1", "s0", "s1"]
+    for name in reader.names():
+        assert torch.equal(full(name, SHAPES["w"]), reader[name].read()), name
 
 
 @pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")
