@@ -88,8 +88,9 @@ def test_no_way_into_the_source(tmp_path: Path, target: str, monkeypatch: pytest
     Path("link").symlink_to("dcp")
     Path("dangling").symlink_to("dcp/new")
     before = sorted(os.listdir("dcp"))
-    with pytest.raises(ConversionError, match="outside of the source"):
-        _to_hf("link", Path(target), run=RunOptions(overwrite=True))
+    for kind in ("hf", "torch"):
+        with pytest.raises(ConversionError, match="outside of the source"):
+            convert(open_source("link"), target, kind, ConvertOptions(run=RunOptions(overwrite=True)))
     assert sorted(os.listdir("dcp")) == before
 
 

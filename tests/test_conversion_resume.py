@@ -19,6 +19,7 @@ from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, conve
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.store import LocalStore
 from vescale_fsdp.errors import ConversionError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
@@ -183,6 +184,54 @@ def test_parts_write_what_one_process_writes(
     reports = [run(source, str(tmp_path / "out"), part=Part(i, 3)) for i in order]
     assert [report.outcome.published for report in reports] == [False, False, True]
     assert contents(tmp_path / "out") == expected
+
+
+def test_a_part_that_is_not_done_holds_back_the_others(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """One share was stopped after some of its files: whoever ends meanwhile publishes nothing."""
+    out = tmp_path / "out"
+    journal = out / ".part-0-of-2.vescale-convert.jsonl"
+
+    def stop(_: int) -> None:
+        if '"file"' in journal.read_text():
+            raise KeyboardInterrupt
+
+    one = RunOptions(part=Part(0, 2), limits=CopyLimits(LIMITS.memory_budget_bytes, threads=1))
+    with pytest.raises(KeyboardInterrupt):
+        convert(
+            open_source(source),
+            str(out),
+            "hf",
+            ConvertOptions(max_shard_bytes=SHARD_BYTES, run=one),
+            progress=stop,
+        )
+    assert "complete" not in journal.read_text()
+    assert not run(source, str(out), part=Part(1, 2)).outcome.published
+    assert not any(name.startswith("model") for name in os.listdir(out))
+    assert run(source, str(out), part=Part(0, 2), resume=True).outcome.published
+    assert contents(out) == expected
+
+
+def test_an_old_index_never_stands_over_new_files(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing fails after the first file: readers find no index rather than one for a mixture."""
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    run(source, str(tmp_path / "out"))
+    assert index.exists()
+    commit, done = LocalStore.commit, list[str]()
+
+    def second_fails(store: LocalStore, name: str) -> None:
+        if done:
+            raise OSError("no more")
+        done.append(name)
+        commit(store, name)
+
+    monkeypatch.setattr(LocalStore, "commit", second_fails)
+    with pytest.raises(OSError, match="no more"):
+        run(source, str(tmp_path / "out"), overwrite=True)
+    assert len(done) == 1 and not index.exists()
 
 
 def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) -> None:

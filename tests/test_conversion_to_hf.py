@@ -21,8 +21,11 @@ from tests.distributed import cpu_mesh, run_ranks
 from tests.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
+from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.execution import RunOptions
+from vescale_fsdp.conversion.hf_layout import plan_shards
 from vescale_fsdp.conversion.open_source import open_source
+from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.errors import ConversionError
 
 
@@ -133,6 +136,15 @@ def test_column_shards_and_empty_ranks(tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = {"columns": torch.randn(6, 10), "middle": torch.randn(3, 7, 5), "few_rows": torch.randn(2, 4)}
     assert all(same_bytes(loaded[name], value) for name, value in expected.items())
+
+
+def test_a_file_may_be_exactly_full() -> None:
+    """The limit is met, not undercut; one tensor above it has a file of its own."""
+    infos = [
+        TensorInfo(f"w{i}", (n,), dtype_from_torch("float32")) for i, n in enumerate((100, 100, 100, 201, 1))
+    ]
+    shards = plan_shards(infos, 800)
+    assert [[info.name for info in shard.infos] for shard in shards] == [["w0", "w1"], ["w2"], ["w3"], ["w4"]]
 
 
 def test_several_files_and_their_index(tmp_path: Path) -> None:

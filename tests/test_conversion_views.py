@@ -17,7 +17,9 @@ from vescale_fsdp.conversion.box_maps import (
     ReshapeView,
     SliceView,
     StackView,
+    ZerosView,
 )
+from vescale_fsdp.conversion.casting import CastView
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import TensorInfo
@@ -130,3 +132,29 @@ def test_a_small_part_of_a_large_group_reads_little(back: bool) -> None:
     view = InterleaveView(Counting(_count(1000, 4)), 0, 1, 2, back)
     view.read_into(Box((300, 0), (10, 4)), np.empty((10, 4), dtype=np.uint32))
     assert 40 <= sum(asked) <= 80
+
+
+def test_views_of_other_values_have_other_identities() -> None:
+    """A run resumes only if these are equal: every argument counts, and casts on the way to the same type."""
+    a, f16, f32 = _Array(_count(4, 12)), dtype_from_torch("float16"), dtype_from_torch("float32")
+    views: list[TensorView] = [
+        a,
+        *(
+            InterleaveView(a, dim, groups, 2, back)
+            for dim in (0, 1)
+            for groups in (1, 2)
+            for back in (False, True)
+        ),
+        InterleaveView(a, 1, 1, 3),
+        *(SliceView(a, dim, start, size) for dim in (0, 1) for start in (0, 1) for size in (1, 2)),
+        *(IndexView(a, dim, index) for dim in (0, 1) for index in (0, 1)),
+        *(PadView(a, dim, size) for dim in (0, 1) for size in (12, 13)),
+        *(ReshapeView(a, shape) for shape in ((48,), (6, 8))),
+        *(ConcatView(parts, dim) for parts in ((a,), (a, a)) for dim in (0, 1)),
+        *(StackView(parts, dim) for parts in ((a,), (a, a)) for dim in (0, 1)),
+        PermuteView(a, (1, 0)),
+        CastView(a, f32),
+        CastView(CastView(a, f16), f32),
+        ZerosView(a.info),
+    ]
+    assert len({view.identity() for view in views}) == len(views)
