@@ -195,6 +195,22 @@ def test_safetensors_damage(tmp_path: Path) -> None:
             open_source(str(path))
 
 
+@pytest.mark.parametrize(
+    ("places", "nbytes"),
+    [([(0, 8), (12, 20)], 20), ([(0, 8), (0, 8)], 8), ([(4, 12), (12, 20)], 20), ([(0, 8), (4, 12)], 12)],
+)
+def test_safetensors_with_holes_or_overlaps(
+    tmp_path: Path, places: list[tuple[int, int]], nbytes: int
+) -> None:
+    """Offsets inside the file and of the right sizes are not enough: tensors follow each other."""
+    table = {f"w{i}": {"dtype": "F32", "shape": [2], "data_offsets": place} for i, place in enumerate(places)}
+    head = json.dumps(table).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(nbytes))
+    with pytest.raises(CorruptCheckpointError, match="damaged or incomplete"):
+        open_source(str(file))
+
+
 def test_index_that_disagrees_with_the_files(tmp_path: Path) -> None:
     """A name mapped to the wrong file, to no file, or missing from the index."""
     save_file({"a": torch.ones(4)}, tmp_path / "model-00001-of-00002.safetensors")
