@@ -142,5 +142,7 @@ def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: Tolerance)
     with np.errstate(invalid="ignore"):
         distance = np.abs(p - q)
         same = (p == q) | (np.isnan(p) & np.isnan(q))
-        far = ~same & ~(distance <= tolerance.atol + tolerance.rtol * np.abs(q))
+        # What is not finite is near nothing else, though a share of infinity is infinite.
+        near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * np.abs(q))
+        far = ~same & ~near
     return int(np.count_nonzero(far)), float(np.nanmax(np.where(same, 0.0, distance), initial=0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,17 @@ def test_missing_and_unknown_sources(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(ConversionError, match="known kind"):
         open_source(str(tmp_path))
+
+
+def test_big_endian_data_is_refused(tmp_path: Path) -> None:
+    """What a big-endian machine saved would be read as other numbers."""
+    torch.save({"w": torch.arange(5)}, tmp_path / "little.pt")
+    with zipfile.ZipFile(tmp_path / "little.pt") as old, zipfile.ZipFile(tmp_path / "big.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("/byteorder") else old.read(name))
+    assert len(open_source(str(tmp_path / "little.pt")).tensors) == 1
+    with pytest.raises(CorruptCheckpointError, match="big-endian"):
+        open_source(str(tmp_path / "big.pt"))
 
 
 def test_safetensors_damage(tmp_path: Path) -> None:

@@ -101,10 +101,12 @@ def test_one_of_several_parts_finds_the_damage(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_resumed_run_proves_what_the_first_did_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["w", "q", "k", "v", "up", "down"])  # which file answers depends on it
+def test_a_resumed_run_proves_what_the_first_did_not(tmp_path: Path, name: str) -> None:
     """Files that are kept hold parts of a tensor whose checksum was not compared before the interruption."""
-    source, file = _save("dcp", tmp_path)
-    _flip(file)
+    dcp.save({"model": {name: torch.full((50, 60), MARK)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = tmp_path / "dcp"
+    _flip(source / "__0_0.distcp")
     out, one = tmp_path / "out", CopyLimits(threads=1)
 
     def stop(_: int) -> None:
@@ -115,8 +117,18 @@ def test_a_resumed_run_proves_what_the_first_did_not(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert(open_source(str(source)), str(out), "native", options, progress=stop)
     assert len(list(out.rglob("*.partial"))) == 1
-    with pytest.raises(CorruptCheckpointError, match=r"model\.w"):
+    with pytest.raises(CorruptCheckpointError, match=f"model.{name} "):
         _run(source, out, "native", ranks=3, run=RunOptions(resume=True, limits=one))
+
+
+def test_the_rest_of_a_storage_counts(tmp_path: Path) -> None:
+    """A tensor that is a part of what was saved: the checksum is that of all of it, which is read to compare."""
+    whole = torch.full((3000,), MARK)
+    torch.save({"part": whole[:100]}, tmp_path / "state.pt")
+    _run(tmp_path / "state.pt", tmp_path / "sound", "hf")
+    _flip(tmp_path / "state.pt")
+    with pytest.raises(CorruptCheckpointError, match="tensor part"):
+        _run(tmp_path / "state.pt", tmp_path / "out", "hf")
 
 
 @pytest.fixture

@@ -146,6 +146,15 @@ def test_tolerances_are_of_the_second_side(tmp_path: Path) -> None:
     assert differing(a, b, rtol=0.6) == ["small"] and differing(b, a, rtol=0.6) == []
 
 
+def test_no_tolerance_reaches_infinity_or_nan(tmp_path: Path) -> None:
+    """A share of infinity is infinite, and no comparison with NaN holds: neither makes values equal."""
+    inf, nan = float("inf"), float("nan")
+    a = _dcp(tmp_path / "a", {"w": torch.tensor([1.0, inf, nan, 1.0, inf, inf, nan])})
+    b = _dcp(tmp_path / "b", {"w": torch.tensor([inf, 1.0, 1.0, nan, -inf, inf, nan])})
+    found, _ = diff(open_source(str(a)), open_source(str(b)), tolerance=Tolerance(rtol=0.5, atol=1.0))
+    assert len(found) == 1 and found[0].text.startswith("5 of 7 values differ")
+
+
 def test_exit_codes(tmp_path: Path) -> None:
     """verify and diff: 0 if all is well, 1 if not, results on stdout."""
     a = str(_dcp(tmp_path / "a", {"w": torch.ones(3)}))
