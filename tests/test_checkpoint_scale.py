@@ -19,11 +19,11 @@ from tests.checkpoint_states import mixed_state
 from tests.distributed import run_ranks
 from tools.bench_checkpoint import Settings, Shards, counted_collectives, peak_growth, simulated
 from vescale_fsdp.checkpoint import load, read_state, save
-from vescale_fsdp.checkpoint.distribution import Axis, ShardCut
+from vescale_fsdp.checkpoint.distribution import Axis, Cut, ShardCut
 from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
-from vescale_fsdp.checkpoint.region import whole_region
+from vescale_fsdp.checkpoint.region import Patch, Run, whole_region
 from vescale_fsdp.checkpoint.sources import SourceFinder
 from vescale_fsdp.checkpoint.structure import Entry, Structure
 from vescale_fsdp.checkpoint.writing import pack_table
@@ -58,25 +58,32 @@ def test_files_of_a_large_world_add_up() -> None:
     assert stored == {entry.name: entry.numel for entry in manifest.entries}
 
 
-def test_one_shape_over_several_axes() -> None:
-    """Tensors of one shape and one cut, over axes of other sizes and strides: each is stored and found whole."""
+def test_one_shape_in_many_ways() -> None:
+    """Tensors of one shape over axes of other sizes and strides, by other dims and item sizes: each is found whole."""
+    shape = (8, 3000)
     tables = ((Axis(4, 1),), (Axis(2, 1),), (Axis(2, 2),), ())
-    cuts = (ShardCut(0),)
-    entries = tuple(
-        Entry(f"t{i}", "float32", (8, 3), i, cuts if axes else ()) for i, axes in enumerate(tables)
-    )
+    ways: list[tuple[str, int, tuple[Cut, ...]]]
+    ways = [("float32", i, (ShardCut(0),)) for i in range(3)] + [("float32", 0, (ShardCut(1),))]
+    ways += [("float32", 3, ()), ("bfloat16", 3, ())]
+    entries = tuple(Entry(f"t{i}", dtype, shape, axes, cuts) for i, (dtype, axes, cuts) in enumerate(ways))
     structure = Structure(None, entries, tables, ())
     manifest = build_manifest([(RankSet.world(4), structure)], save_id="0" * 16, world_size=4)
     finder = SourceFinder(manifest)
 
-    stored = Counter[str]()
+    stored: dict[str, list[int]] = {entry.name: [0] * 4 for entry in entries}
     for rank in range(4):
         for piece in RankFile(manifest, rank).pieces:
-            stored[manifest.entries[piece.place].name] += piece.region.numel
-    ranks = [[source.rank for source in finder.sources(i, whole_region((8, 3)))] for i in range(4)]
+            stored[manifest.entries[piece.place].name][rank] = piece.region.numel
+    sources = [finder.sources(i, whole_region(shape)) for i in range(len(ways))]
+    found = [{source.rank for source in parts} for parts in sources]
+    sizes = [RankFile(manifest, 1).piece_of[i].region.box.sizes for i in (0, 1, 3)]
 
-    assert stored == {"t0": 24, "t1": 24, "t2": 24, "t3": 24}
-    assert ranks == [[0, 1, 2, 3], [0, 1], [0, 2], [0]]
+    quarters, all_of_it = [6000] * 4, [24_000, 0, 0, 0]
+    halves = [12_000, 12_000, 0, 0], [12_000, 0, 12_000, 0]  # of 48,000 bytes, too few for replicas to share
+    assert sizes == [(2, 3000), (4, 3000), (8, 750)]
+    assert [type(parts[0].share) for parts in sources] == [Run, Run, Run, Patch, Run, Run]
+    assert list(stored.values()) == [quarters, *halves, quarters, quarters, all_of_it]
+    assert found == [{0, 1, 2, 3}, {0, 1}, {0, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}, {0}]
 
 
 @pytest.mark.parametrize(
