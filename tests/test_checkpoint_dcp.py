@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint_states import SHAPES, assert_equal, erase, full, mixed_state, plain
 from tests.distributed import run_ranks
+from tests.faulty_storage import FaultyStorage
 from tests.test_checkpoint_training import make, train
 from vescale_fsdp.checkpoint import (
     RaggedLoadPlanner,
@@ -20,8 +21,10 @@ from vescale_fsdp.checkpoint import (
     RaggedWriter,
     load,
     read_state,
+    save,
     verify,
 )
+from vescale_fsdp.checkpoint.local import LocalStorage
 
 
 def _state() -> dict[str, Any]:
@@ -106,6 +109,18 @@ def test_an_error_on_one_rank(tmp_path: Path) -> None:
     for text in run_ranks(2, _fails, tmp_path / "c"):
         assert "bad" in text
     assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # DCP logs every exception it passes on
+def test_a_failed_save_gives_the_folder_back(tmp_path: Path) -> None:
+    """The writer of a save that failed does not keep others out, however long it lives."""
+    writer = RaggedWriter(FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=1))
+    with pytest.raises(dcp.CheckpointException, match="No space"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=RaggedSavePlanner(), no_dist=True)
+
+    save(tmp_path / "c", {"w": torch.ones(3)})
+
+    assert verify(tmp_path / "c").ok
 
 
 def _fsdp2(path: Path) -> None:
