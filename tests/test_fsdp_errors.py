@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -237,6 +238,54 @@ def recover() -> None:
 def test_reset_after_an_exception() -> None:
     """After reset_iter_state the next step is right."""
     run_ranks(2, recover)
+
+
+def recover_in_backward() -> None:
+    model = models.build()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh(2, 1, names=("replicate", "shard")))
+    rank, events, failing = dist.get_rank(), [], [False]
+
+    def watch(grad: torch.Tensor) -> None:
+        events.append("backward 0")
+
+    def fail(grad: torch.Tensor) -> None:
+        if failing[0]:
+            raise ValueError("user's own error")
+
+    model.blocks[0].tiny.register_forward_hook(lambda module, args, out: out.register_hook(watch) and None)
+    model.blocks[1].tiny.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    for index, block in enumerate(model.blocks):
+        (group,) = state_of(block).groups  # type: ignore[union-attr]
+        reduce = group.comm.reduce_scatter
+
+        def reduced(shard: torch.Tensor, full: torch.Tensor, index: int = index, reduce: Any = reduce) -> Any:
+            events.append(f"reduce {index}")
+            return reduce(shard, full)
+
+        group.comm.reduce_scatter = reduced  # type: ignore[method-assign]
+    model.set_requires_all_reduce(False)
+    models.loss_of(model, models.batch(0, rank)).backward()  # leaves sums that replicas do not know
+    with model.no_sync():
+        models.loss_of(model, models.batch(1, rank)).backward()  # and gradients that are not reduced
+    model.set_requires_all_reduce(True)
+    failing[0] = True
+    with pytest.raises(ValueError, match="own error"):
+        models.loss_of(model, models.batch(2, rank)).backward()
+    failing[0] = False
+    model.reset_iter_state()
+    model.zero_grad()  # block 2's were through
+    events.clear()
+    _, grads = models.reference_grads(models.build(), 3, 2)
+    models.loss_of(model, models.batch(3, rank)).backward()
+    assert events == ["reduce 2", "reduce 1", "backward 0", "reduce 0"]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)  # type: ignore[union-attr]
+
+
+def test_reset_after_an_exception_in_the_backward() -> None:
+    """Sums and gradients of before are dropped, and each unit reduces when its own backward is through."""
+    run_ranks(2, recover_in_backward)
 
 
 def released() -> None:

@@ -73,6 +73,12 @@ def gradient_sync_says_both() -> None:
             (models.loss_of(reference, models.batch(number, rank)) / 2).backward()
     for mine, twin in zip(grads_of(model), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, twin.grad)
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    with model.no_sync():
+        backward(model)
+    backward(model)
+    assert not grads_of(model), "no_sync has switched the all-reduce on"
 
 
 def test_gradient_sync_means_the_all_reduce_too() -> None:
