@@ -75,10 +75,9 @@ def load(
         strict: raise if leaves are missing or unexpected; False reports them instead.
         include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
         verify: "before" hashes all bytes before the first tensor is overwritten on any rank. "while" hashes
-            each stripe (4 MiB) before its bytes reach a tensor: a damaged stripe is never loaded, but
-            tensors of other stripes may have been by then. It saves reading twice where bytes come over a
-            network; on a local disk both cost about the same. "never" trusts the disk; names, sizes and
-            headers of files are checked all the same.
+            what has been read: bytes come from the disk's cache or over the network once instead of twice,
+            and damage is found all the same, but tensors may hold some of it when the error is raised.
+            "never" trusts the disk; names, sizes and headers of files are checked all the same.
         process_group: the ranks that load together; default: all.
 
     Returns:
