@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.agreement import Coordinator, SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.saving import Saver
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
@@ -134,7 +135,7 @@ class AsyncSaver:
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator = coordinator
+        self._coordinator = coordinator
         self._stager = Stager()
         self._last: SaveHandle | None = None
 
@@ -152,10 +153,10 @@ class AsyncSaver:
         taken, error = None, None
         with torch.no_grad():
             try:
-                taken = self._stage(take_state(state, rank_of=self.coordinator.rank_of))
+                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
             except Exception as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
                 error = caught
-        saver = Saver(storage, self.coordinator, overwrite=overwrite)
+        saver = Saver(storage, self._coordinator, overwrite=overwrite)
 
         def work() -> None:
             # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
@@ -184,7 +185,9 @@ class AsyncSaver:
         return TakenState(taken.structure, dict(zip(names, staged, strict=False)), copies)
 
 
-_default_savers: dict[int, AsyncSaver] = {}
+_solo_saver = AsyncSaver(SoloCoordinator())
+# Weak, as the groups of `coordinator_for` are: a staging buffer ends with the group it served.
+_group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
 
 
 def async_save(
@@ -202,7 +205,14 @@ def async_save(
     Returns:
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
     """
-    coordinator = coordinator_for(process_group, use="async")
-    saver = _default_savers.setdefault(id(process_group), AsyncSaver(coordinator))
-    saver.coordinator = coordinator  # a save in flight keeps its own
+    saver = _saver_for(process_group)
     return saver.start(open_storage(path), state, user=user, overwrite=overwrite)
+
+
+def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:
+    coordinator = coordinator_for(process_group, use="async")
+    if isinstance(coordinator, SoloCoordinator):
+        return _solo_saver
+    base = process_group if process_group is not None else dist.group.WORLD
+    assert base is not None
+    return _group_savers.setdefault(base, AsyncSaver(coordinator))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from vescale_fsdp.checkpoint import agreement
+from vescale_fsdp.checkpoint import agreement, async_save, async_saving, load
 from vescale_fsdp.checkpoint.agreement import GroupCoordinator, coordinator_for
 
 
@@ -23,3 +26,20 @@ def test_groups_are_made_once_and_end_with_their_group() -> None:
     that goes on with others."""
     assert run_ranks(2, _groups_of_two_uses) == [(0, 2)] * 2
     assert run_ranks(2, _groups_of_two_uses) == [(0, 2)] * 2
+
+
+def _saved_behind(folder: Path) -> tuple[int, int]:
+    """The number of savers kept before and after two saves, of all ranks by default and by name."""
+    before = len(async_saving._group_savers)
+    for name, group in (("default", None), ("named", dist.group.WORLD)):
+        async_save(folder / name, {"a": torch.arange(5.0)}, process_group=group).wait()
+        state = {"a": torch.zeros(5)}
+        load(folder / name, state)
+        assert state["a"].tolist() == [0, 1, 2, 3, 4]
+    return before, len(async_saving._group_savers)
+
+
+def test_savers_end_with_their_group(tmp_path: Path) -> None:
+    """One staging buffer for one group, however it is named; none is left behind when the group is destroyed."""
+    assert run_ranks(2, _saved_behind, tmp_path / "first") == [(0, 1)] * 2
+    assert run_ranks(2, _saved_behind, tmp_path / "second") == [(0, 1)] * 2
