@@ -124,6 +124,8 @@ def gradient_buffers() -> list[list[torch.Tensor]]:
         reduce = group.comm.reduce_scatter
 
         def watched(shard: torch.Tensor, full: torch.Tensor, reduce: Any = reduce) -> Any:
+            others = [other for step in steps for other in step if other is not full]
+            assert not any(other.untyped_storage().nbytes() for other in others), "one at a time has memory"
             steps[-1].append(full)
             return reduce(shard, full)
 
@@ -143,7 +145,8 @@ def share_buffers() -> None:
 
 
 def test_equal_layers_share_a_gradient_buffer() -> None:
-    """The memory of a layer's gradients goes to the next equal layer's, and away when the backward ends."""
+    """The memory of a layer's gradients goes to the next equal layer's, away before another kind of layer asks for its
+    own, and away when the backward ends."""
     run_ranks(2, share_buffers)
 
 
