@@ -112,42 +112,61 @@ def test_fsdp2_is_seen_to_copy() -> None:
         assert backward["fsdp.chunk_cat"] + backward["aten.copy_"] > 4
 
 
-def gradient_buffers() -> list[list[torch.Tensor]]:
+def gradient_buffers(in_flight: int) -> list[list[torch.Tensor]]:
     """The buffer that each unit reduced from, in order, in two backwards: three equal blocks, one other, the root."""
     model = models.build(num_blocks=4)
     model.blocks[1].extra = nn.Parameter(torch.ones(3))  # unused: another layout, and zeros
     for module in (*model.blocks, model):
         fully_shard(module, mesh=cpu_mesh())
+    model.set_reduce_scatter_max_input_buffers(in_flight)
+
+    def backward(step: int) -> None:
+        models.loss_of(model, models.batch(step, torch.distributed.get_rank())).backward()
+
+    backward(0)  # units share from their first forward on
     steps: list[list[torch.Tensor]] = []
+    root = state_of(model).groups[0].layout.numel  # type: ignore[union-attr]
+
+    def with_memory() -> list[torch.Tensor]:
+        # Without the root's: the loss begins with its gradients, so they are there beside a layer's.
+        layers = {id(full): full for step in steps for full in step if full.numel() != root}
+        return [full for full in layers.values() if full.untyped_storage().nbytes()]
+
     for module in (*model.blocks, model):
         (group,) = state_of(module).groups  # type: ignore[union-attr]
-        reduce = group.comm.reduce_scatter
+        reduce, take = group.comm.reduce_scatter, group.take_spare
 
         def watched(shard: torch.Tensor, full: torch.Tensor, reduce: Any = reduce) -> Any:
-            others = [other for step in steps for other in step if other is not full]
-            assert not any(other.untyped_storage().nbytes() for other in others), "one at a time has memory"
+            others = [other for other in with_memory() if other is not full]
+            assert len(others) < in_flight, "a layer's memory is kept while another's is reduced"
             steps[-1].append(full)
             return reduce(shard, full)
 
-        group.comm.reduce_scatter = watched
-    for step in range(2):
+        def taken(spares: list[Any], take: Any = take) -> Any:
+            spare = take(spares)
+            assert all(spare is not None and full is spare.flat for full in with_memory()), "nobody needs it"
+            return spare
+
+        group.comm.reduce_scatter, group.take_spare = watched, taken
+    for step in (1, 2):
         steps.append([])
-        models.loss_of(model, models.batch(step, torch.distributed.get_rank())).backward()
+        backward(step)
     return steps
 
 
-def share_buffers() -> None:
-    for last, third, other, first, root in gradient_buffers():
+def share_buffers(in_flight: int) -> None:
+    for last, third, other, first, root in gradient_buffers(in_flight):
         assert last is third and last is first, "equal layers reduce from one buffer"
         assert other.numel() > 0 and root.numel() > 0
         assert len({id(last), id(other), id(root)}) == 3
         assert [full.untyped_storage().nbytes() for full in (last, other, root)] == [0, 0, 0]
 
 
-def test_equal_layers_share_a_gradient_buffer() -> None:
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_equal_layers_share_a_gradient_buffer(in_flight: int) -> None:
     """The memory of a layer's gradients goes to the next equal layer's, away before another kind of layer asks for its
-    own, and away when the backward ends."""
-    run_ranks(2, share_buffers)
+    own, and away when the backward ends, with one reduction at a time or two."""
+    run_ranks(2, share_buffers, in_flight)
 
 
 class OwnMemory:

@@ -194,6 +194,7 @@ class CommContext:
     def reduce(self, group: ParamGroup) -> None:
         """Start a reduction."""
         self.make_way()
+        self._let_go()  # nobody took it: the root's gradients, for one, have their memory since the loss
         if self.streams is not None and self.reduce_stream is not None:
             self.reduce_stream.wait_stream(self.streams.current())
         with self._on(self.reduce_stream):
