@@ -25,7 +25,14 @@ from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Structure
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
 
-__all__ = ["Agreement", "Coordinator", "GroupCoordinator", "SoloCoordinator", "coordinator_for"]
+__all__ = [
+    "Agreement",
+    "Coordinator",
+    "GroupCoordinator",
+    "SoloCoordinator",
+    "coordinator_for",
+    "solo_coordinator",
+]
 
 
 _FAILURE, _DAMAGE = 1, 2
@@ -83,11 +90,17 @@ class Coordinator(ABC):
 
 
 class SoloCoordinator(Coordinator):
-    """One process alone."""
+    """One process alone.
+
+    Args:
+        global_rank: its number in a world whose other ranks do not take part.
+    """
 
     rank = 0
     world_size = 1
-    rank_of = None
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.rank_of = {global_rank: 0} if global_rank else None
 
     def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
         if error is not None:
@@ -201,6 +214,11 @@ class GroupCoordinator(Coordinator):
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def solo_coordinator() -> SoloCoordinator:
+    """The coordinator of this process alone, whatever world it is in."""
+    return SoloCoordinator(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
 
 
 def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.dcp_ranks import DcpRanks
 from vescale_fsdp.checkpoint.loading import Loader, Verify
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.reader import CheckpointReader, StoredTensor
@@ -46,14 +48,12 @@ from vescale_fsdp.checkpoint.region import Region
 from vescale_fsdp.checkpoint.saving import Saver, commit_manifest
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
-from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.checkpoint.tree import Json, join_name
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
 
 __all__ = ["RaggedLoadPlanner", "RaggedReader", "RaggedSavePlanner", "RaggedWriter"]
-
-_GROUP_USE = "dcp"  # DCP saves in a thread of its own, beside our saves and loads
 
 
 class RaggedSavePlanner(SavePlanner):
@@ -81,6 +81,9 @@ class RaggedSavePlanner(SavePlanner):
 
 class RaggedLoadPlanner(LoadPlanner):
     """Plans nothing: the engine fills the state.
+
+    The state says what to load, so a dict without keys asks for nothing: an optimizer before its first step has
+    one. Where the checkpoint holds something for it, a warning says so.
 
     Args:
         strict: raise if the checkpoint lacks a leaf of the state (it may always hold more).
@@ -131,13 +134,14 @@ def _wrong_partner(planner: str, partner: str) -> CheckpointError:
 class RaggedWriter(StorageWriter):
     """A DCP storage writer that writes native checkpoints.
 
-    Make it on every rank: the first one makes a gloo group for the engine.
+    Make it on every rank that saves: the first one makes a gloo group for the engine.
 
     Args:
         path: folder or fsspec URL.
         user: JSON stored beside the state.
         overwrite: replace an existing checkpoint.
         process_group: the ranks that save; the same that DCP gets.
+        no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may make the writer alone.
     """
 
     def __init__(
@@ -147,17 +151,14 @@ class RaggedWriter(StorageWriter):
         user: Json = None,
         overwrite: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
     ) -> None:
         self._storage = open_storage(path)
         self._user = user
         self._overwrite = overwrite
-        self._process_group = process_group
+        self._ranks = DcpRanks(process_group, no_dist)
         self._manifest: Manifest | None = None
         self._held = ExitStack()
-        self._coordinator()
-
-    def _coordinator(self) -> Coordinator:
-        return coordinator_for(self._process_group, use=_GROUP_USE)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another path, if one is given."""
@@ -166,19 +167,21 @@ class RaggedWriter(StorageWriter):
             self._storage = open_storage(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """See that DCP saves with the ranks this writer was made for."""
+        self._ranks.meet(is_coordinator, kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._ranks.count(len(plans))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Agree and write this rank's file; DCP then calls `finish` on its coordinator."""
         taken: TakenState | None = None
         error: Exception | None = None
-        coordinator = self._coordinator()
+        coordinator = self._ranks.coordinator()
         with torch.no_grad():
             try:
                 taken = take_state(_state_of(planner), rank_of=coordinator.rank_of)
@@ -229,16 +232,20 @@ class RaggedReader(StorageReader):
     Args:
         path: folder or fsspec URL.
         process_group: the ranks that load; the same that DCP gets.
+        no_dist: this rank loads alone, as in ``dcp.load(no_dist=True)``, and may make the reader alone.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | Storage, *, process_group: dist.ProcessGroup | None = None
+        self,
+        path: str | os.PathLike[str] | Storage,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
     ) -> None:
         self._storage = open_storage(path)
-        self._process_group = process_group
+        self._ranks = DcpRanks(process_group, no_dist)
         self._reader: CheckpointReader | None = None
         self._stored: dict[str, Any] = {}
-        coordinator_for(process_group, use=_GROUP_USE)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another path, if one is given."""
@@ -246,8 +253,12 @@ class RaggedReader(StorageReader):
         if checkpoint_id is not None:
             self._storage = open_storage(checkpoint_id)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes."""
+    def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
+        """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes.
+
+        DCP asks a ``**kwargs`` of that name once more after an error, for metadata of this rank alone, and if it
+        gets them goes on without the other ranks, who wait.
+        """
         self._reader = CheckpointReader(self._storage)
         tree = self._reader.tree()
         stubs: dict[int, StoredTensor] = {}
@@ -260,22 +271,31 @@ class RaggedReader(StorageReader):
             described[name] = BytesStorageMetadata() if stored is None else _as_one_chunk(stored)
         return Metadata(described, planner_data=mappings)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kw: Any) -> None:
-        """Nothing to set up."""
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """See that DCP loads with the ranks this reader was made for."""
+        self._ranks.meet(is_coordinator, kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        self._ranks.count(len(plans))
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's state, by the engine where the planner is ours, else item by item."""
         with torch.no_grad():
             if isinstance(planner, RaggedLoadPlanner):
-                coordinator = coordinator_for(self._process_group, use=_GROUP_USE)
-                loader = Loader(self._storage, coordinator, planner.verify)
-                loader.load(planner.state, strict="missing" if planner.strict else False, include=None)
+                loader = Loader(self._storage, self._ranks.coordinator(), planner.verify)
+                empty = tuple(_empty_dicts(planner.state, ""))
+                report = loader.load(
+                    planner.state, strict="missing" if planner.strict else False, include=None
+                )
+                left = [name for name in report.unexpected if name.startswith(empty)]
+                if left and loader.coordinator.rank == 0:
+                    _warn_of_empty(left)
             else:
                 self._read_items(plan, planner)
         future: Future[None] = Future()
@@ -310,6 +330,29 @@ class RaggedReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
+
+
+def _empty_dicts(value: Any, name: str) -> Iterator[str]:
+    """What the names of leaves would start with that a state's empty dicts do not ask for."""
+    if isinstance(value, Mapping) and not value:
+        yield f"{name}/" if name else ""
+    if isinstance(value, (Mapping, list, tuple)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _empty_dicts(item, join_name(name, key))
+
+
+def _warn_of_empty(left: list[str]) -> None:
+    warnings.warn(
+        explain(
+            f"{len(left)} leaves of the checkpoint were not loaded: the state has an empty dict in their place.",
+            expected="a state with a key for everything that is to be loaded",
+            got=f"an empty dict for {left[0]}" + (", .." if len(left) > 1 else ""),
+            todo="an optimizer before its first step has no state yet: load into "
+            "get_optimizer_state_dict(model, optimizer), then set_optimizer_state_dict(..), or let "
+            "vescale_fsdp.checkpoint.load fill the optimizer itself",
+        ),
+        stacklevel=2,
+    )
 
 
 def _other_dtype(stored: StoredTensor, tensor: torch.Tensor) -> CheckpointError:

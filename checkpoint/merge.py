@@ -158,7 +158,7 @@ def _prove_complete(
                     expected=f"all places of axes {[axis.size for axis in structure.axes[entry.axes]]} taken",
                     got=f"nobody at place {missing}; {_first_difference(entry.name, classes)}",
                     where=entry.name,
-                    todo="shard the model the same way on all ranks of its mesh",
+                    todo="shard the model the same way on all ranks of its mesh, and let all of them save",
                 )
             )
 
