@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vescale_fsdp.conversion.hf_layout import is_weight_file, natural_key
@@ -66,16 +66,16 @@ class Assets:
         """Keep config.json in step with weights that were cast: loaders believe the config, not the files."""
         self._weights_dtype = name
 
-    def reader(self, file: str) -> Callable[[], bytes]:
-        """How to get a file's bytes, as they go into the result."""
+    def reader(self, file: str) -> Callable[[], Iterable[bytes]]:
+        """How to get a file's bytes, as they go into the result; a few MiB at a time, since some are large."""
         return lambda: self._read(file)
 
-    def _read(self, file: str) -> bytes:
+    def _read(self, file: str) -> Iterable[bytes]:
         if file != CONFIG_FILE or self._weights_dtype is None or self.config is None:
-            return self._store.read_file(file)
+            return self._store.read_pieces(file)
         key = next((key for key in _DTYPE_KEYS if key in self.config), _DTYPE_KEYS[0])
         changed = {**self.config, key: self._weights_dtype}
-        return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+        return [(json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()]
 
 
 def _is_asset(file: str) -> bool:

@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.file_plan import FilePlan
 from vescale_fsdp.conversion.journal import Journal
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.proving import prove_cut, prove_unchanged
-from vescale_fsdp.conversion.store import OutputFile, Store
+from vescale_fsdp.conversion.store import OutputFile, StagedFile, Store
 from vescale_fsdp.conversion.target_folder import check_target, is_leftover, open_target
 from vescale_fsdp.conversion.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, explain
@@ -141,8 +141,12 @@ class _Run:
     def run(self) -> Outcome:
         kept = self._keep_finished()
         todo = [file for file in self._files if file.name not in kept]
-        self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
         try:
+            if not self._mine.is_started:
+                self._mine.start()
+            self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
+            if not self._store.renames:  # new data appears at once: the old index must not vouch for it
+                self._remove_old(leftovers=False)
             self._copy(todo)
             prove_cut(self._files, self._options.limits.usable_threads)
             prove_unchanged(self._files)
@@ -151,13 +155,17 @@ class _Run:
         except BaseException as error:
             self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
             raise
+        finally:
+            if self._store.folders is not None:
+                self._store.folders.remove_empty()
         return Outcome(tuple(file.name for file in todo), tuple(kept), published)
 
     def _keep_finished(self) -> list[str]:
         """Files an earlier run finished, each read again and compared with its digest."""
         if not self._options.resume or not self._mine.load():
-            self._mine.start()
             return []
+        if self._store.folders is not None:
+            self._store.folders.adopt_parents(file.name for file in self._files)
         intact: set[str] = set()
 
         def check(files: Shared[FilePlan]) -> None:
@@ -202,27 +210,43 @@ class _Run:
         for journal in self._journals:
             if journal is not self._mine and not (journal.load() and journal.is_complete):
                 return False
-        ours = {file.name for file in self._plan.files} | {file.name for file in self._plan.closing}
-        ours |= {self._store.working_name(file.name) for file in self._plan.files}
-        for name in self._old_files:
-            if name not in ours and (self._plan.is_stale(name) or is_leftover(name)):
-                self._store.remove(name)
-        for closing in self._plan.closing:  # an old index must not vouch for new files, nor a new for old
-            self._store.remove(closing.name)
-        for file in self._plan.files:
-            self._store.commit(file.name)
-        for closing in self._plan.closing:
-            self._store.write_file(closing.name, closing.read())
+        staged: list[StagedFile] = []
+        try:
+            for closing in self._plan.closing:  # what may fail comes before the first final name
+                staged.append(self._store.stage(closing.name, closing.pieces()))
+            self._remove_old(leftovers=True)
+            for file in self._plan.files:
+                self._store.commit(file.name)
+            for ready in staged:
+                ready.commit()
+        except BaseException:
+            for ready in staged:
+                ready.abort()
+            raise
         for journal in self._journals:
             self._store.remove(journal.name)
         return True
+
+    def _remove_old(self, *, leftovers: bool) -> None:
+        """Old files that are no part of the result, and those that would vouch for what they do not know."""
+        ours = {file.name for file in self._plan.files}
+        ours |= {self._store.working_name(name) for name in ours}
+        closing = {file.name for file in self._plan.closing}
+        old = [name for name in self._old_files if name not in ours]
+        old = [n for n in old if n in closing or self._plan.is_stale(n) or (leftovers and is_leftover(n))]
+        for name in old:
+            self._store.remove(name)
+        if self._store.folders is not None:
+            self._store.folders.adopt_parents(old)
 
     def _clean_up(self, *, keep_finished: bool) -> None:
         finished = self._mine.finished if keep_finished else {}
         for name, out in self._outputs.items():
             if name not in finished:
                 out.abort()
-                if not self._store.renames and name not in self._old_files:
-                    self._store.remove(name)  # a stream that was closed has published its object
-        if not finished:
-            self._store.remove(self._mine.name)
+        if finished:
+            return
+        for file in self._files:  # what an interrupted run left goes too
+            if self._store.renames or file.name in self._mine.finished:
+                self._store.remove(self._store.working_name(file.name))
+        self._store.remove(self._mine.name)

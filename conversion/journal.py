@@ -40,6 +40,7 @@ class Journal:
     stem: str
     fingerprint: str
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
+    is_started: bool = False  # the first line is written
     is_complete: bool = False  # every file of this journal's part is finished
 
     @property
@@ -50,7 +51,12 @@ class Journal:
     def start(self) -> None:
         """Write the first line; an older journal of that name is replaced."""
         self.store.remove(self.name)
-        self.store.append(self.name, _line({"version": _VERSION, "plan": self.fingerprint}))
+        head: dict[str, Any] = {"version": _VERSION, "plan": self.fingerprint}
+        if self.store.folders is not None:
+            self.store.folders.make_root()
+            head["made_folders"] = self.store.folders.levels
+        self.store.append(self.name, _line(head))
+        self.is_started = True
 
     def record(self, file: str, digest: str, segment_bytes: int) -> None:
         """A file is finished."""
@@ -85,9 +91,12 @@ class Journal:
                     todo="repeat the options of the interrupted run, or start anew with --overwrite",
                 )
             )
+        self.is_started = True
         files = [line for line in lines if "file" in line]
         self.finished = {str(f["file"]): (str(f["digest"]), int(f["segment_bytes"])) for f in files}
         self.is_complete = any(line.get("complete") for line in lines)
+        if self.store.folders is not None:
+            self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
         return True
 
 

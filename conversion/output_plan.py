@@ -7,7 +7,7 @@ the order they are published: the file that makes the folder a checkpoint comes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ class ClosingFile:
     """A small file written after all tensors."""
 
     name: str
-    read: Callable[[], bytes]
+    pieces: Callable[[], Iterable[bytes]]
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,38 @@ never pass for a shorter tensor. A file being written has no final name until `O
     store        data goes to             commit
     local        .NAME.partial, pwrite    rename to NAME (atomic)
     remote       one stream, in order     closing the stream (objects appear whole or not at all)
+
+Small files are *staged*: all of them are written, under names of their own, before the first gets its final one.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from vescale_fsdp.conversion.made_folders import MadeFolders
 from vescale_fsdp.conversion.reserve import reserve
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
-__all__ = ["LocalStore", "OutputFile", "RemoteStore", "Store", "open_store", "partial_name", "split_file"]
+__all__ = [
+    "LocalStore",
+    "OutputFile",
+    "RemoteStore",
+    "StagedFile",
+    "Store",
+    "open_store",
+    "partial_name",
+    "split_file",
+]
 
 T = TypeVar("T")
 
+_PIECE_BYTES = 4 * 2**20  # 4 MiB
 _MAX_OPEN_FILES = 256  # reading a checkpoint of more files than this reopens the rest at every read
 
 
@@ -51,6 +65,18 @@ class OutputFile(ABC):
         """Give up: leave nothing behind."""
 
 
+class StagedFile(ABC):
+    """A small file ready to appear."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Give it its final name, over an older file."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave nothing of it behind, committed or not."""
+
+
 class Store(ABC):
     """A folder of files, by relative names with forward slashes."""
 
@@ -71,6 +97,16 @@ class Store(ABC):
     @abstractmethod
     def append(self, name: str, data: bytes) -> None:
         """Add to the end of a small file under its final name, making it if needed."""
+
+    @abstractmethod
+    def stage(self, name: str, pieces: Iterable[bytes]) -> StagedFile:
+        """Prepare a small file; ``pieces`` are read now where a file can wait under another name, else when it
+        is committed."""
+
+    @property
+    @abstractmethod
+    def folders(self) -> MadeFolders | None:
+        """The folders made for its files; None where there are no folders."""
 
     @abstractmethod
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -131,16 +167,20 @@ class Store(ABC):
             )
         return size
 
+    def read_pieces(self, name: str) -> Iterator[bytes]:
+        """The whole of a file, a few MiB at a time; raises as `read_into`."""
+        nbytes = self.required_size(name)
+        for start in range(0, nbytes, _PIECE_BYTES):
+            yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))
+
     def write_file(self, name: str, data: bytes) -> None:
         """Write and commit a small file."""
-        out = self.create(name)
+        staged = self.stage(name, (data,))
         try:
-            out.write_at(0, data)
-            out.finish()
+            staged.commit()
         except BaseException:
-            out.abort()
+            staged.abort()
             raise
-        self.commit(name)
 
     def _too_short(self, name: str, offset: int, wanted: int, got: int) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -157,10 +197,10 @@ class Store(ABC):
 class _LocalOutput(OutputFile):
     needs_order = False
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, folders: MadeFolders) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)  # the umask takes its part
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+        self._fd = folders.using(path.parent, lambda: os.open(path, flags, 0o666))  # the umask takes its part
         try:
             reserve(self._fd, nbytes)
         except OSError as error:
@@ -188,12 +228,35 @@ class _LocalOutput(OutputFile):
         self._path.unlink(missing_ok=True)
 
 
+class _LocalStaged(StagedFile):
+    def __init__(self, path: Path, pieces: Iterable[bytes], folders: MadeFolders) -> None:
+        # Several processes, on several machines, may write the same file at once: each has a name of its own.
+        self._path, self._working = path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        self._committed = False
+        with folders.using(path.parent, lambda: open(self._working, "wb")) as file:
+            try:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+            except BaseException:
+                self.abort()
+                raise
+
+    def commit(self) -> None:
+        os.replace(self._working, self._path)
+        self._committed = True
+
+    def abort(self) -> None:
+        (self._path if self._committed else self._working).unlink(missing_ok=True)
+
+
 class LocalStore(Store):
     """A folder on disk. Read handles stay open, since reopening costs a round trip on network disks."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.url = str(self.root)
+        self._folders = MadeFolders(self.root)
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -212,9 +275,15 @@ class LocalStore(Store):
 
     def append(self, name: str, data: bytes) -> None:
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        with self._folders.using(path.parent, lambda: path.open("ab")) as file:
             file.write(data)
+
+    def stage(self, name: str, pieces: Iterable[bytes]) -> StagedFile:
+        return _LocalStaged(self.root / name, pieces, self._folders)
+
+    @property
+    def folders(self) -> MadeFolders:
+        return self._folders
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         fd = self._handle(name)
@@ -240,7 +309,7 @@ class LocalStore(Store):
             return fd
 
     def create(self, name: str, nbytes: int = 0) -> OutputFile:
-        return _LocalOutput(self.root / partial_name(name), nbytes)
+        return _LocalOutput(self.root / partial_name(name), nbytes, self._folders)
 
     def commit(self, name: str) -> None:
         try:
@@ -248,17 +317,6 @@ class LocalStore(Store):
         except FileNotFoundError:
             if not (self.root / name).is_file():  # else another process of this conversion did it
                 raise
-
-    def write_file(self, name: str, data: bytes) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may write the same file at once, so each has a temporary name of its own.
-        working = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            working.write_bytes(data)
-            os.replace(working, path)
-        finally:
-            working.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         if name in self._fds:  # a kept handle would go on reading the removed file
@@ -278,8 +336,8 @@ class LocalStore(Store):
 class _RemoteOutput(OutputFile):
     needs_order = True
 
-    def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name = stream, name
+    def __init__(self, stream: IO[bytes], name: str, remove: Callable[[], None]) -> None:
+        self._stream, self._name, self._remove = stream, name, remove
         self._position = 0
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
@@ -291,16 +349,32 @@ class _RemoteOutput(OutputFile):
         _reach(self._name, self._stream.close)
 
     def abort(self) -> None:
-        if self._stream.closed:
-            return
         import fsspec
 
-        if isinstance(self._stream, fsspec.spec.AbstractBufferedFile):
+        if isinstance(self._stream, fsspec.spec.AbstractBufferedFile) and not self._stream.closed:
             # Closing would publish a torn object, and so would the finaliser of a file that is not closed.
             self._stream.discard()
             self._stream.closed = True
-        else:
-            self._stream.close()  # file systems without uploads: the caller removes the file
+        else:  # published, or on a file system without uploads
+            self._stream.close()
+            self._remove()
+
+
+class _RemoteStaged(StagedFile):
+    def __init__(self, create: Callable[[], OutputFile], pieces: Iterable[bytes]) -> None:
+        self._create, self._pieces = create, pieces
+        self._out: OutputFile | None = None
+
+    def commit(self) -> None:
+        self._out, position = self._create(), 0
+        for piece in self._pieces:
+            self._out.write_at(position, piece)
+            position += len(piece)
+        self._out.finish()
+
+    def abort(self) -> None:
+        if self._out is not None:
+            self._out.abort()
 
 
 def _reach(url: str, action: Callable[[], T]) -> T:
@@ -360,6 +434,13 @@ class RemoteStore(Store):
         old = self.read_file(name) if self.size(name) is not None else b""
         self.write_file(name, old + data)
 
+    def stage(self, name: str, pieces: Iterable[bytes]) -> StagedFile:
+        return _RemoteStaged(lambda: self.create(name), pieces)
+
+    @property
+    def folders(self) -> None:
+        return None
+
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         try:
             stop = offset + len(buffer)
@@ -373,7 +454,7 @@ class RemoteStore(Store):
 
     def create(self, name: str, nbytes: int = 0) -> OutputFile:
         stream = _reach(self.url, lambda: self._fs.open(self._path(name), "wb"))
-        return _RemoteOutput(stream, f"{self.url}/{name}")
+        return _RemoteOutput(stream, f"{self.url}/{name}", lambda: self.remove(name))
 
     def commit(self, name: str) -> None:
         """Nothing to do: closing the stream published the object."""

@@ -4,10 +4,11 @@
     before                    absent, or the old ones if overwriting
     while converting          .NAME.partial       a journal
     killed                    .NAME.partial       the journal: --resume goes on
-    failed                    (removed)           (removed)
+    failed                    (removed)           (removed, and the folders that were made)
     done                      NAME                old weights and journal removed, index last
 
-Object stores cannot rename: there each object appears whole when its upload ends, the deciding one last.
+Object stores cannot rename: there each object appears whole when its upload ends, the deciding one last, and an
+old result's index goes before the first new object comes.
 """
 
 from __future__ import annotations

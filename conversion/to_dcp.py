@@ -59,7 +59,7 @@ def plan_dcp(state: State, max_shard_bytes: int) -> OutputPlan:
         files.add_value(name, read())
     plans = files.finish()
     metadata = dump_pickle(_metadata(state, files.items), where=METADATA_FILE)
-    closing = (ClosingFile(METADATA_FILE, lambda: metadata),)
+    closing = (ClosingFile(METADATA_FILE, lambda: (metadata,)),)
     return OutputPlan("dcp", plans, closing, is_stale=_is_stale)
 
 

@@ -30,7 +30,7 @@ def plan_hf(views: Sequence[TensorView], assets: Assets, max_shard_bytes: int) -
     closing = [ClosingFile(file, assets.reader(file)) for file in assets.files]
     if len(shards) > 1:
         index = index_bytes(shards)
-        closing.append(ClosingFile(INDEX_FILE, lambda: index))
+        closing.append(ClosingFile(INDEX_FILE, lambda: (index,)))
     files = tuple(_file(shard, by_name) for shard in shards)
     return OutputPlan("hf", files, tuple(closing), is_stale=is_weight_file)
 

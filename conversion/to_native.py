@@ -60,7 +60,7 @@ def plan_native(state: State, num_ranks: int, granularity: GranularityRule) -> O
         tables[name] = _Stripes(out, manifest.stripe_bytes)
         return tables[name]
 
-    closing = (ClosingFile(MANIFEST_NAME, manifest.to_bytes),)
+    closing = (ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),)),)
     return OutputPlan("native", files, closing, is_stale=_is_stale, wrap=wrap)
 
 

@@ -75,7 +75,7 @@ def _is_stale(name: str) -> bool:
 
 def _json_file(name: str, content: dict[str, Any]) -> ClosingFile:
     data = (json.dumps(content, indent=1) + "\n").encode()
-    return ClosingFile(name, lambda: data)
+    return ClosingFile(name, lambda: (data,))
 
 
 def _rows_per_chunk(info: TensorInfo) -> int:

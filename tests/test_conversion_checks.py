@@ -64,6 +64,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "cast": ("hf", {"dtype": ["bfloat16"]}),
     "by rules": ("hf", {"rules": "rules.toml"}),
     "cut": ("native", {"ranks": 3}),
+    "to DCP": ("dcp", {}),
+    "to zarr": ("zarr", {}),
+    "to a file": ("torch", {}),
 }
 
 
@@ -72,19 +75,21 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_flipped_bit_stops_every_conversion(
     kind: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names tensor and file, and nothing is left; the same with sound bytes goes through."""
+    """The error names tensor and file, and nothing is left but the folder that was there; the same with sound bytes
+    goes through."""
     monkeypatch.chdir(tmp_path)
     Path("rules.toml").write_text(RULES)
     target, options = WAYS[way]
     source, file = _save(kind, tmp_path)
     _run(source, tmp_path / "sound", target, **options)
     _flip(file)
+    (tmp_path / "before").mkdir()
     with pytest.raises(
         CorruptCheckpointError, match=r"not what was saved(.|\n)*tensor model\.w(.|\n)*" + file.name
     ):
-        _run(source, tmp_path / "out", target, **options)
-    assert any((tmp_path / "sound").iterdir())
-    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+        _run(source, tmp_path / "before" / "deep" / "out", target, **options)
+    assert (tmp_path / "sound").exists()
+    assert (tmp_path / "before").is_dir() and not any((tmp_path / "before").iterdir())
 
 
 def test_one_of_several_parts_finds_the_damage(tmp_path: Path) -> None:
@@ -119,6 +124,7 @@ def test_a_resumed_run_proves_what_the_first_did_not(tmp_path: Path, name: str) 
     assert len(list(out.rglob("*.partial"))) == 1
     with pytest.raises(CorruptCheckpointError, match=f"model.{name} "):
         _run(source, out, "native", ranks=3, run=RunOptions(resume=True, limits=one))
+    assert not out.exists()  # what the first run made is gone too
 
 
 def test_the_rest_of_a_storage_counts(tmp_path: Path) -> None:

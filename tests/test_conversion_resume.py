@@ -234,6 +234,38 @@ def test_an_old_index_never_stands_over_new_files(
     assert len(done) == 1 and not index.exists()
 
 
+def test_settings_that_cannot_be_read_are_found_before_anything_has_its_name(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that breaks off while it is copied: no weights and no config.json stand there as if complete."""
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (assets / name).write_text("{}")
+    read_into = LocalStore.read_into
+
+    def breaks(store: LocalStore, name: str, offset: int, buffer: memoryview) -> None:
+        if name == "tokenizer.json":
+            raise ConversionError("the tokenizer cannot be read")
+        read_into(store, name, offset, buffer)
+
+    monkeypatch.setattr(LocalStore, "read_into", breaks)
+    options = ConvertOptions(assets=str(assets), max_shard_bytes=SHARD_BYTES)
+    with pytest.raises(ConversionError, match="tokenizer cannot"):
+        convert(open_source(source), str(tmp_path / "out"), "hf", options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_old_result_goes_with_its_folders(source: str, tmp_path: Path) -> None:
+    """--overwrite with other tensors: no empty folders of arrays that are no more."""
+    out = tmp_path / "out"
+    convert(open_source(source), str(out), "zarr", ConvertOptions(include=("*.w",)))
+    assert len(list(out.iterdir())) == 17
+    more = ConvertOptions(include=("*big",), run=RunOptions(overwrite=True))
+    convert(open_source(source), str(out), "zarr", more)
+    assert sorted(path.name for path in out.iterdir()) == ["model.layers.3.big", "zarr.json"]
+
+
 def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) -> None:
     """A share run with other options is found before anything is published."""
     run(source, str(tmp_path / "out"), part=Part(0, 2))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.distributed import cpu_mesh, run_ranks
 from tests.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.conversion.assets import Assets
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.dtypes import dtype_from_torch
@@ -291,7 +292,7 @@ def test_damage_found_while_copying_leaves_nothing(tmp_path: Path) -> None:
     data.write_bytes(raw)
     with pytest.raises(ConversionError, match="FloatSt0rage"):
         _convert(tmp_path / "dcp", tmp_path / "out", max_shard_bytes=4000)
-    assert list((tmp_path / "out").rglob("*")) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_writes_nothing_and_plans_the_same(tmp_path: Path) -> None:
@@ -321,4 +322,18 @@ def test_complex128_is_refused_by_name(tmp_path: Path) -> None:
     _save({"model": {"wave": torch.zeros(2, dtype=torch.complex128)}}, tmp_path / "dcp")
     with pytest.raises(ConversionError, match="wave"):
         _convert(tmp_path / "dcp", tmp_path / "out")
-    assert not any(file.is_file() for file in (tmp_path / "out").rglob("*"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_large_settings_files_are_streamed(tmp_path: Path) -> None:
+    """Repositories hold other weights in subfolders (onnx, original): they go along, a few MiB at a time."""
+    folder = tmp_path / "a" / "original"
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "config.json").write_text("{}")
+    large = bytes(range(256)) * (9 * 2**12)  # 9 MiB
+    (folder / "consolidated.00.pth").write_bytes(large)
+    pieces = list(Assets(str(tmp_path / "a")).reader("original/consolidated.00.pth")())
+    assert b"".join(pieces) == large and max(map(len, pieces)) <= 4 * 2**20
+    _convert(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b" / "original" / "consolidated.00.pth").read_bytes() == large

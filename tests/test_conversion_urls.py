@@ -125,6 +125,30 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
     assert torch.equal(weights["w"], torch.ones(3))
 
 
+def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_path: Path) -> None:
+    """The same file names, other weights: a run that fails midway leaves no index over a mixture of both."""
+    for number in range(2):
+        state = {f"w{i}": torch.full((100_000,), float(i + 10 * number)) for i in range(3)}
+        dcp.save({"model": state}, checkpoint_id=tmp_path / str(number), no_dist=True)
+    target = f"{remote}/out"
+    upload(str(tmp_path / "0"), target)
+    assert len(open_store(target).list_files()) == 4
+    calls: list[int] = []
+
+    def fail(nbytes: int) -> None:
+        calls.append(nbytes)
+        if len(calls) == 3:
+            raise ConversionError("no more")
+
+    run = RunOptions(overwrite=True, limits=CopyLimits(memory_budget_bytes=4 * 2**20, threads=1))
+    options = ConvertOptions(max_shard_bytes=450_000, run=run)
+    with pytest.raises(ConversionError, match="no more"):
+        convert(open_source(str(tmp_path / "1")), target, "hf", options, progress=fail)
+    left = open_store(target)
+    values = {load(left.read_file(name)).popitem()[1][0].item() for name in left.list_files()}
+    assert values < {0.0, 1.0, 2.0} and len(values) > 0  # of the new ones nothing
+
+
 # Uploads, and kills itself in the middle of the segment of that number.
 KILLED = """
 import itertools, os, signal, sys

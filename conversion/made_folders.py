@@ -1,0 +1,77 @@
+"""Folders that a conversion made on disk: one that leaves nothing else takes them away again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["MadeFolders"]
+
+T = TypeVar("T")
+
+_TRIES = 5  # another part that fails may remove a folder between our making and using it
+
+
+class MadeFolders:
+    """The folders of a store, and those it lies in, that were not there before.
+
+    Args:
+        root: the store's folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: set[Path] = set()
+
+    @property
+    def levels(self) -> int:
+        """How many of them are the root and those it lies in."""
+        return len(self._made.intersection(self._upwards()))
+
+    def adopt_levels(self, levels: int) -> None:
+        """Count so many, from the root upwards, as made by us: an interrupted run did."""
+        self._made.update(self._upwards()[:levels])
+
+    def adopt_parents(self, files: Iterable[str]) -> None:
+        """Count the folders between the root and these files as made by us."""
+        for file in files:
+            parents = (self._root / file).parents
+            self._made.update(parents[: file.count("/")])
+
+    def _upwards(self) -> list[Path]:
+        return [self._root, *self._root.parents]
+
+    def make_root(self) -> None:
+        """Make the root, with the folders it lies in."""
+        self._make(self._root)
+
+    def using(self, folder: Path, action: Callable[[], T]) -> T:
+        """Make the folder, with those it lies in, and call ``action``, which makes a file in it."""
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(FileNotFoundError):
+                self._make(folder)
+                return action()
+        self._make(folder)
+        return action()
+
+    def _make(self, folder: Path) -> None:
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for absent in reversed(missing):
+            try:
+                absent.mkdir()
+            except FileExistsError:
+                if not absent.is_dir():
+                    raise
+            else:
+                self._made.add(absent)
+
+    def remove_empty(self) -> None:
+        """Remove those that hold nothing."""
+        for folder in sorted(self._made, key=lambda path: -len(path.parts)):
+            with contextlib.suppress(OSError):  # it holds something, or another part removed it
+                folder.rmdir()
