@@ -6,6 +6,9 @@ this rank would write. Nothing is communicated; ranks later compare digests of w
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -147,18 +150,17 @@ class Describer:
         return found
 
     def _distribution(self, name: str, tensor: DTensor, place: _Place) -> Distribution:
-        early: list[tuple[Axis, Cut]] = []
-        strided: list[tuple[Axis, Cut]] = []
-        late: list[tuple[Axis, Cut]] = []
         assert place.axes is not None
-        for axis, coordinate, placement in zip(place.axes, place.coordinates, tensor.placements, strict=True):
+        shards: dict[int, tuple[int, int]] = {}
+        ragged: list[tuple[Axis, Cut]] = []
+        for number, placement in enumerate(tensor.placements):
+            axis = place.axes[number]
             if isinstance(placement, RaggedShard):
-                late.append((axis, self._ragged_cut(tensor, placement, coordinate)))
+                ragged.append((axis, self._ragged_cut(tensor, placement, place.coordinates[number])))
             elif isinstance(placement, StridedShard):
-                # Made by cutting what later axes left of the dim: innermost first, after all plain shards.
-                strided.insert(0, (axis, ShardCut(placement.dim)))
+                shards[number] = (placement.dim, int(placement.split_factor))
             elif placement.is_shard():
-                early.append((axis, ShardCut(placement.dim)))  # type: ignore[attr-defined]
+                shards[number] = (placement.dim, 1)  # type: ignore[attr-defined]
             elif not placement.is_replicate():
                 raise CheckpointError(
                     explain(
@@ -170,7 +172,11 @@ class Describer:
                     )
                 )
         self._check_order(name, tensor, place)
-        pairs = [pair for pair in (*early, *strided, *late) if pair[0].size > 1]
+        order = shard_order(shards, [axis.size for axis in place.axes])
+        if order is None:
+            raise _no_order(name, tensor)
+        cuts = [(place.axes[number], ShardCut(shards[number][0])) for number in order]
+        pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
     def _check_order(self, name: str, tensor: DTensor, place: _Place) -> None:
@@ -222,6 +228,40 @@ class Describer:
                 known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
             self._meshes[id(mesh)] = known
         return known
+
+
+def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
+    """Mesh axes in the order in which they cut a tensor; None if their split factors tell of no order.
+
+    torch writes an axis that cuts after axes that come later in the mesh as a strided shard; its split factor is
+    the product of their sizes. Other factors occur too: of a tensor cut by columns and then flattened, say, each
+    rank holds an element here and an element there.
+
+    Args:
+        shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
+        sizes: of all axes of the mesh.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis in sorted((axis for axis in shards if sizes[axis] > 1), reverse=True):
+        dim, split_factor = shards[axis]
+        order = orders.setdefault(dim, [])
+        parts = list(accumulate((sizes[other] for other in order), operator.mul, initial=1))
+        if split_factor not in parts:
+            return None
+        order.insert(parts.index(split_factor), axis)
+    return [axis for order in sorted(orders.values(), key=min) for axis in order]
+
+
+def _no_order(name: str, tensor: DTensor) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "The ranks' parts of a tensor are no ranges of its dims.",
+            expected="split factors that are sizes of later mesh axes over the same dim",
+            got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
+            where=name,
+            todo="redistribute it first, or store the tensor that it was made from by view or flatten",
+        )
+    )
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:

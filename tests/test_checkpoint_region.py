@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_fsdp.checkpoint.describe import axes_of_ranks
+from vescale_fsdp.checkpoint.describe import axes_of_ranks, shard_order
 from vescale_fsdp.checkpoint.distribution import (
     Axis,
     Cut,
@@ -179,6 +180,22 @@ def test_a_strided_overlap() -> None:
     wanted = Region(Box((0, 1), (2, 2)), FlatRange(0, 4))
 
     assert overlaps(stored, wanted) == [Patch(0, (2, 3), Box((0, 1), (2, 2)), 0, (2, 2), Box((0, 0), (2, 2)))]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 4), (4, 2, 2), (2, 1, 3)])
+def test_the_order_of_shards(sizes: tuple[int, ...]) -> None:
+    """Every order of three axes over one dim is told by its split factors; other factors tell none."""
+    for wanted in itertools.permutations(range(3)):
+        factors = [
+            math.prod(sizes[other] for other in wanted[: wanted.index(axis)] if other > axis)
+            for axis in range(3)
+        ]
+        found = shard_order({axis: (0, factor) for axis, factor in enumerate(factors)}, sizes)
+        assert found == [axis for axis in wanted if sizes[axis] > 1]
+    assert shard_order({0: (0, 5), 2: (0, 1)}, sizes) is None
+    assert shard_order({0: (0, sizes[2]), 2: (1, 1)}, sizes) is None  # of another dim
+    assert shard_order({0: (1, 1), 2: (0, 1)}, sizes) == [0, 2]
+    assert shard_order({}, sizes) == []
 
 
 def test_axes_of_meshes() -> None:

@@ -27,8 +27,10 @@ from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import PerRank, load, read_state, save
 from vescale_fsdp.checkpoint.distribution import LayoutCut, UnitsCut
 from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.geometry import Box
 from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.torch_private import StridedShard
 
 
 def _save_mixed(path: Path, block_rows: int) -> list[int]:
@@ -178,6 +180,27 @@ def test_fsdp2_with_tensor_parallelism(tmp_path: Path) -> None:
     run_ranks(4, _tp_round, tmp_path / "c", 4, 1, False)
     run_ranks(2, _tp_round, tmp_path / "c", 1, 2, False)
     run_ranks(3, _tp_round, tmp_path / "c", 3, 1, False)
+
+
+def _flattened(path: Path) -> tuple[list[float], str]:
+    columns = distribute_tensor(full("c", (4, 6)), cpu_mesh(), [Shard(1)])
+    # What columns.flatten() gives from torch 2.13 on: every rank holds three elements of each row.
+    mesh, local = columns.device_mesh, columns.to_local().flatten()
+    flat = DTensor.from_local(local, mesh, [StridedShard(0, split_factor=4)], run_check=False)
+    messages = []
+    for act in (save, load):
+        with pytest.raises(CheckpointError, match="no ranges of its dims") as caught:
+            act(path / "c", {"flat": flat})
+        messages.append(str(caught.value))
+        save(path / "c", {"flat": columns}, overwrite=True)
+    return flat.to_local().tolist(), messages[0]
+
+
+def test_a_strided_shard_of_no_order(tmp_path: Path) -> None:
+    """A flattened tensor whose parts are spread over all of it is refused, not stored in the wrong places."""
+    for rank, (values, message) in enumerate(run_ranks(2, _flattened, tmp_path)):
+        assert values == full("c", (4, 6))[:, 3 * rank : 3 * rank + 3].flatten().tolist()
+        assert "where: flat" in message and "sf=4" in message
 
 
 def _stages(path: Path, saving: bool) -> dict[str, torch.Tensor]:
