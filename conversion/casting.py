@@ -48,14 +48,17 @@ class CastRules:
         patterns: dict[str, DType] = {}
         for text in texts:
             pattern, _, name = text.rpartition("=")
-            dtype = dtype_from_torch(_SHORT.get(name, name))
-            if dtype.kind != "float":
+            try:
+                dtype = dtype_from_torch(_SHORT.get(name, name))
+            except ConversionError:
+                dtype = None
+            if dtype is None or dtype.kind != "float":
                 raise ConversionError(
                     explain(
                         "weights cannot be cast to this type",
                         expected="float16, bfloat16, float32 or float64",
                         got=name,
-                        todo="quantise with a tool that chooses scales; casting alone would lose the values",
+                        todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
                     )
                 )
             if pattern:

@@ -52,6 +52,15 @@ class _Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
+class _Place(click.ParamType[str]):
+    """A path or URL; ``~`` is the home folder, which shells leave as it is in ``--assets=~/x`` and in quotes."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return os.path.expanduser(value)
+
+
 class _RulesOption(click.Option):
     """Names the shipped rules in its help, and looks for them only then."""
 
@@ -81,15 +90,17 @@ _source_options = _options(
     click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC, instead of looking."),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run what they name."),
 )
+_TOLERANCE = click.FloatRange(0)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _convert_options = _options(
-    click.argument("src"),
-    click.argument("out"),
+    click.argument("src", type=_Place()),
+    click.argument("out", type=_Place()),
     _source_options,
     click.option("--model-prefix", help="What the model's names begin with in SRC, such as 'model.'."),
     click.option(
         "--assets",
         "--config",
+        type=_Place(),
         help="Folder with config.json, tokenizer, ...: goes along to-hf; key rules take sizes from it.",
     ),
     click.option("--include", multiple=True, metavar="PATTERN", help="Only matching names (repeatable)."),
@@ -100,7 +111,7 @@ _convert_options = _options(
         metavar="[PATTERN=]TYPE",
         help="Cast floats of the model; a pattern wins over the global type (repeatable).",
     ),
-    click.option("--rules", cls=_RulesOption, metavar="NAME|FILE"),
+    click.option("--rules", cls=_RulesOption, type=_Place(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="The side of the rules OUT shall be."),
     click.option(
         "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Limit per data file."
@@ -137,10 +148,10 @@ _state_options = _options(
 
 
 @cli.command("inspect")
-@click.argument("src")
+@click.argument("src", type=_Place())
 @_source_options
 @_json_option
-@click.option("--svg", type=click.Path(dir_okay=False), help="Draw how a group is sharded, to this file.")
+@click.option("--svg", type=_Place(), help="Draw how a group is sharded, to this file.")
 @click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
 def inspect_command(
     src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
@@ -148,6 +159,8 @@ def inspect_command(
     """Print what the checkpoint SRC holds."""
     from vescale_fsdp.conversion.inspection import describe, draw, format_description
 
+    if layout is not None and svg is None:
+        raise click.UsageError("--layout says what --svg FILE draws, which is missing")
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     if svg is not None:
         picture = draw(source, layout)
@@ -158,7 +171,7 @@ def inspect_command(
 
 
 @cli.command("verify")
-@click.argument("src")
+@click.argument("src", type=_Place())
 @_source_options
 @click.option("--quick", is_flag=True, help="Headers and metadata only; do not read the data.")
 @_json_option
@@ -183,10 +196,10 @@ def verify_command(
 
 
 @cli.command("diff")
-@click.argument("a")
-@click.argument("b")
-@click.option("--rtol", type=float, default=0.0, help="Relative tolerance; bitwise without one.")
-@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
+@click.argument("a", type=_Place())
+@click.argument("b", type=_Place())
+@click.option("--rtol", type=_TOLERANCE, default=0.0, help="Relative tolerance; bitwise without one.")
+@click.option("--atol", type=_TOLERANCE, default=0.0, help="Absolute tolerance.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
 @click.option("--model-only", is_flag=True, help="Leave optimizer and other tensors alone.")
 @_json_option
@@ -220,13 +233,13 @@ def diff_command(
 
 
 @cli.command("plan")
-@click.argument("src")
+@click.argument("src", type=_Place())
 @_source_options
 @click.option("--shards", required=True, metavar="N,N,..", help="Sizes of the sharding mesh axis.")
 @_granularity_option
 @click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
 @click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
-@click.option("--out", metavar="FOLDER", help="Write tables and pictures here.")
+@click.option("--out", type=_Place(), metavar="FOLDER", help="Write tables and pictures here.")
 @_json_option
 def plan_command(
     src: str,
@@ -330,6 +343,8 @@ def _convert(
     **others: Any,
 ) -> None:
     """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
+    if others["rules_to"] is not None and others["rules"] is None:
+        raise click.UsageError("--rules-to says which side of --rules OUT shall be, which are missing")
     run = RunOptions(
         overwrite=overwrite,
         resume=resume,
@@ -444,22 +459,32 @@ def _run() -> int:
         return cli(prog_name="vescale-convert", standalone_mode=False) or 0
     except click.ClickException as error:
         error.show()
+        _print_error(error.format_message())
         return error.exit_code
     except click.Abort as error:
         todo = "\n  what to do: nothing has its final name; if files were finished, go on with --resume"
-        click.echo(f"vescale-convert: stopped{todo if isinstance(error, _Stopped) else ''}", err=True)
-        return 130
+        return _fail(f"stopped{todo if isinstance(error, _Stopped) else ''}", 130)
     except VescaleError as error:
-        click.echo(f"vescale-convert: {error}", err=True)
-        return 1
+        return _fail(str(error))
     except (
         BrokenPipeError
     ):  # whoever read our output has seen enough; Python would complain of it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        click.echo(f"vescale-convert: {error}{_what_to_do(error)}", err=True)
-        return 1
+        return _fail(f"{error}{_what_to_do(error)}")
+
+
+def _fail(message: str, code: int = 1) -> int:
+    click.echo(f"vescale-convert: {message}", err=True)
+    _print_error(message)
+    return code
+
+
+def _print_error(message: str) -> None:
+    """Whoever asked for JSON gets some from a failure too."""
+    if "--json" in sys.argv[1:]:
+        click.echo(json.dumps({"error": message}))
 
 
 def _what_to_do(error: OSError) -> str:

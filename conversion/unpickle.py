@@ -193,6 +193,7 @@ _TORCH_NAMES: dict[tuple[str, str], Any] = {
 }
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
     ("_codecs", "encode"): _encode,
     ("builtins", "set"): set,
 }
@@ -228,6 +229,9 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,  # it has attributes
+    ("torch", "Tensor"): type("Tensor", (Record,), {}),  # of one with attributes
+    ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
     ("_codecs", "encode"): _encode,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
@@ -265,6 +269,15 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
+# Tensors that no format here holds. Trusting the pickle would not help.
+_NOT_DENSE = {
+    ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
+    ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantised type",
+    ("torch._utils", "_rebuild_nested_tensor"): "a nested tensor",
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): "a tensor on the meta device, which has no values",
+}
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Knows Python's own containers only."""
 
@@ -286,6 +299,16 @@ class _AllowListUnpickler(pickle.Unpickler):
         self._names, self._where, self._trust = names, where, trust
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _NOT_DENSE:
+            raise ConversionError(
+                explain(
+                    "the checkpoint holds a tensor that cannot be converted",
+                    expected="dense tensors of torch's plain types",
+                    got=_NOT_DENSE[module, name],
+                    where=self._where,
+                    todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
+                )
+            )
         if self._trust and ((module, name) not in self._names or name == "getattr"):
             return super().find_class(module, name)
         if (module, name) in self._names:

@@ -78,8 +78,23 @@ def test_to_hf_json(source: str, tmp_path: Path) -> None:
 
 def test_usage_errors_exit_with_2(source: str) -> None:
     """A missing argument, an unknown option and a size that is none are wrong usage."""
-    for args in (("to-hf", source), ("to-hf", "--nope"), ("to-hf", source, "x", "--max-shard-size", "five")):
-        assert _run(*args).exit_code == 2
+    wrong = [("to-hf", source), ("to-hf", "--nope"), ("to-hf", source, "x", "--max-shard-size", "five")]
+    wrong += [("inspect", source, "--layout", "1"), ("to-hf", source, "x", "--rules-to", "hf")]
+    wrong += [("diff", source, source, "--rtol", "-1")]
+    for args in wrong:
+        assert _run(*args).exit_code == 2, args
+
+
+def test_the_home_folder_is_meant_by_a_tilde(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shells leave it in --assets=~/x and in quotes; a folder named ~ is nothing anybody wants."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/config.json").write_text("{}")
+    assert _run("to-hf", "~/dcp", "~/out", "--assets=~/own").exit_code == 0
+    assert sorted(os.listdir("out")) == ["config.json", "model.safetensors"] and not Path("~").exists()
 
 
 def test_failures_exit_with_1_and_one_message(source: str, tmp_path: Path) -> None:
@@ -90,6 +105,12 @@ def test_failures_exit_with_1_and_one_message(source: str, tmp_path: Path) -> No
     )
     assert missing.returncode == 1 and missing.stdout == ""
     assert "what to do: check the path" in missing.stderr and "Traceback" not in missing.stderr
+    nowhere = [str(tmp_path / "none"), str(tmp_path / "out")]
+    for more, code in (([], 1), (["--threads", "0"], 2)):
+        failed = subprocess.run(
+            [*command, *nowhere, *more, "--json"], capture_output=True, text=True, check=False
+        )
+        assert failed.returncode == code and json.loads(failed.stdout)["error"] in failed.stderr
     done = subprocess.run(
         [*command, source, str(tmp_path / "out"), "-q"], capture_output=True, text=True, check=False
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,35 @@ def test_optimizer_forms(tmp_path: Path) -> None:
     report = _convert(tmp_path / "nested", tmp_path / "none.pt", "torch", optimizer="drop")
     assert list(torch.load(tmp_path / "none.pt", weights_only=True)) == ["model"]
     assert report.dropped_optimizer > 12
+
+
+def test_what_torch_reads_with_weights_only_can_be_read(tmp_path: Path) -> None:
+    """A scheduler with a Counter, Parameters and tensors with attributes; what is no dense tensor is named."""
+    weight, tagged = torch.nn.Parameter(torch.randn(3)), torch.randn(2)
+    weight.tag = tagged.tag = "x"  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([weight])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    state = {
+        "model": {"w": weight, "t": tagged},
+        "scheduler": scheduler.state_dict(),
+        "few": [{"n": Counter("aa")}],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    dcp.save(
+        {**state, "model": {"w": weight.data, "t": tagged}}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    for source in ("a.pt", "dcp"):
+        out = tmp_path / f"from {source}.pt"
+        _convert(tmp_path / source, out, "torch")
+        loaded = torch.load(out, weights_only=True)
+        assert torch.equal(loaded["model"]["w"], weight) and torch.equal(loaded["model"]["t"], tagged)
+        milestones = {
+            int(key): count for key, count in loaded["scheduler"]["milestones"].items()
+        }  # DCP: texts
+        assert milestones == {3: 1, 5: 1} and loaded["few"] == [{"n": {"a": 2}}]
+    torch.save({"w": torch.ones(2), "odd": torch.eye(2).to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(ConversionError, match=r"sparse tensor(.|\n)*to_dense"):
+        open_source(str(tmp_path / "sparse.pt"), trust_pickle=True)
 
 
 def test_include_and_exclude(tmp_path: Path) -> None:
