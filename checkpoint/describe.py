@@ -303,7 +303,9 @@ def _agrees(
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     problem = None
-    if tensor.layout is not torch.strided:
+    if tensor.is_nested:
+        problem = "a nested tensor"
+    elif tensor.layout is not torch.strided:
         problem = f"a tensor of layout {tensor.layout}"
     elif tensor.is_quantized:
         problem = f"a quantized tensor of {tensor.dtype}"
@@ -314,7 +316,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if problem is not None:
         raise CheckpointError(
             explain(
-                "A tensor cannot be saved.",
+                "A tensor cannot be saved or loaded.",
                 expected="a dense tensor with values, or a DTensor of such",
                 got=problem,
                 where=name,

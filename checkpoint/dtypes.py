@@ -17,7 +17,15 @@ from vescale_fsdp.errors import CheckpointError, explain
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["carrier_of", "dtype_name", "dtype_named", "itemsize_of", "storage_code"]
+__all__ = [
+    "bytes_of",
+    "carrier_of",
+    "dtype_name",
+    "dtype_named",
+    "is_numpy_dtype",
+    "itemsize_of",
+    "storage_code",
+]
 
 _NATIVE_CODES = {
     "bool": "BOOL",
@@ -100,6 +108,17 @@ def storage_code(name: str) -> tuple[str, int]:
     if name in _PAIR_CODES:
         return _PAIR_CODES[name], 2
     return _WIDTH_CODES[itemsize_of(name)], 1
+
+
+def is_numpy_dtype(name: str) -> bool:
+    """Whether numpy and torch both have a dtype of this name; numpy's names tell another byte order."""
+    return name == "complex128" or (name in _NATIVE_CODES and not name.startswith(("bfloat", "float8_")))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """1D bytes: the memory of a contiguous tensor without lazy conjugation or negation, by view."""
+    # Not view(-1): one element of a column is contiguous, keeps the column's stride, and has then no bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(dtype_named("uint8"))
 
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype:

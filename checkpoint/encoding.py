@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from vescale_fsdp.checkpoint.dtypes import dtype_name
+from vescale_fsdp.checkpoint.dtypes import dtype_name, is_numpy_dtype
 from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.tree import Json, join_name
 from vescale_fsdp.errors import CheckpointError, explain
@@ -91,11 +91,17 @@ def _encode_rare(value: Any, name: str, sink: TreeSink) -> Json:
         return {"$": "dtype", "v": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$": "device", "v": str(value)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {**sink.tensor(name, torch.from_numpy(np.ascontiguousarray(value))), "numpy": True}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+    if isinstance(value, np.ndarray) and is_numpy_dtype(str(value.dtype)):
+        return {**sink.tensor(name, _tensor_of(value)), "numpy": True}
+    if isinstance(value, np.generic) and is_numpy_dtype(str(value.dtype)):
         return {"$": "numpy", "dtype": str(value.dtype), "v": encode(value.item(), name, sink)}
     raise _refuse(value, name)
+
+
+def _tensor_of(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    """The array's memory as a tensor; a copy where torch has no such strides, or would warn of writing to it."""
+    in_order = np.asarray(array, order="C")  # of no dims, it stays so
+    return torch.from_numpy(in_order if in_order.flags.writeable else in_order.copy())
 
 
 def _refuse(value: object, name: str) -> CheckpointError:
@@ -105,7 +111,8 @@ def _refuse(value: object, name: str) -> CheckpointError:
             "A value of this type cannot be saved: nothing is pickled.",
             expected="tensors, numbers, strings, bytes, None, dict, list, tuple, set, PerRank, "
             "or an object with state_dict and load_state_dict",
-            got=f"{kind.__module__}.{kind.__qualname__}",
+            got=f"{kind.__module__}.{kind.__qualname__}"
+            + (f" of dtype {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""),
             where=name or "the state itself",
             todo="store its fields as plain values, or give its class state_dict and load_state_dict",
         )

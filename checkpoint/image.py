@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.dtypes import carrier_of
+from vescale_fsdp.checkpoint.dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.storage import Buffer
 from vescale_fsdp.geometry import boxes_of_range, range_of_box
@@ -33,7 +33,7 @@ class _Viewed(ElementSource):
     """A contiguous CPU tensor: its own memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+        self._bytes = bytes_of(tensor).numpy()
 
     def buffer(self, start_bytes: int, stop_bytes: int) -> Buffer:
         return self._bytes[start_bytes:stop_bytes]

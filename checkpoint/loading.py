@@ -244,8 +244,13 @@ class Loader:
 
 
 def _prove_writable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what `expand` makes: many elements in one place cannot take different values."""
-    if any(not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    """Refuse what `expand` and `unfold` make: many elements in one place cannot take different values."""
+    reach = 0  # of the elements along all dims of smaller strides
+    overlap = False
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        overlap = overlap or (size > 1 and step <= reach)
+        reach += step * (size - 1)
+    if overlap and tensor.numel():
         raise _cannot_fill(
             name, f"strides {tensor.stride()} of sizes {tuple(tensor.shape)}", "clone() it before loading"
         )

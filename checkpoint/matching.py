@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from vescale_fsdp.checkpoint.dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.encoding import is_stateful
 from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.tree import Json, decode, has_tensors, join_name
@@ -111,7 +112,7 @@ class _Matcher:
         if not self._selected(name):
             return lambda: target
         is_leaf = isinstance(node, Mapping) and node.get("$") == "tensor"
-        if isinstance(target, np.ndarray) and is_leaf and target.flags.c_contiguous:
+        if isinstance(target, np.ndarray) and is_leaf and _can_be_filled(target):
             self.found.reads.append(TensorRead(name, int(node["i"]), torch.from_numpy(target)))
         elif isinstance(target, torch.Tensor) and is_leaf:
             self.found.reads.append(TensorRead(name, int(node["i"]), target))
@@ -225,7 +226,15 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, PerRank))
 
 
+def _can_be_filled(array: np.ndarray) -> bool:  # type: ignore[type-arg]
+    """Whether torch can write to an array's memory."""
+    return array.flags.writeable and min(array.strides, default=0) >= 0 and is_numpy_dtype(str(array.dtype))
+
+
 def _kind_of(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        writeable = "writeable" if value.flags.writeable else "read-only"
+        return f"a {writeable} ndarray of dtype {value.dtype} and strides {value.strides}"
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.dtypes import dtype_name, dtype_named
+from vescale_fsdp.checkpoint.dtypes import bytes_of, dtype_name, dtype_named
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
 __all__ = ["PerRank", "pack_blob", "unpack_blob"]
@@ -60,7 +60,8 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
     for name, (tree, found) in values.items():
         trees[name] = {"first": len(tensors), "tree": tree}
         for tensor in found:
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            data = bytes_of(plain).numpy().tobytes()
             tensors.append(
                 {
                     "dtype": dtype_name(tensor.dtype),

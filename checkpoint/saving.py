@@ -121,6 +121,7 @@ class Saver:
         try:
             if error is None and taken is not None:
                 _prove_json(user)
+                _ = taken.structure.digest  # computed here, where an error of one rank reaches all
                 blob = pack_blob(taken.per_rank)
                 self._claim(held)
         except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_fsdp.checkpoint.dtypes import carrier_of
+from vescale_fsdp.checkpoint.dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.region import Patch, Run, runs_of_box
 from vescale_fsdp.checkpoint.sources import Source
 from vescale_fsdp.geometry import Box, boxes_of_range, range_of_box
@@ -38,14 +38,15 @@ class Target:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        contiguous = tensor.is_contiguous()
+        self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it says
+        direct = tensor.is_contiguous() and not self._is_lazy
         self._filled = (
-            tensor if contiguous else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         )
         self.itemsize = tensor.dtype.itemsize
         self.memory: Bytes | None = None  # 1D [nbytes], None on a device
         if tensor.device.type == "cpu":
-            self.memory = self._filled.view(-1).view(torch.uint8).numpy()
+            self.memory = bytes_of(self._filled).numpy()
 
     @cached_property
     def flat(self) -> torch.Tensor:
@@ -54,7 +55,9 @@ class Target:
 
     def finish(self) -> None:
         """Bring what was read to where it belongs, once all of it is there."""
-        if self._filled is not self._tensor:
+        if self._is_lazy:
+            self._tensor.copy_(self._filled)
+        elif self._filled is not self._tensor:
             self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
 
 

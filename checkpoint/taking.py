@@ -43,8 +43,19 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
         CheckpointError: for values or tensors that cannot be stored, naming the first.
     """
     taker = _Taker(Describer(rank_of))
-    with gc_paused():
-        return taker.taken(encode(state, "", taker))
+    try:
+        with gc_paused():
+            return taker.taken(encode(state, "", taker))
+    except RecursionError as error:
+        raise CheckpointError(
+            explain(
+                "The state is nested too deeply.",
+                expected="a few hundred levels at most, and no container inside itself",
+                got=str(error),
+                where="the state itself",
+                todo="flatten it, or break the circle",
+            )
+        ) from error
 
 
 class _Taken(NamedTuple):

@@ -75,7 +75,7 @@ def _write_array(
             raise error
         return
     own = manifest.distribution(place).region(entry.shape, held[0], manifest.structure.layouts)
-    local = locals_by_name[entry.name].detach().cpu().contiguous().reshape(-1)
+    local = locals_by_name[entry.name].detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     with ThreadPoolExecutor(max(1, storage.write_threads), thread_name_prefix="checkpoint-zarr") as pool:
         work: list[Future[None]] = []
         for name, chunk in _assemble(manifest, place, own, local, coordinator):

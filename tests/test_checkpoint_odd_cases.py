@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.faulty_storage import FaultyStorage
-from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.agreement import SoloCoordinator
 from vescale_fsdp.checkpoint.local import LocalStorage
 from vescale_fsdp.checkpoint.saving import Format, Saver
@@ -139,15 +140,89 @@ def test_tensors_of_any_strides_are_filled(tmp_path: Path) -> None:
     [
         (lambda: torch.empty(7, device="meta"), "to_empty"),
         (lambda: torch.zeros(1).expand(7), "clone"),
+        (lambda: torch.zeros(9).as_strided((7,), (0,)), "clone"),
+        (lambda: torch.zeros(9).unfold(0, 3, 1), "clone"),
     ],
 )
 def test_tensors_without_memory_of_their_own(bad: Callable[[], Any], what: str, tmp_path: Path) -> None:
     """What cannot take the values is named before another tensor is overwritten."""
-    save(tmp_path / "c", _small())
+    save(tmp_path / "c", {**_small(), "b": torch.ones(bad().shape)})
     state = {"a": torch.zeros(5, 6), "b": bad(), "step": 0}
     with pytest.raises(CheckpointError, match=rf"(?s)where: b.*{what}"):
         load(tmp_path / "c", state)
     assert not state["a"].any()
+
+
+def _lazy() -> dict[str, torch.Tensor]:
+    numbers = torch.tensor([[1 + 2j, 3 - 1j], [5 + 4j, 7 - 6j]])
+    return {
+        "conj": numbers.conj(),
+        "neg": numbers.conj().imag,
+        "one of a column": torch.arange(6.0).view(2, 3)[1:, 0],
+        "turned": numbers.t().conj(),
+    }
+
+
+@pytest.mark.parametrize("form", ["native", "zarr"])
+def test_memory_that_is_not_what_it_says(form: Format, tmp_path: Path) -> None:
+    """Lazily conjugated and negated tensors, and one element with a column's stride, are saved and filled."""
+    expected = {name: tensor.clone() for name, tensor in _lazy().items()}
+    save(tmp_path / "c", {**_lazy(), "own": PerRank(_lazy())}, format=form)
+    back = _lazy()
+    for tensor in back.values():
+        tensor.zero_()
+
+    load(tmp_path / "c", {**back, "own": PerRank(None)})
+
+    for name, tensor in expected.items():
+        assert back[name].any() and torch.equal(tensor, back[name]), name
+        assert torch.equal(tensor, read_state(tmp_path / "c").per_rank_values()[0]["own"][name]), name
+    assert back["conj"].is_conj() and back["neg"].is_neg()
+
+
+def test_arrays_of_any_form(tmp_path: Path) -> None:
+    """Arrays without dims keep them; arrays in another order are stored and filled by value."""
+    values = np.arange(6.0).reshape(2, 3)
+    frozen = values.copy()
+    frozen.setflags(write=False)
+    state = {"none": np.array(2.5), "turned": values.T, "back": values[::-1], "frozen": frozen}
+    save(tmp_path / "c", state)
+    into = {"none": np.array(0.0), "turned": np.zeros((3, 2)), "back": np.zeros((2, 3), order="F")}
+
+    load(tmp_path / "c", {**into, "frozen": np.zeros((2, 3))})
+
+    assert all(np.array_equal(into[name], state[name]) for name in into)
+    assert read_state(tmp_path / "c").tree(read=True)["none"].shape == ()
+    for bad, what in (
+        (frozen, "read-only"),
+        (np.zeros((2, 3))[::-1], "strides"),
+        (np.zeros((2, 3), ">f8"), ">f8"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"(?s){what}.*where: frozen"):
+            load(tmp_path / "c", {"frozen": bad}, strict=False)
+    assert np.array_equal(frozen, values)
+
+
+_circle: dict[str, Any] = {}
+_circle["inside"] = _circle
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (np.arange(3, dtype=">f4"), "dtype >f4"),
+        (np.longdouble(0.1), "numpy.longdouble"),
+        (np.array([object()]), "dtype object"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        (_circle, "inside itself"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_values_that_have_no_place(value: Any, what: str, tmp_path: Path) -> None:
+    """What cannot be stored is refused in a sentence before anything is written."""
+    with pytest.raises(CheckpointError, match=what):
+        save(tmp_path / "c", {"x": value() if callable(value) else value})
+    assert not (tmp_path / "c").exists()
 
 
 def test_arguments_that_cannot_be(tmp_path: Path) -> None:
