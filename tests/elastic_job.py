@@ -2,7 +2,8 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.elastic_job ROOT STEPS [RAM_NAME]
 
-What a run leaves in ROOT: ``steps/`` the checkpoints, ``log`` a line "step loss world" per step, ``pids/RANK``.
+What a run leaves in ROOT: ``steps/`` the checkpoints, ``log`` a line "step loss world" per step, ``saved`` a line per
+step once `save` has returned, ``pids/RANK``.
 The order of the data and the noise come from one generator whose state, like the cursor, is part of the
 checkpoint; each rank sees its share of one global batch, so the losses do not depend on the number of ranks.
 """
@@ -93,10 +94,13 @@ def main(root: Path, num_steps: int, ram_name: str | None) -> None:
         optimizer.zero_grad()
         scheduler.step()
         mean = models.mean_over_ranks(loss)
-        manager.save(step, state())
-        if rank == 0:
+        if rank == 0:  # first: a job that is killed once this step is saved never comes by it again
             with open(root / "log", "a") as file:
                 file.write(f"{step} {mean!r} {world}\n")
+        manager.save(step, state())
+        if rank == 0:
+            with open(root / "saved", "a") as file:
+                file.write(f"{step}\n")
     manager.wait()
     dist.destroy_process_group()
 

@@ -48,9 +48,15 @@ def _losses(folder: Path) -> dict[int, float]:
     return found
 
 
+def _last_saved(folder: Path) -> int:
+    """The last step that `save` has returned from."""
+    saved = folder / "saved"
+    return max((int(line) for line in saved.read_text().splitlines()), default=-1) if saved.exists() else -1
+
+
 def _wait_for_step(job: subprocess.Popen[bytes], folder: Path, step: int, limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
-    while max(_losses(folder), default=-1) < step:
+    while _last_saved(folder) < step:
         assert job.poll() is None, (folder / "output").read_text()[-3000:]
         assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:]
         time.sleep(0.01)
