@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from vescale_fsdp.conversion.hf_layout import is_weight_file, natural_key
-from vescale_fsdp.conversion.store import Store, open_store
+from vescale_fsdp.conversion.places import open_store
+from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["CONFIG_FILE", "Assets"]

@@ -28,8 +28,8 @@ from vescale_fsdp.conversion.convert import OPTIMIZER_FORMS, ConvertOptions, Con
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.open_source import KINDS, open_source
+from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.conversion.sizes import format_bytes, parse_bytes
-from vescale_fsdp.conversion.store import open_store, split_file
 from vescale_fsdp.errors import ConversionError, VescaleError
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
 from vescale_fsdp.conversion.output_plan import OutputPlan
+from vescale_fsdp.conversion.places import split_file
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.state import State, model_state, whole_state
-from vescale_fsdp.conversion.store import split_file
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "ConvertReport", "convert"]

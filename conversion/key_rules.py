@@ -46,7 +46,7 @@ from typing import Any
 
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
 from vescale_fsdp.conversion.operations import Operation, Stack, parse_operation
-from vescale_fsdp.conversion.store import open_store, split_file
+from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["Drop", "KeyRule", "Pattern", "Refusal", "RuleSet", "Zeros", "load_rules", "shipped_rules"]

@@ -20,6 +20,10 @@ __all__ = ["ModelNames", "find_model"]
 
 _OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)(_?\d+|_state_dict)?$")
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?)$")
+# What lies beside a model at the root and may hold tensors, such as torchtitan's train_state.step.
+_TRAINING = re.compile(
+    r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?)$"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
     rest = [name for name in source.tensors if name not in set(optimizer)]
     if prefix is None:
         prefix = _detect_prefix([source.path(name) for name in rest])
+        if not prefix:
+            rest = [name for name in rest if not _is_training(source.path(name))]
     elif prefix and not prefix.endswith("."):
         prefix += "."
     names = {name: name[len(prefix) :] for name in rest if name.startswith(prefix)}
@@ -77,6 +83,10 @@ def _is_optimizer(path: Sequence[str | int]) -> bool:
     if len(path) == 1:  # no nesting known: a flattened name
         return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
     return any(_OPTIMIZER.match(str(part)) for part in path[:-1])
+
+
+def _is_training(path: Sequence[str | int]) -> bool:
+    return len(path) > 1 and _TRAINING.match(str(path[0])) is not None
 
 
 def _detect_prefix(paths: Sequence[tuple[str | int, ...]]) -> str:

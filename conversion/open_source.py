@@ -11,8 +11,9 @@ import re
 
 from vescale_fsdp.checkpoint.names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.quiet import gc_paused
+from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.conversion.store import Store, open_store, split_file
+from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 __all__ = ["KINDS", "open_source"]

@@ -13,11 +13,10 @@ old result's index goes before the first new object comes.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from vescale_fsdp.conversion.journal import is_journal
-from vescale_fsdp.conversion.store import LocalStore, Store, open_store, split_file
+from vescale_fsdp.conversion.local_store import LocalStore
+from vescale_fsdp.conversion.places import open_store, split_file
+from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["check_target", "is_leftover", "open_target"]
@@ -76,7 +75,7 @@ def _refusal(url: str, expected: str, got: str, todo: str) -> str:
 
 
 def _refuse_overlap(url: str, source_url: str, *, single_file: bool) -> None:
-    target, source = _parts(url), _parts(source_url)
+    target, source = open_store(url).place, open_store(source_url).place
     shared = min(len(target), len(source))
     # A single file has nothing inside it, so only being inside the source, or the source, is harmful.
     if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
@@ -88,10 +87,3 @@ def _refuse_overlap(url: str, source_url: str, *, single_file: bool) -> None:
                 "choose another target",
             )
         )
-
-
-def _parts(url: str) -> tuple[str, ...]:
-    """Comparable components; symbolic links resolved for local paths."""
-    if "://" in url and not url.startswith("file://"):
-        return tuple(part for part in url.split("/") if part)
-    return Path(os.path.realpath(url.removeprefix("file://"))).parts

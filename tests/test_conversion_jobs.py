@@ -18,9 +18,9 @@ from vescale_fsdp.conversion.dtypes import dtype_from_torch
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.file_plan import FilePlan, FixedPart, whole
 from vescale_fsdp.conversion.jobs import MoveJob, jobs_by_source, steps, writes
+from vescale_fsdp.conversion.local_store import LocalStore
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.conversion.store import LocalStore
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.view import SourceView
 from vescale_fsdp.errors import CorruptCheckpointError

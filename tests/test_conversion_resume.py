@@ -18,8 +18,8 @@ from vescale_fsdp.checkpoint import save
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import Part, RunOptions
+from vescale_fsdp.conversion.local_store import LocalStore
 from vescale_fsdp.conversion.open_source import open_source
-from vescale_fsdp.conversion.store import LocalStore
 from vescale_fsdp.errors import ConversionError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB

@@ -232,6 +232,11 @@ def test_prefixes(tmp_path: Path) -> None:
     optimizer = {"state": {"layers.0.w": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 1}]}
     cases: dict[str, tuple[dict[str, object], str | None, str]] = {
         "root": ({**weights, "optimizer": optimizer, "step": 1}, None, ""),
+        "torchtitan": (
+            {**weights, "optimizer": optimizer, "train_state": {"step": torch.tensor(1)}},
+            None,
+            "",
+        ),
         "one": ({"model": weights, "optimizer": optimizer}, None, "model."),
         "two": ({"app": {"model": weights, "optim": optimizer}}, None, "app.model."),
         "given": ({"teacher": weights, "student": weights}, "student", "student."),

@@ -6,21 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 
 from tests.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import RunOptions
 from vescale_fsdp.conversion.open_source import open_source
-from vescale_fsdp.conversion.store import open_store
+from vescale_fsdp.conversion.places import open_store
 from vescale_fsdp.conversion.verification import verify
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
@@ -113,7 +115,8 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
     _convert(str(tmp_path / "dcp"), f"{remote}/dcp", "dcp")
     with pytest.raises(ConversionError, match="--overwrite"):
         _convert(str(tmp_path / "dcp"), f"{remote}/dcp")
-    for place in (f"{remote}/dcp", f"{remote}/dcp/inside", remote):
+    other_name = f"{remote}/dcp".replace("s3://", "s3a://").replace("memory://", "memory:///")
+    for place in (f"{remote}/dcp", f"{remote}/dcp/inside", remote, other_name):
         with pytest.raises(ConversionError, match="outside of the source"):
             _convert(f"{remote}/dcp", place, overwrite=True)
     store = open_store(f"{remote}/out")
@@ -197,6 +200,30 @@ def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pyte
     with pytest.raises(ConnectionError, match=r"EndpointConnectionError(.|\n)*credentials and the network"):
         open_source("s3://nowhere/x")
     fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_other_names_of_the_disk(tmp_path: Path) -> None:
+    """file:// and local:// are the disk: folders are made, and the source is known again under any name."""
+    (tmp_path / "a").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "a" / "model.safetensors")
+    for number, protocol in enumerate(("file", "local")):
+        _convert(f"{protocol}://{tmp_path}/a", f"{protocol}://{tmp_path}/deep/{number}")
+        assert os.listdir(tmp_path / "deep" / str(number)) == ["model.safetensors"]
+        with pytest.raises(ConversionError, match="outside of the source"):
+            _convert(str(tmp_path / "a"), f"{protocol}://{tmp_path}/a/b")
+
+
+def test_a_web_server_without_ranges_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own sends whole files whatever is asked for: not to be taken for a damaged file."""
+    monkeypatch.chdir(tmp_path)
+    save_file({"w": torch.ones(3)}, "model.safetensors")
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(ConversionError, match="does not give parts of files"):
+                open_source(f"http://127.0.0.1:{server.server_port}/model.safetensors")
+        finally:
+            server.shutdown()
 
 
 def test_unknown_protocols_say_so() -> None:
