@@ -141,11 +141,15 @@ class Loader:
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)
-        targets = []
+        wanted: dict[object, tuple[int, Region, torch.Tensor]] = {}
         for read in found.reads:
             region, local = self._wanted(reader, describer, read)
             if region is not None and local is not None:
-                targets.append(reader.ask(plan, read.place, region, local))
+                # Tensors that were two and are one now: the last one counts, as in load_state_dict, and
+                # not which of them a thread happens to bring later.
+                memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
+                wanted[memory] = (read.place, region, local)
+        targets = [reader.ask(plan, *asked) for asked in wanted.values()]
         for place in found.fresh:
             found.fresh[place] = self._fresh(reader, plan, targets, place)
         self._per_rank(reader, found)

@@ -27,7 +27,7 @@ class _LocalWriter(FileWriter):
     def __init__(self, path: Path, durable: bool) -> None:
         self._path = path
         self._durable = durable
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -138,12 +138,13 @@ class LocalStorage(Storage):
     """A folder of a file system.
 
     Args:
-        root: the folder; made when first written to.
+        root: the folder; made when first written to. A relative one is where it is now, wherever the process
+            goes while a save is in flight.
         durable: False leaves out every fsync, for file systems in memory.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.root = Path(root)
+        self.root = Path(root).absolute()
         self._durable = durable
         self.read_threads = _threads_per_rank()
         # Writes wait for the disk now and then: a second thread hashes meanwhile.
@@ -219,7 +220,7 @@ class LocalStorage(Storage):
     @contextmanager
     def lock(self) -> Iterator[None]:
         self.root.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

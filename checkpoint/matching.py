@@ -6,6 +6,7 @@ missing or unexpected, and an `apply` that puts plain values into the containers
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -128,21 +129,28 @@ class _Matcher:
         else:
             nodes = dict(node)
         finishers: dict[Any, Finish] = {}
+        dropped = []
         for key, value in target.items():
             if key in nodes:
                 finishers[key] = self.visit(value, nodes[key], join_name(name, key), stateful)
             elif not stateful or _holds_tensors(value):
                 self.found.missing += self._leaves_of_value(value, join_name(name, key))
+            elif self._include is None:
+                dropped.append(key)
         for key, item in nodes.items():
             if key not in target:
                 self._surplus(item, join_name(name, key), stateful, finishers, key)
 
         def finish() -> Any:
             done = {key: finisher() for key, finisher in finishers.items()}
-            if isinstance(target, MutableMapping):
-                target.update(done)
-                return target
-            return {**target, **done}
+            # An object gets what it once gave, without what it holds now; its own dict may be what it gave us.
+            taker = copy.copy(target) if dropped else target
+            if isinstance(taker, MutableMapping):
+                for key in dropped:
+                    del taker[key]
+                taker.update(done)
+                return taker
+            return {key: value for key, value in {**taker, **done}.items() if key not in dropped}
 
         return finish
 

@@ -23,7 +23,7 @@ import torch
 from vescale_fsdp.checkpoint.dtypes import dtype_named
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.per_rank import unpack_blob
-from vescale_fsdp.checkpoint.reading import ReadPlan, missing_manifest
+from vescale_fsdp.checkpoint.reading import ReadPlan
 from vescale_fsdp.checkpoint.region import Region, whole_region
 from vescale_fsdp.checkpoint.sinks import Bytes, Sink, Target, sinks_of
 from vescale_fsdp.checkpoint.sources import SourceFinder
@@ -49,7 +49,7 @@ def read_manifest(storage: Storage) -> Manifest:
     try:
         raw = storage.read_small(MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise missing_manifest(storage.where) from error
+        raise _no_checkpoint(storage) from error
     except ValueError as error:
         raise CorruptCheckpointError(
             explain(
@@ -60,6 +60,31 @@ def read_manifest(storage: Storage) -> Manifest:
             )
         ) from error
     return Manifest.from_bytes(raw, where=where)
+
+
+def _no_checkpoint(storage: Storage) -> CheckpointError:
+    """The error for a path without a manifest; says what lies there instead, where that can be told."""
+    got, todo = "no manifest.json", "give the path of a complete checkpoint"
+    names = storage.list_folder("")
+    steps = [name for name in names if name.startswith("step-")]
+    if steps:
+        got += f", but {steps[-1]}"
+        todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"
+    elif ".metadata" in names:
+        got += ", but .metadata of torch.distributed.checkpoint"
+        todo = "dcp.load reads it, and vescale-convert to-vescale brings it into this format"
+    elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
+        got += ", but files of weights"
+        todo = "vescale-convert to-vescale brings them into this format"
+    return CheckpointError(
+        explain(
+            "There is no checkpoint at this path.",
+            expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
+            got=got,
+            where=storage.where,
+            todo=todo,
+        )
+    )
 
 
 def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:

@@ -34,9 +34,9 @@ from vescale_fsdp.checkpoint.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.sinks import Bytes, Sink
 from vescale_fsdp.checkpoint.storage import Storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["ReadPlan", "Reads", "missing_manifest"]
+__all__ = ["ReadPlan", "Reads"]
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _start_of = attrgetter("start")
@@ -265,16 +265,3 @@ def _intervals(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -
     for start, stop in joined:
         for cut in range(start, stop, size):
             yield cut, min(cut + size, stop)
-
-
-def missing_manifest(where: str) -> CheckpointError:
-    """The error for a folder without a manifest."""
-    return CheckpointError(
-        explain(
-            "There is no checkpoint at this path.",
-            expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
-            got="no manifest.json",
-            where=where,
-            todo="give the path of a complete checkpoint",
-        )
-    )

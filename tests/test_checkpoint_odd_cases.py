@@ -296,3 +296,84 @@ def test_torn_steps_do_not_count(tmp_path: Path) -> None:
 
     assert manager.steps() == [2, 4]
     assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000004", "step-00000009"]
+
+
+class _Loader:
+    """An object whose state has as many keys as it has read files."""
+
+    def __init__(self, num_files: int) -> None:
+        self.places = {f"file{number}": number for number in range(num_files)}
+        self.seen = torch.full((2,), float(num_files))
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)  # its own dict, as careless objects do
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = {**state, "places": dict(state["places"])}
+
+
+@pytest.mark.parametrize("now", [1, 5])
+def test_an_object_gets_what_it_gave(now: int, tmp_path: Path) -> None:
+    """Keys that an object has now and had not when it was saved are not mixed in; the object's own dict stays."""
+    save(tmp_path / "c", {"loader": _Loader(3)})
+    loader = _Loader(now)
+
+    load(tmp_path / "c", {"loader": loader})
+
+    assert loader.taken["places"] == {"file0": 0, "file1": 1, "file2": 2}
+    assert loader.taken["seen"].tolist() == [3, 3] and len(loader.places) in (now, 3)
+
+
+def test_two_tensors_that_are_one_now(tmp_path: Path) -> None:
+    """The last one's values count, whichever is larger or read first, as in load_state_dict."""
+    numel = 3 << 20
+    save(tmp_path / "c", {"a": torch.ones(numel), "b": torch.full((numel,), 2.0), "c": torch.ones(2)})
+    tied = torch.zeros(numel)
+    load(tmp_path / "c", {"a": tied, "b": tied, "c": torch.zeros(2)})
+    assert tied.eq(2).all()
+    load(tmp_path / "c", {"b": tied, "a": tied, "c": torch.zeros(2)})
+    assert tied.eq(1).all()
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that changes its folder while saves are in flight does not take them along."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    manager = CheckpointManager("run", async_=True)
+    manager.save(1, _small())
+    handle = async_save("alone", _small())
+    monkeypatch.chdir(tmp_path / "there")
+    handle.wait()
+    manager.save(2, _small())
+    manager.wait()
+    assert manager.steps() == [1, 2]
+    assert sorted(os.listdir(tmp_path / "here")) == ["alone", "run"] and not os.listdir(tmp_path / "there")
+
+
+def test_files_go_by_the_umask(tmp_path: Path) -> None:
+    """What a group shares it can write to, lock included."""
+    before = os.umask(0o002)
+    try:
+        save(tmp_path / "c", _small())
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "c").rglob("*") if path.is_file()}
+    assert len(modes) == 3 and set(modes.values()) == {0o664}
+
+
+def test_what_lies_there_instead(tmp_path: Path) -> None:
+    """A load from another kind of folder says what it is and what reads it."""
+    CheckpointManager(tmp_path / "steps").save(1, _small())
+    for name, file in (("dcp", ".metadata"), ("hf", "model.safetensors"), ("torn", "data-0/x")):
+        (tmp_path / name / file).parent.mkdir(parents=True)
+        (tmp_path / name / file).touch()
+    for name, what in (
+        ("steps", "CheckpointManager"),
+        ("dcp", "dcp.load reads it"),
+        ("hf", "to-vescale"),
+        ("torn", "incomplete"),
+        ("none", "complete checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            load(tmp_path / name, _small())
