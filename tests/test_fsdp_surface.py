@@ -348,6 +348,74 @@ def test_unshard_and_reshard_by_hand_and_inference() -> None:
     run_ranks(2, by_hand)
 
 
+def inference_before_training() -> None:
+    model, plain = shard(models.build()), models.build()
+    x = models.batch(0, 0)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), plain(x))
+    for param in model.parameters():
+        assert not param.is_inference()
+    assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
+    check_steps(model, plain)
+
+
+def test_the_first_forward_may_be_one_in_inference_mode() -> None:
+    """Buffers made for it serve training as well (torch 2.13's FSDP2 fails there)."""
+    run_ranks(2, inference_before_training)
+
+
+def weights_swapped_around_evaluation() -> None:
+    model, plain = shard(models.build()), models.build()
+    rank, x = dist.get_rank(), models.batch(9, 0)
+    outputs = []
+    for each in (model, plain):
+        params = list(each.parameters())
+        with torch.no_grad():
+            outputs.append(each(x))  # before, after and between changes: a forward without a backward
+            raw = [param.clone() for param in params]
+            for factor in (0.5, 2.0):
+                for param, value in zip(params, raw, strict=True):
+                    param.copy_(value * factor)
+                outputs.append(each(x))
+            for param, value in zip(params, raw, strict=True):
+                param.copy_(value)
+    for mine, other in zip(outputs[:3], outputs[3:], strict=True):
+        torch.testing.assert_close(mine, other)
+    check_steps(model, plain, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, grads = models.reference_grads(plain, 1, dist.get_world_size())
+    models.loss_of(model, models.batch(1, rank)).backward()
+    with torch.no_grad():
+        model(x)
+        optimizer.step()
+        for name, param in plain.named_parameters():
+            param -= 0.1 * grads[name]
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_forwards_without_a_backward_leave_nothing_out_of_date() -> None:
+    """Weights may change behind an evaluation: the root's too are gathered anew (torch 2.13's FSDP2 keeps them)."""
+    run_ranks(2, weights_swapped_around_evaluation)
+
+
+def zeroed_between_forward_and_backward(set_to_none: bool) -> None:
+    model, plain = shard(models.build()), models.build()
+    for step in range(2):
+        loss = models.loss_of(model, models.batch(step, dist.get_rank()))
+        model.zero_grad(set_to_none)
+        loss.backward()
+        _, grads = models.reference_grads(plain, step, dist.get_world_size())
+        for name, param in model.named_parameters():
+            assert isinstance(param.grad, RaggedDTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_forward_and_backward(set_to_none: bool) -> None:
+    """The model's own zero_grad reaches sharded gradients while the root holds full parameters."""
+    run_ranks(2, zeroed_between_forward_and_backward, set_to_none)
+
+
 def frozen_then_thawed() -> None:
     model, reference = shard(models.build()), models.build()
     for m in (model, reference):

@@ -83,7 +83,8 @@ def fully_shard(
         module: one module, or a list of modules that gather and reduce as one unit.
         mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
         reshard_after_forward: whether to free full parameters after the forward; None means yes, except
-            for the root. A number keeps them between forward and backward over groups of so many ranks.
+            for the root where gradients are on, since a backward follows. A number keeps them between forward
+            and backward over groups of so many ranks.
         shard_placement_fn: torch's, asked for each parameter. None and ``Shard(dim)`` change nothing; a
             `RaggedShard` says that what one of its units holds stays whole; a ``ShardPlacementResult`` gives
             the parameter a mesh of its own.

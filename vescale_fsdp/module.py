@@ -127,6 +127,17 @@ class FSDPModule:
         if state.schedule is not None:
             state.schedule.is_last_backward = is_last_backward
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in self._groups(True):
+            for param in group.params:
+                grad = param.sharded.grad
+                if set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.zero_()
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether full parameters are freed after the forward (overrides the root's default too).
 

@@ -30,7 +30,7 @@ from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.param_group import GroupState, ParamGroup, ReducedShard
 from vescale_fsdp.streams import Event, Stream, Streams
-from vescale_fsdp.torch_private import autograd_engine_callback, outside_functorch, profiled
+from vescale_fsdp.torch_private import autograd_engine_callback, outside_modes, profiled
 
 _SHARDED = (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
 
@@ -111,7 +111,7 @@ class CommContext:
         """Start all-gathers, once the buffers freed so far may be used again."""
         if self.gather_stream is not None and self.freed is not None:
             self.gather_stream.wait_event(self.freed)
-        with self._on(self.gather_stream), outside_functorch():
+        with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 group.unshard()
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
@@ -124,7 +124,7 @@ class CommContext:
         """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
         for group in groups:
             if group.state in (GroupState.GATHERING, GroupState.GATHERED):
-                with outside_functorch():
+                with outside_modes():
                     self.settle([group])
                     group.hand_over()
 
@@ -139,7 +139,7 @@ class CommContext:
     def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
         """Free full parameters; the next gather waits until the compute stream is done with them."""
         self.wait(groups)
-        with outside_functorch():
+        with outside_modes():
             for group in groups:
                 group.reshard(keep_part=keep_part)
         if self.streams is not None:

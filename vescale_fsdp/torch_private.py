@@ -7,7 +7,7 @@ When a new torch release moves one, this is the only file to touch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -73,7 +73,7 @@ __all__ = [
     "local_of",
     "muon_adjust_lr",
     "operator_names",
-    "outside_functorch",
+    "outside_modes",
     "post_accumulate_grad_hooks",
     "profiled",
     "pytree",
@@ -168,10 +168,17 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def outside_functorch() -> AbstractContextManager[Any]:
-    """Do what is inside as if no transform of ``torch.func`` were active (torch 2.11-2.13)."""
-    # Its wrapped tensors have no storage to resize, and refuse requires_grad_.
-    return torch._C._DisableFuncTorch() if in_functorch() else nullcontext()
+def outside_modes() -> AbstractContextManager[Any]:
+    """Do what is inside as if no transform of ``torch.func`` (torch 2.11-2.13) nor inference mode were active."""
+    # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors made in inference
+    # mode have no version counter, and no later forward could save them for its backward.
+    left = nullcontext() if not torch.is_inference_mode_enabled() else torch.inference_mode(False)
+    if not in_functorch():
+        return left
+    both = ExitStack()
+    both.enter_context(left)
+    both.enter_context(torch._C._DisableFuncTorch())
+    return both
 
 
 def operator_names() -> list[str]:

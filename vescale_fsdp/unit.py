@@ -55,7 +55,8 @@ class FSDPState:
         modules: the modules the call was given (one, or a list that shares its groups).
         groups: the unit's parameter groups.
         mp_policy: dtypes of inputs and outputs.
-        reshard_after_forward: None decides at the first forward: True unless it is the root.
+        reshard_after_forward: None means True unless it is the root, and for the root after forwards that no
+            backward follows.
         device: where the unit computes.
     """
 
@@ -132,8 +133,8 @@ class FSDPState:
             state.schedule = self.schedule
             state.join(self.comm)
             self.schedule.units.append(state)
-            if state.reshard_after_forward is None:
-                state.reshard_after_forward = state is not self
+            if state.reshard_after_forward is None and state is not self:
+                state.reshard_after_forward = True
 
     def name_it(self, label: str) -> None:
         """Set the unit's name as profiler ranges hold it."""
@@ -234,7 +235,12 @@ class FSDPState:
         if not self._entered:
             return
         self._entered.clear()
-        if self.reshard_after_forward and not self._schedule().in_backward:
+        # The root's are kept for the backward that begins with them. Without one they would be there still when the
+        # optimizer, or a swap of weights, has changed the shards: out of date, in silence (as torch 2.13's FSDP2).
+        reshards = self.reshard_after_forward
+        if reshards is None:
+            reshards = not torch.is_grad_enabled()
+        if reshards and not self._schedule().in_backward:
             self.comm.reshard(self.groups, keep_part=True)
 
     def _watch_outputs(self, output: Any) -> Any:
