@@ -225,10 +225,12 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
         self.frozen = nn.Linear(5, 5)
         self.frozen.requires_grad_(False)
+        self.table = nn.Embedding(3, 5, sparse=True)
         self.gain = nn.Parameter(torch.ones(5, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.frozen(self.a(x)))) * self.gain
+        x = self.b(torch.tanh(self.frozen(self.a(x)))) + self.table(torch.tensor([2, 0, 2, 2]))
+        return x * self.gain
 
 
 def tied_frozen_and_mixed() -> None:
@@ -241,13 +243,13 @@ def tied_frozen_and_mixed() -> None:
     model(models.batch(0, mesh.get_rank())).sum().backward()
     torch.stack([plain(models.batch(0, r)).sum() for r in range(2)]).mean().backward()
     assert model.frozen.weight.grad is None
-    for name in ("a.weight", "gain"):
+    for name in ("a.weight", "gain", "table.weight"):
         ours, theirs = model.get_parameter(name), plain.get_parameter(name)
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=name)
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.to_dense(), msg=name)
 
 
 def test_shared_frozen_and_mixed_dtype_parameters_in_one_unit() -> None:
-    """Tied parameters get one gradient, frozen ones none, and two dtypes live in one unit."""
+    """Tied parameters get one gradient, frozen ones none, sparse ones become dense; two dtypes live in one unit."""
     run_ranks(2, tied_frozen_and_mixed)
 
 

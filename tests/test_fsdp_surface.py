@@ -240,13 +240,25 @@ class TwoWays(models.Stack):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.embed(x)
 
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for _ in range(2):  # reads the root's parameters before, between and behind its forward
+                x = self(x + self.embed.bias.mean()) @ self.head.weight[:, :5]
+        return x
+
 
 def other_methods() -> None:
     model = models.build()
     model.__class__ = TwoWays
-    fully_shard(model, mesh=cpu_mesh())
-    register_fsdp_forward_method(model, "encode")
+    shard(model)
+    for method in ("encode", "generate"):
+        register_fsdp_forward_method(model, method)
     plain = models.build()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.generate(models.batch(1, 0)), TwoWays.generate(plain, models.batch(1, 0))
+        )
+    assert isinstance(model.embed.weight, RaggedDTensor)
     x = models.batch(0, dist.get_rank())
     torch.testing.assert_close(model.encode(x), plain.embed(x))
     model.encode(x).pow(2).mean().backward()

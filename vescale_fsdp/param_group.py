@@ -370,6 +370,8 @@ class ParamGroup:
 
     def write_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Put an unsharded gradient where the reduction reads it: the one pass over it."""
+        if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
+            grad = grad.to_dense()
         grad = local_grad(grad, param.outer)
         self._grad_buffer().write(param.slot, grad, add=param.has_grad)
         param.has_grad = True

@@ -87,6 +87,7 @@ class FSDPState:
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
+        self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
@@ -230,9 +231,21 @@ class FSDPState:
                     output = map_tensors(_caster(self.mp_policy.output_dtype), output)
         return output
 
+    def run_method(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of a module of the unit as its forward is called; forwards inside do not reshard the unit."""
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        self._methods_running += 1
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._methods_running -= 1
+        return self._post_forward(module, args, output)
+
     def finish_forward(self) -> None:
         """All modules of the unit that this forward runs have run (nothing if none has)."""
-        if not self._entered:
+        if self._methods_running or not self._entered:
             return
         self._entered.clear()
         # The root's are kept for the backward that begins with them. Without one they would be there still when the
