@@ -229,11 +229,23 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
     Args:
         process_group: the ranks that save or load together; default: all.
         use: work that goes on at the same time needs groups of its own: one per name.
+
+    Raises:
+        ValueError: if this rank is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SoloCoordinator()
     base = process_group if process_group is not None else dist.group.WORLD
-    assert base is not None
+    if not isinstance(base, dist.ProcessGroup):  # what new_group gives to ranks that are not in the group
+        raise ValueError(
+            explain(
+                "This rank is not in the process group.",
+                expected="a group of which it is a member",
+                got=repr(base),
+                where=f"rank {dist.get_rank()}",
+                todo="call this on the group's ranks only",
+            )
+        )
     ranks = dist.get_process_group_ranks(base)
     rank_of = {rank: place for place, rank in enumerate(ranks)}
     if all(rank == place for rank, place in rank_of.items()):

@@ -14,11 +14,13 @@ thread, in the order in which they were started, which is the same on all ranks.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.agreement import Coordinator, SoloCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.saving import Saver, plain_json
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
@@ -39,11 +41,31 @@ _Kind = tuple[torch.Size, torch.dtype]
 _worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
 
 
+_failed: list[SaveHandle] = []
+
+
+@atexit.register  # called when the worker has ended, as threads end first
+def _tell_unheard() -> None:
+    for handle in _failed:
+        if not handle.heard:
+            error = handle.error()
+            text = f"{type(error).__name__}: {error}"
+            print(f"vescale_fsdp.checkpoint: a save behind training failed: {text}", file=sys.stderr)
+
+
 class SaveHandle:
-    """A save that goes on behind training."""
+    """A save that goes on behind training. An error that nobody asks for is told when the process ends."""
+
+    heard = False  # whether somebody has asked how it ended
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
+        future.add_done_callback(self._keep_failed)
+
+    def _keep_failed(self, future: Future[None]) -> None:
+        _failed[:] = [handle for handle in _failed if not handle.heard]
+        if future.exception() is not None:
+            _failed.append(self)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks."""
@@ -56,11 +78,15 @@ class SaveHandle:
             CheckpointError: what went wrong; nothing was committed then.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
-        self._future.result(timeout_s)
+        self._future.exception(timeout_s)
+        self.heard = True
+        self._future.result()
 
     def error(self) -> BaseException | None:
         """What went wrong, or None; blocks until the save has ended."""
-        return self._future.exception()
+        error = self._future.exception()
+        self.heard = True
+        return error
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
@@ -137,7 +163,7 @@ class AsyncSaver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._stager = Stager()
-        self._last: SaveHandle | None = None
+        self._last: Future[None] | None = None
 
     def start(
         self,
@@ -154,6 +180,7 @@ class AsyncSaver:
         with torch.no_grad():
             try:
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
+                user = plain_json(user)
             except Exception as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
                 error = caught
         saver = Saver(storage, self._coordinator, overwrite=overwrite)
@@ -166,13 +193,13 @@ class AsyncSaver:
                 if after is not None:
                     after()
 
-        self._last = SaveHandle(_worker.submit(work))
-        return self._last
+        self._last = _worker.submit(work)
+        return SaveHandle(self._last)
 
     def drain(self) -> None:
         """Wait until no save is in flight; its error, if any, stays with its handle."""
         if self._last is not None:
-            self._last.error()
+            wait([self._last])
 
     def _stage(self, taken: TakenState) -> TakenState:
         names = list(taken.locals_by_name)

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,8 @@ def load(
     Args:
         path: folder or fsspec URL of a checkpoint.
         state: nested like the state that was saved.
-        strict: raise if leaves are missing or unexpected; False reports them instead.
+        strict: raise if leaves are missing or unexpected, or a name pattern fits none; False reports what is
+            missing or unexpected instead.
         include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
         verify: "before" hashes all bytes before the first tensor is overwritten on any rank. "while" hashes
             what has been read: bytes come from the disk's cache or over the network once instead of twice,
@@ -86,6 +87,7 @@ def load(
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
         CorruptCheckpointError: on all ranks, if any of them finds damage or cannot read.
+        ValueError: if there is no such way to verify.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     loader = Loader(open_storage(path), coordinator_for(process_group), verify)
@@ -100,6 +102,16 @@ class Loader:
     storage: Storage
     coordinator: Coordinator
     verify: Verify = "before"
+
+    def __post_init__(self) -> None:
+        if self.verify not in get_args(Verify):
+            raise ValueError(
+                explain(
+                    "There is no such way to verify.",
+                    expected="'before', 'while' or 'never'",
+                    got=repr(self.verify),
+                )
+            )
 
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
@@ -165,6 +177,16 @@ class Loader:
                     got=got,
                     where=f"{name} in {self.storage.where}",
                     todo="build the state as it was when it was saved",
+                )
+            )
+        if strict and found.unused:
+            raise CheckpointError(
+                explain(
+                    "A name pattern fits no leaf.",
+                    expected="patterns for names of leaves: their keys, joined by '/'",
+                    got=", ".join(map(repr, sorted(found.unused))),
+                    where=self.storage.where,
+                    todo="'model/*' fits all that lies in 'model'; strict=False allows patterns for nothing",
                 )
             )
         if strict and (found.missing or (strict != "missing" and found.unexpected)):

@@ -211,10 +211,12 @@ class LocalStorage(Storage):
 
     def remove(self, name: str) -> None:
         path = self.root / name
+        if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
+            return  # behind a link lies what belongs to somebody else: only the link itself is ours
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
 
     @contextmanager

@@ -9,8 +9,8 @@ between leaves a torn step, not a damaged one; and only after a newer step has b
 
 from __future__ import annotations
 
+import operator
 import os
-import re
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.agreement import coordinator_for
 from vescale_fsdp.checkpoint.async_saving import AsyncSaver, SaveHandle
 from vescale_fsdp.checkpoint.loading import Loader, LoadReport, Verify
-from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.names import MANIFEST_NAME, parse_step_name, step_name
 from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.saving import Saver
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
@@ -28,8 +28,6 @@ from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
-
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class CheckpointManager:
         """Save a step if it is due; a collective. An earlier asynchronous save's error is raised here.
 
         Args:
-            step: the step's number; a step of the same number is replaced.
+            step: the step's number, any integer from 0; a step of the same number is replaced.
             state: as for `vescale_fsdp.checkpoint.save`.
             user: JSON of your own (counters, configuration); `restore` returns it.
             force: save although the interval says no.
@@ -112,7 +110,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: if this save, or the asynchronous one before it, failed.
+            TypeError: if the step is no integer.
         """
+        step = operator.index(step)
         if step < 0:
             raise ValueError(
                 explain("A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where)
@@ -122,7 +122,7 @@ class CheckpointManager:
         if not force and step % self._interval:
             return None
         self.wait()
-        storage = self._root.child(_folder(step))
+        storage = self._root.child(step_name(step))
         if self._async is None:
             Saver(storage, self._coordinator, overwrite=True).save(state, user)
             self._retain(step)
@@ -204,7 +204,7 @@ class CheckpointManager:
 
     def _candidates(self, wanted: int | None) -> list[tuple[int, str, Storage]]:
         """Steps to try, newest first, memory before disk; the same on all ranks."""
-        found = [(step, "disk", self._root.child(_folder(step)), "") for step in self.steps()]
+        found = [(step, "disk", self._root.child(step_name(step)), "") for step in self.steps()]
         if self._ram is not None:
             found += [(step, "ram", storage, attempt) for step, storage, attempt in self._ram.steps()]
         # A step in memory counts if all nodes hold parts of the same attempt to save it.
@@ -218,12 +218,8 @@ class CheckpointManager:
 
     def _folders(self) -> list[tuple[int, bool]]:
         """All step folders, ascending, and whether each is committed."""
-        found = []
-        for name in self._root.list_folder(""):
-            match = _STEP.fullmatch(name)
-            if match:
-                found.append((int(match[1]), self._root.exists(f"{name}/{MANIFEST_NAME}")))
-        return sorted(found)
+        steps = filter(None, map(parse_step_name, self._root.list_folder("")))
+        return sorted((step, self._root.exists(f"{name}/{MANIFEST_NAME}")) for step, name in steps)
 
     def _retain(self, saved: int) -> None:
         """On rank 0, remove what need not be kept, now that a step is committed."""
@@ -236,9 +232,5 @@ class CheckpointManager:
         for step, good in folders:
             # Newer steps are not ours to judge: they belong to a run that was restored from before them.
             if step < saved and not (good and step in keep):
-                self._root.remove(f"{_folder(step)}/{MANIFEST_NAME}")
-                self._root.remove(_folder(step))
-
-
-def _folder(step: int) -> str:
-    return f"step-{step:08d}"
+                self._root.remove(f"{step_name(step)}/{MANIFEST_NAME}")
+                self._root.remove(step_name(step))

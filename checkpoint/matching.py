@@ -44,6 +44,7 @@ class Match:
         missing: leaves of the state that the checkpoint lacks.
         unexpected: leaves of the checkpoint that the state lacks.
         problems: (name, expected, got) of leaves that cannot be matched at all.
+        unused: name patterns that fitted no leaf of either.
         finish: puts plain values in place; to be called once, when all tensors are read.
     """
 
@@ -54,6 +55,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
+    unused: set[str] = field(default_factory=set)
     finish: Finish = field(default=lambda: None)
 
 
@@ -67,10 +69,14 @@ def match(state: Any, tree: Json, include: tuple[str, ...] | None) -> Match:
 class _Matcher:
     def __init__(self, include: tuple[str, ...] | None) -> None:
         self._include = include
-        self.found = Match()
+        self.found = Match(unused=set(include or ()))
 
     def _selected(self, name: str) -> bool:
-        return self._include is None or any(fnmatchcase(name, pattern) for pattern in self._include)
+        if self._include is None:
+            return True
+        fitting = [pattern for pattern in self._include if fnmatchcase(name, pattern)]
+        self.found.unused.difference_update(fitting)
+        return bool(fitting)
 
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
         """Match one value; what is returned yields the value that belongs in its place."""

@@ -1,9 +1,24 @@
-"""What makes a folder a checkpoint of this format: the names that tell without reading anything."""
+"""What makes a folder a checkpoint of this format, or a step of a run: the names that tell without reading."""
 
 from __future__ import annotations
 
-__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME"]
+import re
+
+__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "parse_step_name", "step_name"]
 
 FORMAT_NAME = "vescale-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step:08d}"
+
+
+def parse_step_name(name: str) -> tuple[int, str] | None:
+    """(step, name) of a step's folder; None for every other name, also for a step's number in another form."""
+    match = _STEP.fullmatch(name)
+    return (int(match[1]), name) if match and step_name(int(match[1])) == name else None

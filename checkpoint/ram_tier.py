@@ -15,7 +15,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.agreement import Coordinator
 from vescale_fsdp.checkpoint.local import LocalStorage
-from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.names import MANIFEST_NAME, parse_step_name, step_name
 from vescale_fsdp.checkpoint.reader import read_manifest
 from vescale_fsdp.checkpoint.saving import Saver, is_node_leader
 from vescale_fsdp.checkpoint.storage import Storage
@@ -23,8 +23,6 @@ from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["RamTier"]
-
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 class RamTier:
@@ -63,23 +61,23 @@ class RamTier:
 
     def save(self, coordinator: Coordinator, step: int, state: Any, user: Json) -> None:
         """Save a step and forget older ones; a collective."""
-        storage = self._root.child(f"step-{step:08d}")
+        storage = self._root.child(step_name(step))
         Saver(storage, coordinator, overwrite=True, every_node=True).save(state, user)
         if coordinator.rank == 0 or is_node_leader():
             older = [number for number, _, _ in self.steps() if number < step]
             for number in older[: len(older) + 1 - self._keep_last]:
-                self._root.remove(f"step-{number:08d}/{MANIFEST_NAME}")
-                self._root.remove(f"step-{number:08d}")
+                self._root.remove(f"{step_name(number)}/{MANIFEST_NAME}")
+                self._root.remove(step_name(number))
 
     def steps(self) -> list[tuple[int, Storage, str]]:
         """Complete steps that this node holds, ascending, each with the name of the attempt that wrote it."""
         found: list[tuple[int, Storage, str]] = []
         for name in self._root.list_folder(""):
-            match = _STEP.fullmatch(name)
-            if match and self._root.exists(f"{name}/{MANIFEST_NAME}"):
+            known = parse_step_name(name)
+            if known and self._root.exists(f"{name}/{MANIFEST_NAME}"):
                 storage = self._root.child(name)
                 try:
-                    found.append((int(match[1]), storage, read_manifest(storage).save_id))
+                    found.append((known[0], storage, read_manifest(storage).save_id))
                 except CheckpointError:
                     continue  # a damaged step of a tier that may vanish at any time is no step
         return sorted(found, key=lambda item: item[0])

@@ -22,6 +22,7 @@ import torch
 
 from vescale_fsdp.checkpoint.dtypes import dtype_named
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.names import parse_step_name
 from vescale_fsdp.checkpoint.per_rank import unpack_blob
 from vescale_fsdp.checkpoint.reading import ReadPlan
 from vescale_fsdp.checkpoint.region import Region, whole_region
@@ -66,7 +67,7 @@ def _no_checkpoint(storage: Storage) -> CheckpointError:
     """The error for a path without a manifest; says what lies there instead, where that can be told."""
     got, todo = "no manifest.json", "give the path of a complete checkpoint"
     names = storage.list_folder("")
-    steps = [name for name in names if name.startswith("step-")]
+    steps = [name for name in names if parse_step_name(name)]
     if steps:
         got += f", but {steps[-1]}"
         todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"

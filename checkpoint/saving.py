@@ -13,6 +13,7 @@ meet: the commit's error, if any                       remove what older attempt
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ from vescale_fsdp.checkpoint.zarr_layout import chunk_shape
 from vescale_fsdp.checkpoint.zarr_writing import write_arrays, write_groups
 from vescale_fsdp.errors import CheckpointError, explain
 
-__all__ = ["Format", "Saver", "commit_manifest", "save"]
+__all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
 
 Format = Literal["native", "zarr"]
 
@@ -120,7 +121,7 @@ class Saver:
         blob = b""
         try:
             if error is None and taken is not None:
-                _prove_json(user)
+                plain_json(user)
                 _ = taken.structure.digest  # computed here, where an error of one rank reaches all
                 blob = pack_blob(taken.per_rank)
                 self._claim(held)
@@ -208,9 +209,14 @@ class Saver:
         self.coordinator.raise_together(error, f"committing {self.storage.where}")
 
 
-def _prove_json(user: Json) -> None:
+def plain_json(user: Json) -> Json:
+    """A copy of the user's part as it will be read back.
+
+    Raises:
+        CheckpointError: if it is no JSON.
+    """
     try:
-        dump_json(user)
+        return json.loads(dump_json(user))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             explain(

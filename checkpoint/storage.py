@@ -139,7 +139,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file or a whole folder; nothing happens if there is none."""
+        """Remove a file, a link or a whole folder; nothing happens if there is none, or if it lies behind a link."""
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -377,3 +379,70 @@ def test_what_lies_there_instead(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=what):
             load(tmp_path / name, _small())
+
+
+def test_what_else_lies_among_the_steps(tmp_path: Path) -> None:
+    """Numbers in another form are no steps, files no obstacle; of a linked step only the link is removed."""
+    save(tmp_path / "archive", _small())
+    root = tmp_path / "run"
+    for name in (".hidden", "step-5", "step-00000001.bak", "step-000000002"):
+        (root / name).mkdir(parents=True)
+    save(root / "step-000000002", _small(), overwrite=True)
+    (root / "step-00000003").write_text("a file")
+    (root / "step-00000004").symlink_to(tmp_path / "archive")
+    manager = CheckpointManager(root, keep_last=1)
+    assert manager.steps() == [4]
+
+    manager.save(5, _small())
+    manager.save(6, _small())
+
+    assert manager.steps() == [6] and verify(tmp_path / "archive").ok
+    assert {".hidden", "step-5", "step-00000001.bak", "step-000000002"} < set(os.listdir(root))
+
+
+def test_users_data_as_it_was(tmp_path: Path) -> None:
+    """What is stored beside the state is that of the call too, whatever becomes of it behind training."""
+    user = {"seen": [1]}
+    handle = async_save(tmp_path / "c", _small(), user=user)
+    user["seen"].append(2)
+    handle.wait()
+    assert read_state(tmp_path / "c").user == {"seen": [1]}
+    with pytest.raises(CheckpointError, match="`user`"):
+        async_save(tmp_path / "d", _small(), user={"seen": object()}).wait()
+
+
+def test_arguments_with_a_slip(tmp_path: Path) -> None:
+    """A pattern for nothing, a way to verify that there is not, and half a step are told instead of taken."""
+    save(tmp_path / "c", _small())
+    state = {"a": torch.zeros(5, 6), "b": torch.zeros(7), "step": 0}
+    with pytest.raises(CheckpointError, match=r"(?s)fits no leaf.*'model/\*'"):
+        load(tmp_path / "c", state, include=["a", "model/*"])
+    assert not state["a"].any()
+    load(tmp_path / "c", state, include=["a", "*a*"])
+    load(tmp_path / "c", state, include="model/*", strict=False)
+    assert state["a"].any() and not state["b"].any()
+    with pytest.raises(ValueError, match="'before', 'while' or 'never'"):
+        load(tmp_path / "c", state, verify=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="integer"):
+        CheckpointManager(tmp_path / "run").save(1.5, _small())  # type: ignore[arg-type]
+
+
+_FAILS_UNHEARD = """
+import sys, torch
+from vescale_fsdp.checkpoint import async_save
+handle = async_save(sys.argv[1], {"w": torch.ones(3)})
+if len(sys.argv) > 2:
+    print(handle.error())
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_error_nobody_asks_for(asked: bool, tmp_path: Path) -> None:
+    """A process that ends without a look at its last save says that it failed; one that has looked does not."""
+    (tmp_path / "file").touch()
+    arguments = [str(tmp_path / "file"), *(["ask"] if asked else [])]
+    ended = subprocess.run(
+        [sys.executable, "-c", _FAILS_UNHEARD, *arguments], capture_output=True, text=True, check=True
+    )
+    assert ("a save behind training failed: FileExistsError" in ended.stderr) is not asked
+    assert ("File exists" in ended.stdout) is asked
