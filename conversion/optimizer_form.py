@@ -46,8 +46,10 @@ def with_optimizer_form(state: State, form: str) -> State:
     is_nested = all(len(path) - _depth(path) >= 3 for path in entries.paths.values())
     if is_nested != (form == "nested"):
         entries = _flattened(entries) if is_nested else _nested(entries, _model_fqns(state))
+    others = [name for name in state.model.optimizer if name in rest.paths]
     return replace(
         state,
+        model=replace(state.model, optimizer=(*others, *entries.paths)),
         views={**rest.views, **entries.views},
         values={**rest.values, **entries.values},
         paths={**rest.paths, **entries.paths},

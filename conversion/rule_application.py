@@ -7,7 +7,7 @@ speaks nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -32,14 +32,23 @@ class Applied:
     Args:
         views: the new tensors by new name.
         origins: new name -> names it was made from; tensors of zeros have none.
+        twins: new names of tied weights that hf leaves out. An optimizer knows a tied parameter once, by its other
+            name.
         dropped: names that [[drop]] let go.
         warnings: what people must know of those.
     """
 
     views: dict[str, TensorView]
     origins: dict[str, tuple[str, ...]]
+    twins: frozenset[str]
     dropped: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+
+    def made_from(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
+        """(new parameter, the first that it was made from) where that is one of these."""
+        for fqn, origins in self.origins.items():
+            if fqn not in self.twins and origins and origins[0] in names:
+                yield fqn, origins[0]
 
 
 def apply_rules(
@@ -80,6 +89,7 @@ class _Application:
         self._used: dict[str, KeyRule] = {}
         self._made: dict[str, TensorView] = {}
         self._origins: dict[str, tuple[str, ...]] = {}
+        self._twins: set[str] = set()
         self._idle: list[str] = []  # what rules look for that found nothing
 
     def run(self) -> Applied:
@@ -109,7 +119,7 @@ class _Application:
         warnings = tuple(
             f"{drop.warn}: left out {_some(names)}" for drop, names in warned if drop.warn and names
         )
-        return Applied(self._made, self._origins, dropped, warnings)
+        return Applied(self._made, self._origins, frozenset(self._twins), dropped, warnings)
 
     def _refuse(self) -> None:
         for refusal in () if self._to_hf else self._rules.refusals:
@@ -159,6 +169,7 @@ class _Application:
             return
         if self._config.get("tie_word_embeddings") is True:
             groups[()] = [{0: twin}]
+            self._twins.update(pattern.text for pattern in rule.ours)
 
     def _make(
         self,

@@ -141,9 +141,8 @@ def _apply_to_slot(
     """One kind of optimizer state, such as all ``exp_avg``."""
     follows = all(view.info.shape == model[fqn].info.shape for fqn, view in views.items())
     if not follows and all(view.info.numel == 1 for view in views.values()):
-        for fqn, origins in applied.origins.items():
-            if origins[0] in views:
-                made.add_view(place.rebuild(fqn), views[origins[0]])
+        for fqn, origin in applied.made_from(views):
+            made.add_view(place.rebuild(fqn), views[origin])
         return
     for fqn, view in views.items():
         if view.info.shape != model[fqn].info.shape:
@@ -163,9 +162,8 @@ def _apply_to_slot(
 
 def _add_value(path: Path, value: StoredValue, place: _Place | None, applied: Applied, made: _Made) -> None:
     if place is not None:  # an option of one parameter, in flattened form
-        for fqn, origins in applied.origins.items():
-            if origins[0] == place.fqn:
-                made.add_value(place.rebuild(fqn), value)
+        for fqn, _ in applied.made_from({place.fqn}):
+            made.add_value(place.rebuild(fqn), value)
     elif path[-1] == "params" and "param_groups" in path:
         made.add_value(path, lambda: _renamed(value(), applied))
     else:
@@ -174,5 +172,4 @@ def _add_value(path: Path, value: StoredValue, place: _Place | None, applied: Ap
 
 def _renamed(names: Any, applied: Applied) -> Any:
     """The list of a group's parameters, in the new names."""
-    old = set(names)
-    return [fqn for fqn, origins in applied.origins.items() if origins[0] in old]
+    return [fqn for fqn, _ in applied.made_from(set(names))]

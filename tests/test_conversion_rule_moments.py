@@ -54,6 +54,27 @@ def test_moments_follow_their_parameters(tmp_path: Path, flat: bool) -> None:
         assert group["lr"] == 0.5 and sorted(group["params"]) == sorted(llama())
 
 
+@pytest.mark.parametrize("form", ["nested", "flattened"])
+def test_a_tied_parameter_is_optimized_once(tmp_path: Path, form: str) -> None:
+    """Its twin comes back as a weight, without a step or a group; options follow the rules in either form."""
+    weights = {name: value for name, value in llama().items() if name != "lm_head.weight"}
+    assets = hf_folder(tmp_path / "hf", weights, tie_word_embeddings=True)
+    state = {name: {"exp_avg": value + 1, "step": torch.tensor(5.0)} for name, value in weights.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(weights)}]}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "hf.pt")
+    options = {"rules": "torchtitan-llama", "rules_to": "ours", "assets": str(assets), "optimizer": form}
+    convert_in_parts(tmp_path / "hf.pt", tmp_path / "ours.pt", "torch", **options)
+    loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
+    names = set(loaded["model"]) - {"lm_head.weight"}
+    assert len(names) == len(weights) == len(loaded["model"]) - 1
+    if form == "nested":
+        assert set(loaded["optimizer"]["state"]) == names
+        assert set(loaded["optimizer"]["param_groups"][0]["params"]) == names
+    else:
+        kinds = ("state.{}.exp_avg", "state.{}.step", "param_groups.{}.lr")
+        assert set(loaded["optimizer"]) == {kind.format(name) for name in names for kind in kinds}
+
+
 def test_moments_of_experts_are_taken_apart_and_grouped(tmp_path: Path) -> None:
     """Moments of a grouped tensor go to its experts, every one with its step and options; grouped again they are the
     same state."""
