@@ -11,16 +11,17 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from vescale_fsdp.conversion.copying import CopyLimits, Progress, copy_files, written_digest
 from vescale_fsdp.conversion.file_plan import FilePlan
 from vescale_fsdp.conversion.journal import Journal
 from vescale_fsdp.conversion.output_plan import OutputPlan
 from vescale_fsdp.conversion.proving import prove_cut, prove_unchanged
-from vescale_fsdp.conversion.store import OutputFile, StagedFile, Store
+from vescale_fsdp.conversion.store import OutputFile, StagedFile, Store, partial_name
 from vescale_fsdp.conversion.target_folder import check_target, is_leftover, open_target
 from vescale_fsdp.conversion.threads import Shared, in_threads
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
 
@@ -139,18 +140,21 @@ class _Run:
         return Journal(self._store, name, self._plan.fingerprint())
 
     def run(self) -> Outcome:
+        if self._options.resume and self._mine.name in self._old_files and self._is_published():
+            return Outcome(published=True)
         kept = self._keep_finished()
         todo = [file for file in self._files if file.name not in kept]
         try:
             if not self._mine.is_started:
                 self._mine.start()
+                if not self._store.renames:  # new data appears at once: the old index must not vouch for it
+                    self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
-            if not self._store.renames:  # new data appears at once: the old index must not vouch for it
-                self._remove_old(leftovers=False)
             self._copy(todo)
             prove_cut(self._files, self._options.limits.usable_threads)
             prove_unchanged(self._files)
-            self._mine.complete()
+            if not self._mine.is_complete:
+                self._mine.complete()
             published = self._publish_if_last()
         except BaseException as error:
             self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
@@ -175,14 +179,27 @@ class _Run:
         return [file.name for file in self._files if file.name in intact]
 
     def _is_intact(self, file: FilePlan) -> bool:
-        name = self._store.working_name(file.name)
-        if file.name not in self._mine.finished or self._store.size(name) != file.nbytes:
+        """Under its partial name, or its final one: publishing was interrupted, or another part is at it."""
+        if file.name not in self._mine.finished:
+            return False
+        names = dict.fromkeys((self._store.working_name(file.name), file.name))
+        return any(self._is_intact_as(name, file) for name in names)
+
+    def _is_intact_as(self, name: str, file: FilePlan) -> bool:
+        if self._store.size(name) != file.nbytes:
             return False
         digest, buffer_bytes = self._mine.finished[file.name]
-        found = written_digest(
-            file, lambda at, n: self._store.read(name, at, n), buffer_bytes, in_order=self._in_order
-        )
+        try:
+            found = written_digest(
+                file, lambda at, n: self._store.read(name, at, n), buffer_bytes, in_order=self._in_order
+            )
+        except CorruptCheckpointError:  # another part renamed it just now
+            return False
         return digest == found
+
+    def _is_published(self) -> bool:
+        """Whether another part has put all in place: it removes the journals after that."""
+        return self._store.size(self._mine.name) is None
 
     @property
     def _in_order(self) -> bool:
@@ -209,28 +226,44 @@ class _Run:
         once."""
         for journal in self._journals:
             if journal is not self._mine and not (journal.load() and journal.is_complete):
-                return False
-        staged: list[StagedFile] = []
+                return self._is_published()
+        part = self._options.part
+        staged: dict[str, StagedFile] = {}
+        committed: list[str] = []
         try:
             for closing in self._plan.closing:  # what may fail comes before the first final name
-                staged.append(self._store.stage(closing.name, closing.pieces()))
+                staged[closing.name] = self._store.stage(closing.name, closing.pieces(), str(part.index))
             self._remove_old(leftovers=True)
             for file in self._plan.files:
                 self._store.commit(file.name)
-            for ready in staged:
+            for name, ready in staged.items():
                 ready.commit()
+                committed.append(name)
         except BaseException:
-            for ready in staged:
+            for ready in staged.values():
                 ready.abort()
+            for name in committed if part.count == 1 else ():  # another part may have committed the same
+                self._store.remove(name)
             raise
+        for name in self._staged_names.intersection(self._old_files):  # of a part that was killed here
+            self._store.remove(name)
         for journal in self._journals:
             self._store.remove(journal.name)
         return True
+
+    @cached_property
+    def _staged_names(self) -> set[str]:
+        """The names that closing files have, in any part, before their final ones."""
+        owners = [str(index) for index in range(self._options.part.count)]
+        return {partial_name(closing.name, owner) for closing in self._plan.closing for owner in owners}
 
     def _remove_old(self, *, leftovers: bool) -> None:
         """Old files that are no part of the result, and those that would vouch for what they do not know."""
         ours = {file.name for file in self._plan.files}
         ours |= {self._store.working_name(name) for name in ours}
+        ours |= {
+            journal.name for journal in self._journals
+        } | self._staged_names  # needed until all is in place
         closing = {file.name for file in self._plan.closing}
         old = [name for name in self._old_files if name not in ours]
         old = [n for n in old if n in closing or self._plan.is_stale(n) or (leftovers and is_leftover(n))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,10 +51,8 @@ class _LocalOutput(OutputFile):
 
 
 class _LocalStaged(StagedFile):
-    def __init__(self, path: Path, pieces: Iterable[bytes], folders: MadeFolders) -> None:
-        # Several processes, on several machines, may write the same file at once: each has a name of its own.
-        self._path, self._working = path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        self._committed = False
+    def __init__(self, path: Path, working: Path, pieces: Iterable[bytes], folders: MadeFolders) -> None:
+        self._path, self._working = path, working
         with folders.using(path.parent, lambda: open(self._working, "wb")) as file:
             try:
                 for piece in pieces:
@@ -66,11 +63,18 @@ class _LocalStaged(StagedFile):
                 raise
 
     def commit(self) -> None:
-        os.replace(self._working, self._path)
-        self._committed = True
+        _rename(self._working, self._path)
 
     def abort(self) -> None:
-        (self._path if self._committed else self._working).unlink(missing_ok=True)
+        self._working.unlink(missing_ok=True)
+
+
+def _rename(working: Path, path: Path) -> None:
+    try:
+        os.replace(working, path)
+    except FileNotFoundError:
+        if not path.is_file():  # else another process of this conversion did it
+            raise
 
 
 class LocalStore(Store):
@@ -106,8 +110,9 @@ class LocalStore(Store):
         with self._folders.using(path.parent, lambda: path.open("ab")) as file:
             file.write(data)
 
-    def stage(self, name: str, pieces: Iterable[bytes]) -> StagedFile:
-        return _LocalStaged(self.root / name, pieces, self._folders)
+    def stage(self, name: str, pieces: Iterable[bytes], owner: str = "") -> StagedFile:
+        working = self.root / partial_name(name, owner)
+        return _LocalStaged(self.root / name, working, pieces, self._folders)
 
     @property
     def folders(self) -> MadeFolders:
@@ -140,11 +145,7 @@ class LocalStore(Store):
         return _LocalOutput(self.root / partial_name(name), nbytes, self._folders)
 
     def commit(self, name: str) -> None:
-        try:
-            os.replace(self.root / partial_name(name), self.root / name)
-        except FileNotFoundError:
-            if not (self.root / name).is_file():  # else another process of this conversion did it
-                raise
+        _rename(self.root / partial_name(name), self.root / name)
 
     def remove(self, name: str) -> None:
         if name in self._fds:  # a kept handle would go on reading the removed file

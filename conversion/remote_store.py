@@ -43,18 +43,20 @@ class _RemoteOutput(OutputFile):
 class _RemoteStaged(StagedFile):
     def __init__(self, create: Callable[[], OutputFile], pieces: Iterable[bytes]) -> None:
         self._create, self._pieces = create, pieces
-        self._out: OutputFile | None = None
 
     def commit(self) -> None:
-        self._out, position = self._create(), 0
-        for piece in self._pieces:
-            self._out.write_at(position, piece)
-            position += len(piece)
-        self._out.finish()
+        out, position = self._create(), 0
+        try:
+            for piece in self._pieces:
+                out.write_at(position, piece)
+                position += len(piece)
+            out.finish()
+        except BaseException:
+            out.abort()
+            raise
 
     def abort(self) -> None:
-        if self._out is not None:
-            self._out.abort()
+        """Nothing to do: there is nothing before the commit."""
 
 
 def _reach(url: str, action: Callable[[], T]) -> T:
@@ -120,7 +122,7 @@ class RemoteStore(Store):
         old = self.read_file(name) if self.size(name) is not None else b""
         self.write_file(name, old + data)
 
-    def stage(self, name: str, pieces: Iterable[bytes]) -> StagedFile:
+    def stage(self, name: str, pieces: Iterable[bytes], owner: str = "") -> StagedFile:
         return _RemoteStaged(lambda: self.create(name), pieces)
 
     @property

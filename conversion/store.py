@@ -23,10 +23,14 @@ __all__ = ["OutputFile", "StagedFile", "Store", "partial_name"]
 _PIECE_BYTES = 4 * 2**20  # 4 MiB
 
 
-def partial_name(name: str) -> str:
-    """The name a local file has until it is committed (hidden, same folder, so that rename is atomic)."""
+def partial_name(name: str, owner: str = "") -> str:
+    """The name a local file has until it is committed (hidden, same folder, so that rename is atomic).
+
+    ``owner`` tells apart those who may be writing the same file at once.
+    """
     folder, _, base = name.rpartition("/")
-    return f"{folder}/.{base}.partial" if folder else f".{base}.partial"
+    hidden = f".{base}.{owner}.partial" if owner else f".{base}.partial"
+    return f"{folder}/{hidden}" if folder else hidden
 
 
 class OutputFile(ABC):
@@ -56,7 +60,7 @@ class StagedFile(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave nothing of it behind, committed or not."""
+        """Leave nothing of it behind, unless it was committed."""
 
 
 class Store(ABC):
@@ -86,9 +90,9 @@ class Store(ABC):
         """Add to the end of a small file under its final name, making it if needed."""
 
     @abstractmethod
-    def stage(self, name: str, pieces: Iterable[bytes]) -> StagedFile:
+    def stage(self, name: str, pieces: Iterable[bytes], owner: str = "") -> StagedFile:
         """Prepare a small file; ``pieces`` are read now where a file can wait under another name, else when it
-        is committed."""
+        is committed. ``owner`` as for `partial_name`."""
 
     @property
     @abstractmethod

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.copying import CopyLimits
-from vescale_fsdp.conversion.execution import Part, RunOptions
+from vescale_fsdp.conversion.execution import Part, RunOptions, _Run
 from vescale_fsdp.conversion.local_store import LocalStore
 from vescale_fsdp.conversion.open_source import open_source
 from vescale_fsdp.errors import ConversionError
@@ -264,6 +264,61 @@ def test_an_old_result_goes_with_its_folders(source: str, tmp_path: Path) -> Non
     more = ConvertOptions(include=("*big",), run=RunOptions(overwrite=True))
     convert(open_source(source), str(out), "zarr", more)
     assert sorted(path.name for path in out.iterdir()) == ["model.layers.3.big", "zarr.json"]
+
+
+# Kills itself when so many files have their final names.
+KILLED_PUBLISHING = f"""
+import itertools, os, signal, sys
+from vescale_fsdp.conversion import ConvertOptions, CopyLimits, RunOptions, convert, open_source
+from vescale_fsdp.conversion.local_store import LocalStore
+source, out, moment = sys.argv[1:]
+count, commit = itertools.count(), LocalStore.commit
+def commit_or_die(store, name):
+    if next(count) == int(moment):
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(store, name)
+LocalStore.commit = commit_or_die
+options = RunOptions(resume=True, limits=CopyLimits({LIMITS.memory_budget_bytes}, {LIMITS.threads}))
+convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes={SHARD_BYTES}, run=options))
+"""
+
+
+def test_a_run_killed_while_it_publishes_goes_on(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Twice: some files have their names, the index waits under a partial one, and nothing is copied again."""
+    out = tmp_path / "out"
+    for moment in ("1", "3"):
+        command = [sys.executable, "-c", KILLED_PUBLISHING, source, str(out), moment]
+        dead = subprocess.run(command, check=False, cwd=Path(__file__).parent.parent)
+        assert dead.returncode == -signal.SIGKILL
+        assert 0 < len(set(os.listdir(out)) & set(expected)) < len(expected)
+    report = run(source, str(out), resume=True)
+    assert not report.outcome.written and contents(out) == expected
+
+
+@pytest.mark.parametrize("moment", ["listed", "loaded", "copied"])
+def test_a_part_that_resumes_while_another_publishes(
+    moment: str, source: str, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts were done when all were killed: whoever comes first publishes, and the others change nothing."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_publish_if_last", lambda self: False)
+        for index in range(2):
+            run(source, str(out), part=Part(index, 2))
+    others = {"listed": "run", "loaded": "_is_intact", "copied": "_publish_if_last"}
+    original, first = getattr(_Run, others[moment]), [True]
+
+    def after_the_other(self: _Run, *args: object) -> object:
+        if first and self._options.part.index == 0:
+            first.clear()
+            assert run(source, str(out), resume=True, part=Part(1, 2)).outcome.published
+        return original(self, *args)
+
+    monkeypatch.setattr(_Run, others[moment], after_the_other)
+    assert run(source, str(out), resume=True, part=Part(0, 2)).outcome.published
+    assert not first and contents(out) == expected
 
 
 def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) -> None:
