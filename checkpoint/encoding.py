@@ -7,6 +7,7 @@ and ``load_state_dict`` are stored as what ``state_dict()`` returns.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -80,7 +81,8 @@ def _encode_mapping(value: Mapping[Any, Any], name: str, sink: TreeSink) -> Json
 
 def _encode_rare(value: Any, name: str, sink: TreeSink) -> Json:
     if isinstance(value, (set, frozenset)):
-        items = [encode(item, name, sink) for item in sorted(value, key=repr)]
+        # Ordered as they are written: the repr of a set inside differs between processes.
+        items = sorted((encode(item, name, sink) for item in value), key=json.dumps)
         return {"$": "frozenset" if isinstance(value, frozenset) else "set", "v": items}
     if isinstance(value, (bytes, bytearray)):
         return {"$": "bytes", "v": base64.b64encode(value).decode()}

@@ -45,7 +45,11 @@ class _LocalWriter(FileWriter):
             if self._durable:
                 os.fsync(self._file)
         finally:
-            os.close(self._file)
+            file, self._file = (
+                self._file,
+                -1,
+            )  # after an error abort() comes, and the number may be another's by then
+            os.close(file)
 
     def abort(self) -> None:
         with contextlib.suppress(OSError):

@@ -163,7 +163,8 @@ class Saver:
     def _plan(
         self, taken: TakenState | None, blob_bytes: int, error: Exception | None, user: Json
     ) -> Manifest:
-        agreed = self.coordinator.agree(taken.structure if taken else None, blob_bytes, error)
+        structure = taken.structure if taken is not None and error is None else None
+        agreed = self.coordinator.agree(structure, blob_bytes, error)
         # Every rank computes the same from the same input, so an error here is raised by all of them.
         with gc_paused():
             manifest = build_manifest(

@@ -27,7 +27,23 @@ StoragePath = "str | os.PathLike[str] | Storage"
 
 
 class FileWriter(ABC):
-    """A file being written. It exists for readers only once `close` has returned."""
+    """A file being written. It exists for readers only once `close` has returned.
+
+    As a context manager it closes itself, or gives the file up after an error.
+    """
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()
+            raise
 
     @abstractmethod
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:

@@ -38,18 +38,13 @@ def write_rank_file(storage: Storage, image: FileImage) -> None:
         OSError: whatever the storage says, unchanged.
     """
     file = image.file
-    writer = storage.create(file.name, file.total_bytes)
-    try:
+    with storage.create(file.name, file.total_bytes) as writer:
         threads = 1 if storage.in_order else min(storage.write_threads, file.num_stripes)
         if threads <= 1:
             checksums = [_write_stripe(writer, image, index) for index in range(file.num_stripes)]
         else:
             checksums = _write_parallel(writer, image, threads)
         writer.write_at(file.table_start, [pack_table(checksums)])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _write_stripe(writer: FileWriter, image: FileImage, index: int) -> int:

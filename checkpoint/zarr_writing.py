@@ -201,23 +201,13 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
 def _put_chunk(storage: Storage, name: str, chunk: torch.Tensor) -> None:
     data = chunk.reshape(-1).view(torch.uint8).numpy()
     checksum = struct.pack("<I", google_crc32c.value(data.tobytes()))
-    writer = storage.create(name, data.nbytes + len(checksum))
-    try:
+    with storage.create(name, data.nbytes + len(checksum)) as writer:
         writer.write_at(0, [data, checksum])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def _put(storage: Storage, name: str, data: bytes) -> None:
-    writer = storage.create(name, len(data))
-    try:
+    with storage.create(name, len(data)) as writer:
         writer.write_at(0, [data])
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def write_groups(storage: Storage, manifest: Manifest) -> None:

@@ -23,7 +23,7 @@ from tests.faulty_storage import FaultyStorage, disk_full, read_only
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.agreement import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.local import LocalStorage
-from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.saving import Format, Saver
 from vescale_fsdp.checkpoint.structure import Structure
 from vescale_fsdp.errors import CheckpointError
 
@@ -43,14 +43,17 @@ def _fails(saver: Saver, state: Any, number: int | None) -> bool:
     return False
 
 
-@pytest.mark.parametrize("error", [disk_full, read_only])
-def test_every_operation_may_fail(error: Any, tmp_path: Path) -> None:
-    """Whichever operation of a save fails, the path holds the old or the new checkpoint, whole."""
+@pytest.mark.parametrize(
+    ("form", "error"), [("native", disk_full), ("native", read_only), ("zarr", disk_full)]
+)
+def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> None:
+    """Whichever operation of a save fails, the path holds the old or the new checkpoint, whole, and no file is open."""
     save(tmp_path / "c", _state(1.0))
     outcomes = set()
+    num_open = len(os.listdir("/proc/self/fd"))
     for fail_at in range(1000):
         storage = FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=fail_at, error=error)
-        saver = Saver(storage, SoloCoordinator(), overwrite=True, stripe_bytes=64 << 10)
+        saver = Saver(storage, SoloCoordinator(), overwrite=True, stripe_bytes=64 << 10, format=form)
         failed = _fails(saver, _state(2.0 + fail_at), error().errno)
         reader = read_state(tmp_path / "c")
         value = float(reader["w"].read()[0, 0])
@@ -58,6 +61,7 @@ def test_every_operation_may_fail(error: Any, tmp_path: Path) -> None:
         assert torch.equal(torch.full((7,), value), reader["b"].read())
         assert verify(tmp_path / "c").ok
         outcomes.add((failed, value == 2.0 + fail_at))
+        assert len(os.listdir("/proc/self/fd")) == num_open
         if not failed:
             break
     assert outcomes >= {(True, False), (False, True)}
@@ -117,6 +121,8 @@ def _fails_on_one_rank(path: Path, bad_rank: int, kind: str) -> str:
     if dist.get_rank() == bad_rank:
         if kind == "raises":
             state["bad"] = _Explodes()
+        elif kind == "no text":
+            state["bad"] = 10**5000
         else:
             storage = FaultyStorage(storage, fail_at=1)
     elif kind == "raises":
@@ -138,14 +144,17 @@ class _Explodes:
         raise AssertionError("never called")
 
 
-@pytest.mark.parametrize("kind", ["raises", "disk full"])
+_SAID = {"raises": "half a state", "no text": "4300 digits", "disk full": "No space left"}
+
+
+@pytest.mark.parametrize("kind", _SAID)
 def test_one_rank_fails_and_all_hear_of_it(kind: str, tmp_path: Path) -> None:
     """An error on one rank is raised on every rank, names that rank, and nothing is committed."""
     for bad_rank in (0, 1, 2):
         texts = run_ranks(3, _fails_on_one_rank, tmp_path / f"{bad_rank}", bad_rank, kind)
         for text in texts:
             assert text.startswith("CheckpointError") and f"rank {bad_rank}" in text
-            assert ("half a state" if kind == "raises" else "No space left") in text
+            assert _SAID[kind] in text
         assert not (tmp_path / f"{bad_rank}" / "manifest.json").exists()
         assert not list((tmp_path / f"{bad_rank}").glob("data-*"))
 

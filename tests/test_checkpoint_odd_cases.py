@@ -400,6 +400,25 @@ def test_what_else_lies_among_the_steps(tmp_path: Path) -> None:
     assert {".hidden", "step-5", "step-00000001.bak", "step-000000002"} < set(os.listdir(root))
 
 
+_SETS = """
+import sys
+from vescale_fsdp.checkpoint import read_state, save
+names = [f"{a}{b}" for a in "abcd" for b in "xyz"]
+save(sys.argv[1], {"s": {frozenset(names[i::5]) for i in range(5)} | {1, None, (2, "a")}})
+print(read_state(sys.argv[1]).manifest.structure.digest.hex())
+"""
+
+
+def test_sets_have_one_order(tmp_path: Path) -> None:
+    """Ranks are processes that hash texts in their own ways; the same sets are the same structure on all."""
+    digests = set()
+    for seed in ("1", "2", "3"):
+        command = [sys.executable, "-c", _SETS, str(tmp_path / seed)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        digests.add(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)
+    assert len(digests) == 1
+
+
 def test_users_data_as_it_was(tmp_path: Path) -> None:
     """What is stored beside the state is that of the call too, whatever becomes of it behind training."""
     user = {"seen": [1]}
