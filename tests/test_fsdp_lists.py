@@ -85,20 +85,31 @@ def chunked_step(model: Model, x: torch.Tensor, chunks: int) -> None:
     hidden.backward(cut.grad)
 
 
-def state_after_root(is_partial: bool) -> list[GroupState]:
+def stop(*_: Any) -> None:
+    raise InterruptedError
+
+
+def state_after_root(is_partial: bool, after_a_failure: bool) -> list[GroupState]:
     model = shard()
     seen: list[GroupState] = []
     state = state_of(model.norm)
     assert isinstance(state, FSDPState)
+    if after_a_failure:  # once both modules of the unit have begun
+        handle = model.head.register_forward_pre_hook(stop)
+        with pytest.raises(InterruptedError):
+            model(batch(0, 0))
+        handle.remove()
+        model.reset_iter_state()
     model.norm.register_forward_hook(lambda *_: seen.append(state.groups[0].state))
     model(batch(0, 0), with_head=not is_partial)
     return [*seen, state.groups[0].state]
 
 
+@pytest.mark.parametrize("after_a_failure", [True, False])
 @pytest.mark.parametrize("is_partial", [True, False])
-def test_a_partial_forward_reshards_when_the_root_ends(is_partial: bool) -> None:
+def test_a_partial_forward_reshards_when_the_root_ends(is_partial: bool, after_a_failure: bool) -> None:
     """Between its modules the unit stays gathered; when the root's forward is over it is sharded."""
-    for inside, after in run_ranks(2, state_after_root, is_partial):
+    for inside, after in run_ranks(2, state_after_root, is_partial, after_a_failure):
         assert inside is GroupState.UNSHARDED
         assert after is GroupState.SHARDED
 
