@@ -273,6 +273,8 @@ class StreamRecorder(TorchDispatchMode, Streams):
         stream = f"communicator{id(group)}"
         self.clocks[stream] |= self.clocks[self.stream]
         self.access(real.__name__, stream, reads, writes)
+        if any(tensor.untyped_storage()._cdata in self.on_host for tensor in (*reads, *writes)):
+            self.hazards.append(f"{real.__name__} is given memory of the host")
         clock = self.clocks[stream]
         self.collectives.append(Collective(real.__name__, stream, clock[stream], clock["compute"]))
         with self.paused():

@@ -309,20 +309,26 @@ def dtypes() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     mesh = cpu_mesh()
     model = models.build()
-    seen = []
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    seen, tables, reduced = [], [], []
+    for block, reduce_dtype in zip(model.blocks, (torch.float32, None, torch.float64), strict=True):
+        block.table = nn.Parameter(torch.tensor([257, 2]), requires_grad=False)  # 257 is no bf16
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+        block.set_all_reduce_hook(lambda shard: reduced.append(shard.dtype))
         block.register_forward_pre_hook(lambda m, args: seen.append((args[0].dtype, m.up.weight.dtype)))
+        block.register_forward_pre_hook(lambda m, args: tables.append(m.table.tolist()))
     fully_shard(model, mesh=mesh, mp_policy=policy)
     out = model(models.batch(0, mesh.get_rank()))
     assert out.dtype is torch.float32
     assert seen == [(torch.bfloat16, torch.bfloat16)] * 3
+    assert tables == [[257, 2]] * 3
     out.pow(2).mean().backward()
+    assert reduced == [torch.float64, torch.bfloat16, torch.float32]  # without one: that of compute
     reference = models.build()
     half = models.twin(reference).to(torch.bfloat16)
     for rank in range(2):
         (half(models.batch(0, rank).bfloat16()).float().pow(2).mean() / 2).backward()
-    for (name, param), plain in zip(model.named_parameters(), half.parameters(), strict=True):
+    for name, plain in half.named_parameters():
+        param = model.get_parameter(name)
         assert param.dtype is torch.float32 and param.grad.dtype is torch.float32
         torch.testing.assert_close(
             param.grad.full_tensor(), plain.grad.float(), rtol=5e-2, atol=5e-2, msg=name
@@ -330,5 +336,5 @@ def dtypes() -> None:
 
 
 def test_mixed_precision_dtypes() -> None:
-    """bf16 compute over fp32 shards: inputs and parameters are cast, gradients come back in fp32."""
+    """bf16 compute over fp32 shards: inputs and parameters are cast but for integers, gradients come back in fp32."""
     run_ranks(2, dtypes)

@@ -189,6 +189,7 @@ CASES: dict[str, tuple[Callable[[StreamRecorder, models.Stack], None], dict[str,
     "by hand": (by_hand, {}),
     "hook on a stream": (hook_on_a_stream, {}),
     "offload": (plain, {"offload": True}),
+    "offload fp32": (plain, {"offload": True, "policy": MixedPrecisionPolicy()}),
     "offload accumulate": (accumulate, {"offload": True}),
     "offload partly used": (partly_used, {"offload": True}),
 }
