@@ -333,6 +333,11 @@ def dtypes() -> None:
         torch.testing.assert_close(
             param.grad.full_tensor(), plain.grad.float(), rtol=5e-2, atol=5e-2, msg=name
         )
+    kept = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    layer = fully_shard(nn.Linear(5, 3), mesh=mesh, mp_policy=kept)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(models.batch(0, 0))
+    assert layer(models.batch(0, 0).bfloat16()).dtype is torch.bfloat16
 
 
 def test_mixed_precision_dtypes() -> None:

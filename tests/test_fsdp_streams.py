@@ -190,6 +190,7 @@ CASES: dict[str, tuple[Callable[[StreamRecorder, models.Stack], None], dict[str,
     "hook on a stream": (hook_on_a_stream, {}),
     "offload": (plain, {"offload": True}),
     "offload fp32": (plain, {"offload": True, "policy": MixedPrecisionPolicy()}),
+    "offload, optimizer in backward": (optimizer_in_backward, {"offload": True}),
     "offload accumulate": (accumulate, {"offload": True}),
     "offload partly used": (partly_used, {"offload": True}),
 }

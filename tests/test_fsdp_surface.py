@@ -400,7 +400,9 @@ def weights_swapped_around_evaluation() -> None:
             outputs.append(each(x))  # before, after and between changes: a forward without a backward
             raw = [param.clone() for param in params]
             for factor in (0.5, 2.0):
-                each.depth = 1  # the second block is gathered ahead, as it ran the last time, and does not run
+                each.depth = (
+                    1  # the second block is gathered ahead, as it ran the last time, and does not run
+                )
                 each(x)
                 each.depth = 3
                 for param, value in zip(params, raw, strict=True):
