@@ -338,6 +338,8 @@ def dtypes() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         layer(models.batch(0, 0))
     assert layer(models.batch(0, 0).bfloat16()).dtype is torch.bfloat16
+    embedding = fully_shard(nn.Embedding(300, 3), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert embedding(torch.tensor([257])).dtype is torch.bfloat16  # of integers, which stay what they are
 
 
 def test_mixed_precision_dtypes() -> None:

@@ -14,6 +14,8 @@ from tests import models
 from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Element, Rows, Whole, fully_shard
 from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.param_group import GroupState
+from vescale_fsdp.unit import state_of
 
 GRANULARITIES = {"element": Element(), "rows3": Rows(3), "whole": Whole(), "mapping": {"*.weight": Rows(2)}}
 
@@ -169,17 +171,24 @@ def checkpointed(reentrant: bool) -> None:
     model.__class__ = Checkpointed
     model.reentrant = reentrant
     model = shard(model, mesh)
+    behind: list[GroupState] = []  # of the blocks once their backward is through
+
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(lambda _: behind.extend(state_of(b).groups[0].state for b in model.blocks))
+
+    model.embed.register_forward_hook(watch)
     for step in range(2):
         _, grads = models.reference_grads(reference, step, 2)
         model.zero_grad()
         models.loss_of(model, models.batch(step, mesh.get_rank())).backward()
+        assert behind == [GroupState.SHARDED] * 3 * (step + 1)
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
-    """Recomputed forwards give the gradients of plain ones."""
+    """Recomputed forwards give the gradients of plain ones, and their units are freed as early."""
     run_ranks(2, checkpointed, reentrant)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tests import models
 from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import Rows, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_fsdp.dtensor import RaggedDTensor
-from vescale_fsdp.param_group import GroupState
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.param_group import GroupState, ParamGroup
 from vescale_fsdp.unit import state_of
 
 
@@ -98,6 +100,27 @@ def offloaded() -> None:
 def test_cpu_offload_policy() -> None:
     """CPUOffloadPolicy is accepted and trains alike (on a CPU mesh everything is on the host anyway)."""
     run_ranks(2, offloaded)
+
+
+def offloaded_from_an_accelerator() -> None:
+    for pin in (True, False):
+        model = fully_shard(nn.Linear(5, 3), mesh=cpu_mesh(), offload_policy=CPUOffloadPolicy(pin))
+        group = state_of(model).groups[0]
+        with mock.patch.object(ParamGroup, "is_offloaded", True):
+            with mock.patch("torch.zeros") as zeros, mock.patch("torch.empty_like") as empty:
+                group._new_shard(torch.float32, torch.device("cuda"))
+                group._room_on_host(group.shard)
+            for asked in (zeros, empty):
+                assert torch.device(asked.call_args.kwargs["device"]).type == "cpu"
+                assert asked.call_args.kwargs["pin_memory"] is pin
+            group.shard = mock.Mock(is_meta=False, device=torch.device("cuda:0"))
+            with pytest.raises(LifecycleError, match="shards live on the host"):
+                model(models.batch(0, 0))
+
+
+def test_memory_that_offloading_asks_for() -> None:
+    """Shards and reduced gradients of an accelerator's unit lie on the host, pinned if asked, or are refused."""
+    run_ranks(1, offloaded_from_an_accelerator)
 
 
 def list_unit() -> None:
