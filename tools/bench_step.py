@@ -346,15 +346,15 @@ def floor_bytes(name: str, settings: Settings) -> int:
     """What every sharder holds at the peak of a backward, activations aside.
 
     Master weights, two AdamW states, the sharded gradients of the units that are through, and of the unit in
-    hand the gathered weights and the full gradients that its reduction reads; the root's weights stay gathered.
+    hand the gathered weights and the full gradients as autograd makes them; the root's weights stay gathered.
     """
     model = build(name, settings.scale, torch.device("meta"))
     units = [sum(p.numel() for p in block.parameters()) for block in reversed(blocks_of(model))]
     total, world = sum(p.numel() for p in model.parameters()), settings.fake_world or settings.ranks
-    gathered, reduced = (2 if settings.half else 4), 4
+    gathered = 2 if settings.half else 4
     peak, done = 0, 0
     for unit in units:
-        peak = max(peak, 4 * done // world + (gathered + reduced) * unit)
+        peak = max(peak, 4 * done // world + 2 * gathered * unit)
         done += unit
     return 3 * 4 * total // world + gathered * (total - done) + peak
 

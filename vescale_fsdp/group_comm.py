@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp.collectives import Work, all_gather_into, all_reduce_in_place, reduce_scatter_into
+from vescale_fsdp.collectives import (
+    Work,
+    all_gather_into,
+    all_reduce_in_place,
+    reduce_scatter_into,
+    widens_on_the_way,
+)
 from vescale_fsdp.layout import GroupLayout
 
 __all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
@@ -141,17 +147,23 @@ class GroupComm:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
-        """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``."""
-        before = self._divide_before(full.dtype)
+        """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``, in its dtype."""
+        before = self._divide_before(shard.dtype)
         if before != 1:
             full.div_(before)
         group = self.reduce_group or self.shard_group
-        op = self._op(full.dtype, self.num_shards)
+        op = self._op(shard.dtype, self.num_shards)
         if self.custom_reduce_scatter is not None:
             return self.custom_reduce_scatter(
                 output_tensor=shard, input_tensor=full, group=group, op=op, async_op=True
             )
         return reduce_scatter_into(shard, full, op, group)
+
+    def widens(self, device: torch.device) -> bool:
+        """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction."""
+        return self.custom_reduce_scatter is None and widens_on_the_way(
+            self.reduce_group or self.shard_group, device.type
+        )
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place (nothing without one)."""

@@ -7,7 +7,7 @@ The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
     full buffer          1-D [m*S]  compute dtype    DBuffer that the all-gather fills
     unsharded parameter  ND         compute dtype    view of the full buffer; what the forward reads (a scattered
                                                      one is copied out of it)
-    gradient buffer      1-D [m*S]  reduce dtype     DBuffer that unsharded gradients are written into
+    gradient buffer      1-D [m*S]  `grad_dtype`     DBuffer that unsharded gradients are written into
     reduced shard        1-D [S]    reduce dtype     what the reduce-scatter leaves here
     sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the above
 
@@ -130,7 +130,8 @@ class ParamGroup:
         self.full: DBuffer | None = None  # made at the first unshard
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
-        self.spare_grads: list[DBuffer] = []  # such buffers that nobody uses
+        self.spare_grads: dict[torch.dtype, list[DBuffer]] = {}  # such buffers that nobody uses
+        self._sums_grads = False  # of several backwards, before they are reduced
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -228,8 +229,16 @@ class ParamGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """dtype of the gradient buffer and of the reduction."""
+        """dtype of the reduction."""
         return self.mp_policy.reduce_dtype or self.compute_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """dtype of the gradient buffer: the reduction's, or autograd's where the reduction can widen it."""
+        narrow, wide = self.compute_dtype, self.reduce_dtype
+        if self._sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.widens(self.device):
+            return wide
+        return narrow
 
     @property
     def is_offloaded(self) -> bool:
@@ -356,7 +365,9 @@ class ParamGroup:
     def use_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with a user's object from now on, from buffers of its own."""
         self.comm.custom_reduce_scatter = comm
-        self.spare_grads = []
+        self.spare_grads = {}
+        if self.grads is not None:
+            self._widen_grads()  # it need not know how
 
     def _forget_full(self) -> None:
         """Have the full buffer made anew at the next gather."""
@@ -373,18 +384,30 @@ class ParamGroup:
         if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
             grad = grad.to_dense()
         grad = local_grad(grad, param.outer)
+        if param.has_grad and not self._sums_grads:
+            self._widen_grads()
         self._grad_buffer().write(param.slot, grad, add=param.has_grad)
         param.has_grad = True
 
     def _grad_buffer(self) -> DBuffer:
         if self.grads is not None:
             return self.grads
-        self.grads = self.take_spare(self.spare_grads)
-        if self.grads is None or self.grads.flat.dtype is not self.reduce_dtype:
-            flat = self.comm.allocate_grads(self.layout.numel, self.reduce_dtype, self.device)
-            self.grads = DBuffer(self.layout, flat)
+        dtype = self.grad_dtype
+        self.grads = self.take_spare(self.spare_grads.setdefault(dtype, []))
+        if self.grads is None:
+            self.grads = DBuffer(self.layout, self.comm.allocate_grads(self.layout.numel, dtype, self.device))
         self.grads.allocate()
         return self.grads
+
+    def _widen_grads(self) -> None:
+        """From now on sum gradients in the reduction's dtype: this group's are summed before they are reduced."""
+        self._sums_grads = True
+        narrow = self._grad_buffer()
+        if narrow.flat.dtype is not self.grad_dtype:
+            self.grads = None
+            self._grad_buffer().flat.copy_(narrow.flat)
+            narrow.free()
+            self.spare_grads.setdefault(narrow.flat.dtype, []).append(narrow)
 
     def start_reduce(self) -> ReducedShard:
         """Start the reduction of all unsharded gradients on the current stream.
@@ -401,7 +424,7 @@ class ParamGroup:
         for param in self.params:
             param.has_grad = False
         self.grads = None  # a gradient that comes late must not disturb what is being reduced
-        shard = self.comm.allocate_grads(self.layout.shard_numel, source.flat.dtype, self.device)
+        shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
 
     def finish_reduce(self, reduced: ReducedShard) -> None:

@@ -73,7 +73,7 @@ class CommContext:
         self.max_reductions = 1
         self.in_flight: list[tuple[ParamGroup, ReducedShard]] = []
         self.freed: Event | None = None  # the compute stream's last use of a freed buffer
-        self._spare_grads: dict[tuple[GroupLayout, torch.dtype], list[DBuffer]] = {}
+        self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
         self._kept: DBuffer | None = None  # the one of them that still has its memory
         self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
 
@@ -151,7 +151,7 @@ class CommContext:
         """Let a group share gradient buffers with those of equal layout: the layers of a model."""
         group.take_spare = self._take_spare
         if group.comm.custom_reduce_scatter is None:
-            group.spare_grads = self._spare_grads.setdefault((group.layout, group.reduce_dtype), [])
+            group.spare_grads = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
         """One of these buffers, if there is one; on the CPU, once the reductions in flight are done.
@@ -172,7 +172,7 @@ class CommContext:
 
     def _recycle(self, group: ParamGroup, buffer: DBuffer) -> None:
         """Keep a gradient buffer that was reduced: its tensors, and on the CPU its memory until the next one."""
-        group.spare_grads.append(buffer)
+        group.spare_grads.setdefault(buffer.flat.dtype, []).append(buffer)
         self._let_go()
         if self.streams is None:
             self._kept = buffer

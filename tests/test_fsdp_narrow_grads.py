@@ -1,0 +1,245 @@
+"""On gloo gradients wait for their reduction in autograd's dtype and are summed in the reduction's, part by part."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests import models
+from tests.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import collectives, fully_shard
+from vescale_fsdp.param_group import ParamGroup
+from vescale_fsdp.unit import state_of
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def shard(function: Any = fully_shard) -> models.Stack:
+    model = models.build()
+    for module in (*model.blocks, model):
+        function(module, mesh=cpu_mesh(), mp_policy=MIXED)
+    return model
+
+
+def groups_of(model: nn.Module) -> list[ParamGroup]:
+    states = [state_of(module) for module in model.modules()]
+    return [group for state in states if state is not None for group in state.groups]
+
+
+def backward(model: Any, number: int) -> None:
+    models.loss_of(model, models.batch(number, dist.get_rank())).backward()
+
+
+def accumulate(model: Any, numbers: list[int]) -> dict[str, torch.Tensor]:
+    """Full gradients of several batches, of which the last one reduces."""
+    for number in numbers:
+        model.set_requires_gradient_sync(number == numbers[-1])
+        backward(model, number)
+    grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[bool]:
+    return [torch.equal(ours[name], grad) for name, grad in theirs.items()]
+
+
+def compare(steps: list[list[int]]) -> list[torch.dtype]:
+    """FSDP2's gradients to the last bit, step by step; dtypes that ours were reduced from, of the first unit."""
+    ours, theirs = shard(), shard(torch_fully_shard)
+    reduced = []
+    start = ParamGroup.start_reduce
+
+    def watched(group: ParamGroup) -> Any:
+        found = start(group)
+        assert found.shard.dtype is torch.float32
+        if group is groups_of(ours.blocks[0])[0]:
+            reduced.append(found.source.flat.dtype)
+        return found
+
+    with mock.patch.object(ParamGroup, "start_reduce", watched):
+        for numbers in steps:
+            assert all(equal(accumulate(ours, numbers), accumulate(theirs, numbers)))
+    spares = [spare for group in groups_of(ours) for spare in group.spare_grads[torch.bfloat16]]
+    assert spares and not any(spare.flat.untyped_storage().nbytes() for spare in spares)
+    return reduced
+
+
+def test_gradients_are_widened_on_their_way() -> None:
+    """What is reduced after each backward travels from bf16; what is summed before it, from fp32 (from then on)."""
+    for reduced in run_ranks(2, compare, [[0], [1], [2, 3, 4], [5]]):
+        assert reduced == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+
+
+def sums_in_bf16() -> bool:
+    with mock.patch.object(ParamGroup, "_widen_grads"):
+        return all(equal(accumulate(shard(), [2, 3, 4]), accumulate(shard(torch_fully_shard), [2, 3, 4])))
+
+
+def test_sums_in_bf16_would_differ() -> None:
+    """The case above tells a sum of micro-batches in bf16 from one in fp32."""
+    assert run_ranks(2, sums_in_bf16) == [False, False]
+
+
+class Own:
+    """A reduce-scatter that reads what it sums in."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        assert input_tensor.dtype is output_tensor.dtype is torch.float32
+        return collectives.reduce_scatter_into(output_tensor, input_tensor, op, group)
+
+
+def change_reductions() -> None:
+    ours, theirs = shard(), shard(torch_fully_shard)
+    for model in (ours, theirs):
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        backward(model, 0)
+    for module in (*ours.blocks, ours):
+        module.set_custom_reduce_scatter(Own())  # type: ignore[operator]
+    assert all(equal(accumulate(ours, [1]), accumulate(theirs, [1])))
+    assert all(equal(accumulate(ours, [2]), accumulate(theirs, [2])))
+
+
+def test_a_users_reduction_reads_what_it_sums_in() -> None:
+    """Also the gradients that were there before it was set."""
+    run_ranks(2, change_reductions)
+
+
+class Either(nn.Module):
+    """Uses the layers it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+        for number in numbers:
+            x = self.layers[number](x)
+        return x
+
+
+# By rank and backward: rank 0 has a second gradient for every parameter, rank 1 for none.
+USED = [[[0, 1], [0, 1]], [[0], [1]]]
+
+
+def use_unequally() -> torch.dtype:
+    torch.manual_seed(0)
+    model: Any = fully_shard(Either(), mesh=cpu_mesh(), mp_policy=MIXED)
+    rank = dist.get_rank()
+    reduced = []
+    scatter = collectives.reduce_scatter_into
+
+    def watched(shard: torch.Tensor, full: torch.Tensor, *rest: Any) -> Any:
+        reduced.append(full.dtype)
+        return scatter(shard, full, *rest)
+
+    with mock.patch("vescale_fsdp.group_comm.reduce_scatter_into", watched):
+        for number in (0, 1):
+            model.set_requires_gradient_sync(number == 1)
+            model(models.batch(number, rank), USED[rank][number]).sum().backward()
+    torch.manual_seed(0)
+    plain = Either()
+    sums = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
+    plain.bfloat16()
+    for of_rank, backwards in enumerate(USED):
+        for number, layers in enumerate(backwards):
+            plain.zero_grad()
+            plain(models.batch(number, of_rank).bfloat16(), layers).sum().backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None:
+                    sums[name] += param.grad.float()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), sums[name] / 2) and sums[name].abs().sum() > 0
+    (dtype,) = reduced
+    return dtype
+
+
+def test_ranks_may_reduce_from_different_dtypes() -> None:
+    """A rank that has summed two backwards and one that had a single one meet in the same collectives."""
+    assert run_ranks(2, use_unequally) == [torch.float32, torch.bfloat16]
+
+
+DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.int64, torch.int64),
+    (torch.complex64, torch.complex64),
+]
+
+
+def scatter(numel: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Sums and means of every pair of dtypes; how many parts were sent, and the most that was allocated for one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    counts = []
+    send, new_empty = collectives.reduce_in_place, torch.Tensor.new_empty
+    sent: list[int] = []
+    rooms: list[int] = [0]
+    reading: list[Any] = []  # works that read scratch
+
+    def sending(part: torch.Tensor, op: Any, group: Any, owner: int) -> Any:
+        sent.append(part.numel() * part.element_size())
+        work = send(part, op, group, owner)
+        if owner != rank:
+            reading.append(work)
+        return work
+
+    def making(like: torch.Tensor, *sizes: Any) -> torch.Tensor:
+        room = new_empty(like, *sizes)
+        rooms.append(room.numel() * room.element_size())
+        return room
+
+    for narrow, wide in DTYPES:
+        fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).to(narrow) for r in range(world)]
+        total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+        ops = [dist.ReduceOp.SUM] if wide is torch.int64 else [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
+        for op in ops:
+            sent.clear()
+            reading.clear()
+            shard = torch.full((numel,), 7, dtype=wide)
+            # One rank has what it gives in the wider dtype, as after a sum.
+            full = fulls[rank].to(wide if rank == 0 else narrow, copy=True)
+            with (
+                mock.patch.object(collectives, "reduce_in_place", sending),
+                mock.patch.object(collectives, "_PART_BYTES", part_bytes),
+                mock.patch.object(torch.Tensor, "new_empty", making),
+            ):
+                work = collectives.reduce_scatter_into(shard, full, op, dist.group.WORLD)
+                assert work is not None
+                assert full.dtype is wide or all(work.is_completed() for work in reading)
+                work.wait()
+                work.wait()  # a second time changes nothing
+            torch.testing.assert_close(shard, total if op == dist.ReduceOp.SUM else total / world)
+            assert sum(sent) == world * numel * wide.itemsize and max(sent, default=0) <= part_bytes
+            counts.append((len(sent), max(rooms)))
+            rooms[:] = [0]
+    return counts
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64, 150])
+def test_sums_of_parts(numel: int) -> None:
+    """Any dtype, any number of parts, the last one short: the sum is right, and scratch no larger than a part."""
+    for rank, counts in enumerate(run_ranks(3, scatter, numel, 256)):
+        pairs = [pair for pair in DTYPES for _ in range(1 if pair[1] is torch.int64 else 2)]
+        for (narrow, wide), (sent, room) in zip(pairs, counts, strict=True):
+            assert sent == 3 * -(-numel * wide.itemsize // 256)
+            widened = rank > 0 and narrow is not wide
+            assert room == (min(256, numel * wide.itemsize) if widened else 0)
