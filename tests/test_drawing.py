@@ -68,6 +68,13 @@ def test_a_large_layout_is_drawn_in_part_and_says_so() -> None:
     assert len(svg) < 100_000
 
 
+def test_a_tensor_without_dims_is_a_scalar() -> None:
+    """A label is never an empty shape."""
+    svg = layout_svg(plan_group([TensorSpec("s", (), "float32", 1), TensorSpec("w", (3,), "float32", 1)], 2))
+
+    assert "scalar, 1 x block 1" in svg
+
+
 def test_names_lose_only_what_all_share() -> None:
     """Shared leading parts go; a name that is a part of the others stays readable."""
     assert short_names(["a.b.w", "a.b.c.w"]) == {"a.b.w": "w", "a.b.c.w": "c.w"}

@@ -154,7 +154,8 @@ def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], to
         canvas.text(20, y + 12, _fit(names[slot.fqn], LABEL_PX - 24, 11) or slot.fqn, size=11)
         _draw_bar(canvas, layout, slot, y + 1)
         blocks = -(-slot.numel // slot.block_numel)
-        note = f"{' x '.join(map(str, slot.shape))}, {blocks:,} x block {slot.block_numel:,}"
+        shape = " x ".join(map(str, slot.shape)) or "scalar"
+        note = f"{shape}, {blocks:,} x block {slot.block_numel:,}"
         note += ", scattered" if slot.is_scattered else ""
         canvas.text(20, y + 24, note, size=9, colour=QUIET)
         y += BAR_PX + 12 + GAP_PX
