@@ -21,10 +21,10 @@ from vescale_fsdp.unit import state_of
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def shard(function: Any = fully_shard) -> models.Stack:
+def shard(function: Any = fully_shard, dtype: torch.dtype = torch.bfloat16) -> models.Stack:
     model = models.build()
     for module in (*model.blocks, model):
-        function(module, mesh=cpu_mesh(), mp_policy=MIXED)
+        function(module, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
     return model
 
 
@@ -51,9 +51,9 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> lis
     return [torch.equal(ours[name], grad) for name, grad in theirs.items()]
 
 
-def compare(steps: list[list[int]]) -> list[torch.dtype]:
+def compare(dtype: torch.dtype, steps: list[list[int]]) -> list[torch.dtype]:
     """FSDP2's gradients to the last bit, step by step; dtypes that ours were reduced from, of the first unit."""
-    ours, theirs = shard(), shard(torch_fully_shard)
+    ours, theirs = shard(dtype=dtype), shard(torch_fully_shard, dtype)
     reduced = []
     start = ParamGroup.start_reduce
 
@@ -67,15 +67,16 @@ def compare(steps: list[list[int]]) -> list[torch.dtype]:
     with mock.patch.object(ParamGroup, "start_reduce", watched):
         for numbers in steps:
             assert all(equal(accumulate(ours, numbers), accumulate(theirs, numbers)))
-    spares = [spare for group in groups_of(ours) for spare in group.spare_grads[torch.bfloat16]]
+    spares = [spare for group in groups_of(ours) for spare in group.spare_grads[dtype]]
     assert spares and not any(spare.flat.untyped_storage().nbytes() for spare in spares)
     return reduced
 
 
-def test_gradients_are_widened_on_their_way() -> None:
-    """What is reduced after each backward travels from bf16; what is summed before it, from fp32 (from then on)."""
-    for reduced in run_ranks(2, compare, [[0], [1], [2, 3, 4], [5]]):
-        assert reduced == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_widened_on_their_way(dtype: torch.dtype) -> None:
+    """What is reduced after each backward travels as it is; what is summed before it, in fp32 (from then on)."""
+    for reduced in run_ranks(2, compare, dtype, [[0], [1], [2, 3, 4], [5]]):
+        assert reduced == [dtype, dtype, torch.float32, torch.float32]
 
 
 def sums_in_bf16() -> bool:
@@ -114,7 +115,10 @@ def change_reductions() -> None:
     for module in (*ours.blocks, ours):
         module.set_custom_reduce_scatter(Own())  # type: ignore[operator]
     assert all(equal(accumulate(ours, [1]), accumulate(theirs, [1])))
-    assert all(equal(accumulate(ours, [2]), accumulate(theirs, [2])))
+    early = shard()
+    for module in (*early.blocks, early):
+        module.set_custom_reduce_scatter(Own())  # type: ignore[operator]
+    assert all(equal(accumulate(early, [2]), accumulate(theirs, [2])))
 
 
 def test_a_users_reduction_reads_what_it_sums_in() -> None:
