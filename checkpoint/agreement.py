@@ -61,11 +61,16 @@ class Coordinator(ABC):
     rank_of: dict[int, int] | None  # number here of each global rank, where they differ
 
     @abstractmethod
-    def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
+    def agree(
+        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+    ) -> Agreement:
         """Compare structures; ``structure`` is None only beside an error.
 
+        Args:
+            form: a number of what each rank is about to write, which must be the same on all.
+
         Raises:
-            CheckpointError: on all ranks, if any rank came with an error.
+            CheckpointError: on all ranks, if any rank came with an error or with another form.
         """
 
     @abstractmethod
@@ -102,7 +107,9 @@ class SoloCoordinator(Coordinator):
     def __init__(self, global_rank: int = 0) -> None:
         self.rank_of = {global_rank: 0} if global_rank else None
 
-    def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
+    def agree(
+        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+    ) -> Agreement:
         if error is not None:
             raise error
         assert structure is not None
@@ -136,13 +143,27 @@ class GroupCoordinator(Coordinator):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor.tolist()
 
-    def agree(self, structure: Structure | None, blob_bytes: int, error: Exception | None) -> Agreement:
+    def agree(
+        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+    ) -> Agreement:
         digest = structure.digest if structure is not None else bytes(16)
         words = list(struct.unpack("<4I", digest))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
-        found = self._max([_severity(error), blob_bytes, save_id, *words, *(-word for word in words)])
+        found = self._max(
+            [_severity(error), blob_bytes, save_id, *words, *(-word for word in words), form, -form]
+        )
         if found[0]:
             self._raise_gathered(error, found[0], "describing the state")
+        if found[11] != -found[12]:
+            raise CheckpointError(
+                explain(
+                    "Ranks disagree about the form to save in.",
+                    expected="the same `format` on all ranks",
+                    got="two",
+                    where="the argument `format`",
+                    todo="pass the same arguments to `save` on every rank; nothing was written",
+                )
+            )
         assert structure is not None
         name = f"{found[2]:016x}"
         if all(high == -low for high, low in zip(found[3:7], found[7:11], strict=True)):

@@ -17,7 +17,7 @@ import json
 import os
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from vescale_fsdp.errors import CheckpointError, explain
 __all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
 
 Format = Literal["native", "zarr"]
+_FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def save(
@@ -90,7 +91,7 @@ class Saver:
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
 
     def __post_init__(self) -> None:
-        if self.format not in ("native", "zarr"):
+        if self.format not in _FORMATS:
             raise ValueError(
                 explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
             )
@@ -164,7 +165,7 @@ class Saver:
         self, taken: TakenState | None, blob_bytes: int, error: Exception | None, user: Json
     ) -> Manifest:
         structure = taken.structure if taken is not None and error is None else None
-        agreed = self.coordinator.agree(structure, blob_bytes, error)
+        agreed = self.coordinator.agree(structure, blob_bytes, error, _FORMATS.index(self.format))
         # Every rank computes the same from the same input, so an error here is raised by all of them.
         with gc_paused():
             manifest = build_manifest(

@@ -186,17 +186,18 @@ def _disagree(path: Path, kind: str) -> str:
     if kind == "dtype" and dist.get_rank() == 1:
         state["stock"]["plain"] = state["stock"]["shared"] = state["stock"]["plain"].float()
     try:
-        save(path, state)
+        save(path, state, format="zarr" if kind == "form" and dist.get_rank() == 1 else "native")
     except CheckpointError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize(
-    ("kind", "names"), [("layout", "model/"), ("value", "step"), ("dtype", "stock/plain")]
+    ("kind", "names"),
+    [("layout", "model/"), ("value", "step"), ("dtype", "stock/plain"), ("form", "the argument `format`")],
 )
 def test_ranks_that_disagree_are_told_where(kind: str, names: str, tmp_path: Path) -> None:
-    """Ranks with different layouts or values get an error that names the first difference."""
+    """Ranks with different layouts, values or arguments get an error that names the first difference."""
     for text in run_ranks(2, _disagree, tmp_path / "c", kind):
         assert "Ranks disagree" in text and f"where: {names}" in text
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob("data-*"))
