@@ -1,4 +1,4 @@
-"""On gloo gradients wait for their reduction in autograd's dtype and are summed in the reduction's, part by part."""
+"""On gloo gradients wait for their reduction, and travel, in autograd's dtype; they are summed in the reduction's."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gradients_are_widened_on_their_way(dtype: torch.dtype) -> None:
 
 
 def sums_in_bf16() -> bool:
-    with mock.patch.object(ParamGroup, "_widen_grads"):
+    with mock.patch.object(ParamGroup, "grad_dtype", torch.bfloat16):
         return all(equal(accumulate(shard(), [2, 3, 4]), accumulate(shard(torch_fully_shard), [2, 3, 4])))
 
 
@@ -175,12 +175,12 @@ def use_unequally() -> torch.dtype:
     return dtype
 
 
-def test_ranks_may_reduce_from_different_dtypes() -> None:
-    """A rank that has summed two backwards and one that had a single one meet in the same collectives."""
-    assert run_ranks(2, use_unequally) == [torch.float32, torch.bfloat16]
+def test_ranks_agree_on_what_they_reduce_from() -> None:
+    """Also where one of them has summed two backwards and the other had one gradient of each parameter."""
+    assert run_ranks(2, use_unequally) == [torch.float32, torch.float32]
 
 
-DTYPES = [
+PAIRS = [
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
     (torch.float32, torch.float64),
@@ -190,60 +190,52 @@ DTYPES = [
 ]
 
 
-def scatter(numel: int, part_bytes: int) -> list[tuple[int, int]]:
-    """Sums and means of every pair of dtypes; how many parts were sent, and the most that was allocated for one."""
+def scatter(numel: int) -> list[int]:
+    """Sums and means of every pair of dtypes; the bytes that were allocated for each."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    counts = []
-    send, new_empty = collectives.reduce_in_place, torch.Tensor.new_empty
-    sent: list[int] = []
-    rooms: list[int] = [0]
-    reading: list[Any] = []  # works that read scratch
-
-    def sending(part: torch.Tensor, op: Any, group: Any, owner: int) -> Any:
-        sent.append(part.numel() * part.element_size())
-        work = send(part, op, group, owner)
-        if owner != rank:
-            reading.append(work)
-        return work
+    made: list[int] = []
+    new_empty = torch.Tensor.new_empty
 
     def making(like: torch.Tensor, *sizes: Any) -> torch.Tensor:
         room = new_empty(like, *sizes)
-        rooms.append(room.numel() * room.element_size())
+        made.append(room.numel() * room.element_size())
         return room
 
-    for narrow, wide in DTYPES:
+    for narrow, wide in PAIRS:
         fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).to(narrow) for r in range(world)]
         total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
-        ops = [dist.ReduceOp.SUM] if wide is torch.int64 else [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
-        for op in ops:
-            sent.clear()
-            reading.clear()
-            shard = torch.full((numel,), 7, dtype=wide)
-            # One rank has what it gives in the wider dtype, as after a sum.
-            full = fulls[rank].to(wide if rank == 0 else narrow, copy=True)
-            with (
-                mock.patch.object(collectives, "reduce_in_place", sending),
-                mock.patch.object(collectives, "_PART_BYTES", part_bytes),
-                mock.patch.object(torch.Tensor, "new_empty", making),
-            ):
+        for op in [dist.ReduceOp.SUM] if wide is torch.int64 else [dist.ReduceOp.SUM, dist.ReduceOp.AVG]:
+            shard, full = torch.full((numel,), 7, dtype=wide), fulls[rank].clone()
+            made.append(0)
+            with mock.patch.object(torch.Tensor, "new_empty", making):
                 work = collectives.reduce_scatter_into(shard, full, op, dist.group.WORLD)
-                assert work is not None
-                assert full.dtype is wide or all(work.is_completed() for work in reading)
-                work.wait()
-                work.wait()  # a second time changes nothing
+                if work is not None:
+                    work.wait()
+            assert (work is None) == (narrow is not wide), "what travels as it is is through at once"
             torch.testing.assert_close(shard, total if op == dist.ReduceOp.SUM else total / world)
-            assert sum(sent) == world * numel * wide.itemsize and max(sent, default=0) <= part_bytes
-            counts.append((len(sent), max(rooms)))
-            rooms[:] = [0]
-    return counts
+    return made
 
 
-@pytest.mark.parametrize("numel", [0, 1, 64, 150])
-def test_sums_of_parts(numel: int) -> None:
-    """Any dtype, any number of parts, the last one short: the sum is right, and scratch no larger than a part."""
-    for rank, counts in enumerate(run_ranks(3, scatter, numel, 256)):
-        pairs = [pair for pair in DTYPES for _ in range(1 if pair[1] is torch.int64 else 2)]
-        for (narrow, wide), (sent, room) in zip(pairs, counts, strict=True):
-            assert sent == 3 * -(-numel * wide.itemsize // 256)
-            widened = rank > 0 and narrow is not wide
-            assert room == (min(256, numel * wide.itemsize) if widened else 0)
+@pytest.mark.parametrize("numel", [0, 1, 64])
+def test_sums_of_slices(numel: int) -> None:
+    """Any dtype: the sum is right, and room is made for the other slices only, as narrow as they are."""
+    for made in run_ranks(3, scatter, numel):
+        expected = []
+        for narrow, wide in PAIRS:
+            for _ in range(1 if wide is torch.int64 else 2):
+                expected += [0, 2 * numel * narrow.itemsize] if narrow is not wide else [0]
+        assert made == expected
+
+
+def order_of_sums() -> list[float]:
+    """1, 2^-24 and 2^-24 in fp32: 1 if the small ones are added to it one by one."""
+    rank = dist.get_rank()
+    full = torch.full((3,), 1.0 if rank == 0 else 2.0**-24, dtype=torch.bfloat16)
+    shard = torch.empty(1)
+    collectives.reduce_scatter_into(shard, full, dist.ReduceOp.SUM, dist.group.WORLD)
+    return shard.tolist()
+
+
+def test_sums_have_one_order() -> None:
+    """That of the ranks, whoever owns the slice."""
+    assert run_ranks(3, order_of_sums) == [[1.0]] * 3

@@ -27,7 +27,7 @@ from vescale_fsdp.collectives import (
     all_gather_into,
     all_reduce_in_place,
     reduce_scatter_into,
-    widens_on_the_way,
+    sums_in_wider,
 )
 from vescale_fsdp.layout import GroupLayout
 
@@ -159,9 +159,9 @@ class GroupComm:
             )
         return reduce_scatter_into(shard, full, op, group)
 
-    def widens(self, device: torch.device) -> bool:
-        """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction."""
-        return self.custom_reduce_scatter is None and widens_on_the_way(
+    def sums_in_wider(self, device: torch.device) -> bool:
+        """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction; the same on all ranks."""
+        return self.custom_reduce_scatter is None and sums_in_wider(
             self.reduce_group or self.shard_group, device.type
         )
 

@@ -100,6 +100,7 @@ class FSDPModule:
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
                 group.requires_all_reduce = requires_gradient_sync
+                group.sums_grads |= not requires_gradient_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -131,7 +131,7 @@ class ParamGroup:
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
         self.spare_grads: dict[torch.dtype, list[DBuffer]] = {}  # such buffers that nobody uses
-        self._sums_grads = False  # of several backwards, before they are reduced
+        self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -234,9 +234,12 @@ class ParamGroup:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """dtype of the gradient buffer: the reduction's, or autograd's where the reduction can widen it."""
+        """dtype of the gradient buffer: the reduction's, or autograd's where the reduction sums from that.
+
+        FSDP2 sums the gradients of several backwards in the reduction's dtype; so do we.
+        """
         narrow, wide = self.compute_dtype, self.reduce_dtype
-        if self._sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.widens(self.device):
+        if self.sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.sums_in_wider(self.device):
             return wide
         return narrow
 
@@ -366,8 +369,6 @@ class ParamGroup:
         """Reduce with a user's object from now on, from buffers of its own."""
         self.comm.custom_reduce_scatter = comm
         self.spare_grads = {}
-        if self.grads is not None:
-            self._widen_grads()  # it need not know how
 
     def _forget_full(self) -> None:
         """Have the full buffer made anew at the next gather."""
@@ -384,8 +385,6 @@ class ParamGroup:
         if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
             grad = grad.to_dense()
         grad = local_grad(grad, param.outer)
-        if param.has_grad and not self._sums_grads:
-            self._widen_grads()
         self._grad_buffer().write(param.slot, grad, add=param.has_grad)
         param.has_grad = True
 
@@ -398,16 +397,6 @@ class ParamGroup:
             self.grads = DBuffer(self.layout, self.comm.allocate_grads(self.layout.numel, dtype, self.device))
         self.grads.allocate()
         return self.grads
-
-    def _widen_grads(self) -> None:
-        """From now on sum gradients in the reduction's dtype: this group's are summed before they are reduced."""
-        self._sums_grads = True
-        narrow = self._grad_buffer()
-        if narrow.flat.dtype is not self.grad_dtype:
-            self.grads = None
-            self._grad_buffer().flat.copy_(narrow.flat)
-            narrow.free()
-            self.spare_grads.setdefault(narrow.flat.dtype, []).append(narrow)
 
     def start_reduce(self) -> ReducedShard:
         """Start the reduction of all unsharded gradients on the current stream.
