@@ -45,10 +45,8 @@ class _LocalWriter(FileWriter):
             if self._durable:
                 os.fsync(self._file)
         finally:
-            file, self._file = (
-                self._file,
-                -1,
-            )  # after an error abort() comes, and the number may be another's by then
+            # After an error abort() comes, and the number may be another file's by then.
+            file, self._file = self._file, -1
             os.close(file)
 
     def abort(self) -> None:

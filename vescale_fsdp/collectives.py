@@ -36,7 +36,7 @@ __all__ = [
 
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache
-_SLICE_TAG = 0x51CE  # of messages between two ranks; people who send with tags of their own begin at 0
+_SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 _all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -174,8 +174,9 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
     shard.copy_(slices[0])
     for source in range(1, size):
         # Piece by piece: a sum of two dtypes widens all of the second one first.
-        pieces = zip(shard.split(_WIDENED_NUMEL), slices[source].split(_WIDENED_NUMEL), strict=True)
-        for into, piece in pieces:
+        for into, piece in zip(
+            shard.split(_WIDENED_NUMEL), slices[source].split(_WIDENED_NUMEL), strict=True
+        ):
             into.add_(piece)
 
 
