@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,13 @@ __all__ = ["LocalStorage"]
 
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
 _LOCK_NAME = ".lock"
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
@@ -73,7 +81,7 @@ class _LocalReader(FileReader):
     def __init__(self, path: Path) -> None:
         self.looks_in_place = True  # until it fails
         self._path = path
-        self._size = path.stat().st_size
+        self._size = _size_of_file(path)
 
     @property
     def size_bytes(self) -> int:
@@ -101,6 +109,15 @@ class _LocalReader(FileReader):
 
     def close(self) -> None:
         """Nothing is held between reads."""
+
+
+def _size_of_file(path: Path) -> int:
+    """The size of what is proven to be a file before it is opened: opening a pipe waits for its writer."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+        raise ValueError(f"{path} is {kind}")
+    return found.st_size
 
 
 def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
@@ -168,10 +185,12 @@ class LocalStorage(Storage):
         return _LocalReader(self.root / name)
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
-        with open(self.root / name, "rb") as file:
+        path = self.root / name
+        _size_of_file(path)
+        with open(path, "rb") as file:
             data = file.read(limit_bytes + 1)
         if len(data) > limit_bytes:
-            raise ValueError(f"{self.root / name} is larger than {limit_bytes} bytes")
+            raise ValueError(f"{path} is larger than {limit_bytes} bytes")
         return data
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:

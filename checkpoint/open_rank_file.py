@@ -18,6 +18,8 @@ from vescale_fsdp.errors import CorruptCheckpointError, explain
 
 __all__ = ["OpenRankFile", "OpensFiles"]
 
+_GONE = (FileNotFoundError, NotADirectoryError)
+
 
 class OpensFiles(Protocol):
     """The part of `Storage` that reading needs."""
@@ -27,15 +29,19 @@ class OpensFiles(Protocol):
         """The folder, for messages."""
 
     def open_file(self, name: str) -> FileReader:
-        """An existing file, read at any offset; raises FileNotFoundError if there is none."""
+        """An existing file, read at any offset.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if a folder, a pipe or anything else that is no file has its name.
+        """
 
 
 class OpenRankFile:
     """A rank's file, open, with its size, header and checksum table proven against the manifest.
 
     Raises:
-        CheckpointError: if the file is missing.
-        CorruptCheckpointError: if it is not the file the manifest describes.
+        CorruptCheckpointError: if the file is missing, or not the one the manifest describes.
     """
 
     def __init__(self, storage: OpensFiles, file: RankFile) -> None:
@@ -43,29 +49,50 @@ class OpenRankFile:
         self.where = f"{storage.where}/{file.name}"
         try:
             self.reader: FileReader = storage.open_file(file.name)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(
-                explain(
-                    "A file of the checkpoint is missing.",
-                    expected=f"{file.total_bytes} bytes that hold {_some(self._names())}",
-                    got="no file",
-                    where=self.where,
-                    todo="restore an older step",
-                )
-            ) from error
+        except (*_GONE, ValueError) as error:
+            raise self._unlike_a_file(error) from error
         try:
             self._prove_size()
             self._prove_header()
             self.checksums = self._read_table()
-        except EOFError as error:
-            self.reader.close()
-            raise self.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
         except BaseException:
             self.reader.close()
             raise
 
     def _names(self) -> list[str]:
         return self.file.names_in(len(self.file.header), self.file.table_start)
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        """Fill writable buffers one after another from an offset on.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before, or is gone.
+        """
+        try:
+            self.reader.read_at(offset_bytes, buffers)
+        except (*_GONE, EOFError) as error:
+            raise self._unlike_a_file(error) from error
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """Bytes [start, stop) to look at, as `FileReader.view` gives them.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before, or is gone.
+        """
+        try:
+            return self.reader.view(start_bytes, stop_bytes)
+        except (*_GONE, EOFError) as error:
+            raise self._unlike_a_file(error) from error
+
+    def _unlike_a_file(self, error: Exception) -> CorruptCheckpointError:
+        """What it means that a file cannot be read: of all errors, those that prove damage."""
+        if isinstance(error, EOFError):
+            return self.corrupt("A file ended early.", f"{self.file.total_bytes} bytes", str(error))
+        return self.corrupt(
+            "A file of the checkpoint is missing.",
+            f"{self.file.total_bytes} bytes that hold {_some(self._names())}",
+            "no file" if isinstance(error, _GONE) else str(error),
+        )
 
     def _prove_size(self) -> None:
         size, expected = self.reader.size_bytes, self.file.total_bytes
@@ -80,7 +107,7 @@ class OpenRankFile:
     def _prove_header(self) -> None:
         expected = self.file.header
         found = bytearray(len(expected))
-        self.reader.read_at(0, [found])
+        self.read_at(0, [found])
         if found == expected:
             return
         at = next(place for place, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
@@ -94,7 +121,7 @@ class OpenRankFile:
 
     def _read_table(self) -> tuple[int, ...]:
         table = bytearray((self.file.num_stripes + 1) * CHECKSUM_BYTES)
-        self.reader.read_at(self.file.table_start, [table])
+        self.read_at(self.file.table_start, [table])
         (own,) = struct.unpack("<Q", table[-CHECKSUM_BYTES:])
         if xxhash.xxh3_64_intdigest(table[:-CHECKSUM_BYTES]) != own:
             raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
@@ -130,7 +157,7 @@ class OpenRankFile:
         state = xxhash.xxh3_64()
         for at in range(start, stop, len(scratch)):
             part = memoryview(scratch)[: min(len(scratch), stop - at)]
-            self.reader.read_at(at, [part])
+            self.read_at(at, [part])
             state.update(part)
         return state.intdigest()
 

@@ -54,8 +54,8 @@ def read_manifest(storage: Storage) -> Manifest:
     except ValueError as error:
         raise CorruptCheckpointError(
             explain(
-                "The manifest is too large.",
-                expected=f"at most {_MANIFEST_LIMIT_BYTES} bytes",
+                "The manifest cannot be read as one.",
+                expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
                 got=str(error),
                 where=where,
             )

@@ -34,7 +34,6 @@ from vescale_fsdp.checkpoint.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.sinks import Bytes, Sink
 from vescale_fsdp.checkpoint.storage import Storage
-from vescale_fsdp.errors import CorruptCheckpointError
 
 __all__ = ["ReadPlan", "Reads"]
 
@@ -76,10 +75,7 @@ class _Job(NamedTuple):
 
     def _read(self, runs: Sequence[_Run]) -> None:
         for start, memories in runs:
-            try:
-                self.file.reader.read_at(start, memories)
-            except EOFError as error:
-                raise self._cut_short(error) from error
+            self.file.read_at(start, memories)
 
     def take_and_prove(self) -> None:
         """Both; what is copied rather than read is proven first, since it is at hand for that."""
@@ -121,13 +117,7 @@ class _Job(NamedTuple):
             sink.take(first, data[first - self.start : stop - self.start])
 
     def _look(self) -> Bytes:
-        try:
-            return np.frombuffer(self.file.reader.view(self.start, self.stop), dtype=np.uint8)
-        except EOFError as error:
-            raise self._cut_short(error) from error
-
-    def _cut_short(self, error: EOFError) -> CorruptCheckpointError:
-        return self.file.corrupt("A file ended early.", f"{self.stop} bytes", str(error))
+        return np.frombuffer(self.file.view(self.start, self.stop), dtype=np.uint8)
 
     def _stripes(self) -> Iterator[tuple[int, int, int]]:
         """Number of each stripe and its place in the job's bytes."""

@@ -40,6 +40,13 @@ def _retrying(work: Callable[[], T], tries: int) -> T:
     raise AssertionError("the last try returns or raises")
 
 
+def _size_of_object(info: dict[str, Any], path: str) -> int:
+    """The size of what is proven to be an object, and not a prefix of others."""
+    if info["type"] != "file":
+        raise ValueError(f"{path} is no file but a {info['type']}")
+    return int(info["size"])
+
+
 class _RemoteWriter(FileWriter):
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -69,7 +76,7 @@ class _RemoteReader(FileReader):
         self._filesystem = filesystem
         self._path = path
         self._tries = tries
-        self._size = int(_retrying(lambda: filesystem.info(path), tries)["size"])
+        self._size = _size_of_object(_retrying(lambda: filesystem.info(path), tries), path)
 
     @property
     def size_bytes(self) -> int:
@@ -145,7 +152,7 @@ class RemoteStorage(Storage):
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
         self.filesystem.invalidate_cache()
-        size = int(self._retrying(lambda: self.filesystem.info(path))["size"])
+        size = _size_of_object(self._retrying(lambda: self.filesystem.info(path)), path)
         if size > limit_bytes:
             raise ValueError(f"{path} is larger than {limit_bytes} bytes")
         return bytes(self._retrying(lambda: self.filesystem.cat_file(path)))

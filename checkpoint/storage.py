@@ -122,6 +122,7 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: if there is none.
+            ValueError: if a folder, a pipe or anything else that is no file has its name.
         """
 
     @abstractmethod
@@ -130,7 +131,7 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if it is larger than the limit.
+            ValueError: if it is larger than the limit, or no file (as `open_file`).
         """
 
     @abstractmethod

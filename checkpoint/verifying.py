@@ -92,7 +92,7 @@ def _verify_file(storage: Storage, manifest: Manifest, rank: int) -> tuple[list[
         for index in range(file.num_stripes):
             try:
                 opened.prove_stripe(index, opened.hash_stripe(index, scratch))
-            except (CheckpointError, OSError, EOFError) as error:
+            except (CheckpointError, OSError) as error:
                 problems.append(Problem(file.name, str(error)))
     finally:
         opened.reader.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import NamedTuple
 
 import google_crc32c
@@ -107,18 +108,18 @@ def read_chunk(storage: Storage, manifest: Manifest, place: int, box: Box) -> By
             )
         )
 
+    size = f"{nbytes + _CRC_BYTES} bytes"
     try:
-        reader = storage.open_file(name)
-    except FileNotFoundError as error:
-        raise corrupt(f"{nbytes + _CRC_BYTES} bytes", "no file") from error
-    try:
-        if reader.size_bytes != nbytes + _CRC_BYTES:
-            raise corrupt(f"{nbytes + _CRC_BYTES} bytes", f"{reader.size_bytes} bytes")
-        data = np.empty(nbytes, dtype=np.uint8)
-        checksum = bytearray(_CRC_BYTES)
-        reader.read_at(0, [data, checksum])
-    finally:
-        reader.close()
+        with closing(storage.open_file(name)) as reader:
+            if reader.size_bytes != nbytes + _CRC_BYTES:
+                raise corrupt(size, f"{reader.size_bytes} bytes")
+            data = np.empty(nbytes, dtype=np.uint8)
+            checksum = bytearray(_CRC_BYTES)
+            reader.read_at(0, [data, checksum])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise corrupt(size, "no file") from error
+    except (ValueError, EOFError) as error:
+        raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
     found = google_crc32c.value(data.tobytes())
     if found != stored:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.checkpoint_states import erase
 from tests.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load, read_state, save, verify
 from vescale_fsdp.checkpoint.manifest import FORMAT_VERSION, _checksum
+from vescale_fsdp.checkpoint.saving import Format
 from vescale_fsdp.checkpoint.storage import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
@@ -161,9 +164,58 @@ def test_a_key_that_occurs_twice(saved: Path) -> None:
 
 def test_manifest_of_a_newer_version(saved: Path) -> None:
     """A newer version is named as such, whatever else the manifest holds."""
-    _edit(saved, lambda data: data.update(version=FORMAT_VERSION + 1, extra=1), seal=False)
+    _edit(saved, lambda data: data.update(version=FORMAT_VERSION + 1, extra=1))
 
-    _assert_refused(saved, "newer version", "manifest.json")
+    _assert_refused(saved, "newer version", "manifest.json", "update vescale_fsdp")
+    with pytest.raises(CheckpointError) as caught:
+        read_state(saved)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_flipped_bit_in_the_version(saved: Path, bit: int) -> None:
+    """Whatever digit or sign a flipped bit makes of it, it is damage, and nobody is told to update."""
+    file = saved / "manifest.json"
+    raw = bytearray(file.read_bytes())
+    at = raw.index(b'"version":1') + len(b'"version":')
+    raw[at] ^= 1 << bit
+    file.write_bytes(raw)
+
+    _assert_refused(saved, "manifest.json", error=CorruptCheckpointError)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_state(saved)
+    assert "newer version" not in str(caught.value)
+
+
+def _put(path: Path, kind: str) -> None:
+    """Something that is no file, in the place of a file."""
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(os.path.relpath(path))  # a socket's path may not be long
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "link to a device"])
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [("native", "manifest.json"), ("native", "data-*/*.safetensors"), ("zarr", "data-*/model/t1/c/0/0")],
+)
+def test_what_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: Format, place: str
+) -> None:
+    """A pipe, which would be waited for, and its like are damage, wherever a file is expected."""
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "c", _state(), format=form)
+    (file,) = (tmp_path / "c").glob(place)
+    _put(file, kind)
+
+    _assert_refused(tmp_path / "c", str(file), error=CorruptCheckpointError)
 
 
 def _set(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
