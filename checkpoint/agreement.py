@@ -2,7 +2,11 @@
 
     agree           one all-reduce of a few int64: is the structure the same everywhere, did a rank fail? Only
                     where digests differ (pipeline stages, experts) does each structure travel, once.
-    raise_together  one all-reduce: if any rank failed, all ranks raise, naming the ranks and their errors.
+    together        ``with coordinator.together("writing"):`` ends in a meeting, one all-reduce: whatever was raised
+                    inside on any rank, Ctrl-C and a lack of memory included, ends the block on all of them.
+
+Who was hit raises what it met itself. The others raise a `CheckpointError` that names the ranks and what they met.
+Work that only some ranks do, and work that may fail on one, stands inside such a block; nothing catches less.
 
 Everything runs on a gloo group of its own, so it can neither take turns with training's collectives
 nor spend GPU memory.
@@ -14,8 +18,9 @@ import secrets
 import struct
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,14 +40,27 @@ __all__ = [
 ]
 
 
-_FAILURE, _DAMAGE = 1, 2
+_FAILURE, _DAMAGE, _FOREIGN = 1, 2, 3
+_NOTHING_DONE = "nothing was committed"
 
 
-def _severity(error: Exception | None) -> int:
+def _severity(error: BaseException | None) -> int:
     """0, or how bad an error is: all ranks raise the worst kind, so that they decide alike what to do next."""
     if error is None:
         return 0
-    return _DAMAGE if isinstance(error, CorruptCheckpointError) else _FAILURE
+    if isinstance(error, CorruptCheckpointError):
+        return _DAMAGE
+    # Whoever meets what is not ours raises it and is gone: the others must not go on with an older checkpoint.
+    return _FAILURE if isinstance(error, VescaleError) else _FOREIGN
+
+
+def _told(error: BaseException) -> str:
+    """An error as other ranks are told of it."""
+    notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
+    try:
+        return "\n".join([f"{type(error).__name__}: {error}", *notes])
+    except Exception as mute:  # noqa: BLE001  an error whose text cannot be had is still told of
+        return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
 
 
 class Agreement(NamedTuple):
@@ -62,7 +80,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+        self, structure: Structure | None, blob_bytes: int, error: BaseException | None, form: int = 0
     ) -> Agreement:
         """Compare structures; ``structure`` is None only beside an error.
 
@@ -70,16 +88,36 @@ class Coordinator(ABC):
             form: a number of what each rank is about to write, which must be the same on all.
 
         Raises:
-            CheckpointError: on all ranks, if any rank came with an error or with another form.
+            CheckpointError: on all ranks, if any rank came with an error or with another form; a rank that came
+                with an error raises that.
         """
 
     @abstractmethod
-    def raise_together(self, error: Exception | None, doing: str) -> None:
+    def raise_together(self, error: BaseException | None, doing: str, outcome: str = _NOTHING_DONE) -> None:
         """Return if no rank failed; else raise on all ranks.
 
+        Args:
+            error: what this rank met, whatever it is.
+            doing: at what, for the message.
+            outcome: what has become of the checkpoint, if a rank failed.
+
         Raises:
-            CheckpointError: naming the ranks that failed and their errors.
+            CheckpointError: on ranks that met nothing: names those that did, and what. The others raise what
+                they met, or, where both are errors of a checkpoint, the worse of their own and the others' kind.
         """
+
+    @contextmanager
+    def together(self, doing: str, outcome: str = _NOTHING_DONE) -> Iterator[None]:
+        """A block that all ranks leave in the same way, as `raise_together` says."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: the others would wait for this rank
+            error = caught
+        try:
+            self.raise_together(error, doing, outcome)
+        finally:
+            del error  # it holds this frame, and what the block's frames hold
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
@@ -108,14 +146,14 @@ class SoloCoordinator(Coordinator):
         self.rank_of = {global_rank: 0} if global_rank else None
 
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+        self, structure: Structure | None, blob_bytes: int, error: BaseException | None, form: int = 0
     ) -> Agreement:
         if error is not None:
             raise error
         assert structure is not None
         return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
 
-    def raise_together(self, error: Exception | None, doing: str) -> None:
+    def raise_together(self, error: BaseException | None, doing: str, outcome: str = _NOTHING_DONE) -> None:
         if error is not None:
             raise error
 
@@ -140,11 +178,12 @@ class GroupCoordinator(Coordinator):
 
     def _max(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        with self._reaching("meeting"):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tensor.tolist()
 
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+        self, structure: Structure | None, blob_bytes: int, error: BaseException | None, form: int = 0
     ) -> Agreement:
         digest = structure.digest if structure is not None else bytes(16)
         words = list(struct.unpack("<4I", digest))
@@ -153,7 +192,7 @@ class GroupCoordinator(Coordinator):
             [_severity(error), blob_bytes, save_id, *words, *(-word for word in words), form, -form]
         )
         if found[0]:
-            self._raise_gathered(error, found[0], "describing the state")
+            self._raise_gathered(error, found[0], "describing the state", _NOTHING_DONE)
         if found[11] != -found[12]:
             raise CheckpointError(
                 explain(
@@ -174,33 +213,41 @@ class GroupCoordinator(Coordinator):
         """Every distinct structure, sent once by its first rank, with the ranks that have it."""
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=self._group)
+        with self._reaching("comparing structures"):
+            dist.all_gather(rows, mine, group=self._group)
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
+        with self.together("making room for other ranks' structures"):
+            documents = [
+                torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
+                if self.rank == ranks[0]
+                else torch.empty(length, dtype=torch.uint8)
+                for (length, *_), ranks in owners.items()
+            ]
+        with self._reaching("exchanging structures"):
+            for document, ranks in zip(documents, owners.values(), strict=True):
+                dist.broadcast(document, group=self._group, group_src=ranks[0])
         classes = []
-        for (length, *_), ranks in owners.items():
-            if self.rank == ranks[0]:
-                data = torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
-            else:
-                data = torch.empty(length, dtype=torch.uint8)
-            dist.broadcast(data, group=self._group, group_src=ranks[0])
-            same = self.rank in ranks
-            found = structure if same else Structure.from_document(data.numpy().tobytes())
-            classes.append((RankSet.of(ranks), found))
+        with self.together("reading other ranks' structures"):
+            for document, ranks in zip(documents, owners.values(), strict=True):
+                same = self.rank in ranks
+                found = structure if same else Structure.from_document(document.numpy().tobytes())
+                classes.append((RankSet.of(ranks), found))
         return classes
 
-    def raise_together(self, error: Exception | None, doing: str) -> None:
+    def raise_together(self, error: BaseException | None, doing: str, outcome: str = _NOTHING_DONE) -> None:
         (worst,) = self._max([_severity(error)])
         if worst:
-            self._raise_gathered(error, worst, doing)
+            self._raise_gathered(error, worst, doing, outcome)
 
-    def _raise_gathered(self, error: Exception | None, worst: int, doing: str) -> None:
+    def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
         texts: list[str | None] = [None] * self.world_size
-        text = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(texts, text, group=self._group)
+        with self._reaching(doing):
+            dist.all_gather_object(texts, None if error is None else _told(error), group=self._group)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-        if isinstance(error, VescaleError) and _severity(error) == worst:
+        if error is not None and _severity(error) in (worst, _FOREIGN):
+            error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
             raise error
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
         kind = CorruptCheckpointError if worst == _DAMAGE else CheckpointError
@@ -210,15 +257,34 @@ class GroupCoordinator(Coordinator):
                 expected="all ranks to succeed",
                 got=shown,
                 where=f"ranks {sorted(failed)[:16]}",
-                todo="see the errors above; nothing was committed",
+                todo=f"see the errors above; {outcome}",
             )
         ) from error
 
+    @contextmanager
+    def _reaching(self, doing: str) -> Iterator[None]:
+        """A collective call: what gloo raises says that ranks are gone, not what that means."""
+        try:
+            yield
+        except RuntimeError as lost:
+            raise CheckpointError(
+                explain(
+                    f"Ranks could not be reached while {doing}.",
+                    expected=f"all {self.world_size} ranks to come within the process group's time-out",
+                    got=f"{type(lost).__name__}: {lost}",
+                    where=f"rank {self.rank}",
+                    todo="see what the other ranks say; where ranks write for longer, pass init_process_group "
+                    "a longer timeout",
+                )
+            ) from lost
+
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        dist.send(tensor, group=self._group, group_dst=to_rank)
+        with self._reaching(f"sending to rank {to_rank}"):
+            dist.send(tensor, group=self._group, group_dst=to_rank)
 
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        dist.recv(tensor, group=self._group, group_src=from_rank)
+        with self._reaching(f"receiving from rank {from_rank}"):
+            dist.recv(tensor, group=self._group, group_src=from_rank)
 
     def common(self, items: list[Hashable]) -> set[Hashable]:
         digest = xxhash.xxh3_64_intdigest(repr(sorted(items, key=repr)).encode()) >> 2
@@ -226,7 +292,8 @@ class GroupCoordinator(Coordinator):
         if high == -low:
             return set(items)
         everyone: list[list[Hashable]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(everyone, items, group=self._group)
+        with self._reaching("comparing what ranks have"):
+            dist.all_gather_object(everyone, items, group=self._group)
         return set(items).intersection(*everyone)
 
 

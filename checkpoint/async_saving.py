@@ -167,7 +167,7 @@ class AsyncSaver:
 
     def start(
         self,
-        storage: Storage,
+        path: str | os.PathLike[str] | Storage,
         state: Any,
         *,
         user: Json = None,
@@ -175,25 +175,32 @@ class AsyncSaver:
         after: Callable[[], None] | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on. ``after`` is called when it is committed."""
-        self.drain()
-        taken, error = None, None
-        with torch.no_grad():
-            try:
+        saver: Saver | None = None
+        taken: TakenState | None = None
+        error: BaseException | None = None
+        try:
+            self.drain()
+            saver = Saver(open_storage(path), self._coordinator, overwrite=overwrite)
+            with torch.no_grad():
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
-                user = plain_json(user)
-            except Exception as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
-                error = caught
-        saver = Saver(storage, self._coordinator, overwrite=overwrite)
+            user = plain_json(user)
+        except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
+            error = caught
 
         def work() -> None:
             # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
             time.sleep(_HEAD_START_S)
+            if saver is None:
+                self._coordinator.agree(None, 0, error)
+                return
             with torch.no_grad():
                 saver.write(taken, error, user)
                 if after is not None:
                     after()
 
         self._last = _worker.submit(work)
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for whoever trains: it does not wait until somebody asks for the handle
         return SaveHandle(self._last)
 
     def drain(self) -> None:
@@ -233,7 +240,7 @@ def async_save(
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
     """
     saver = _saver_for(process_group)
-    return saver.start(open_storage(path), state, user=user, overwrite=overwrite)
+    return saver.start(path, state, user=user, overwrite=overwrite)
 
 
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:

@@ -180,12 +180,12 @@ class RaggedWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Agree and write this rank's file; DCP then calls `finish` on its coordinator."""
         taken: TakenState | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         coordinator = self._ranks.coordinator()
         with torch.no_grad():
             try:
                 taken = take_state(_state_of(planner), rank_of=coordinator.rank_of)
-            except Exception as caught:  # noqa: BLE001  all ranks must hear of it
+            except BaseException as caught:  # noqa: BLE001  all ranks must hear of it
                 error = caught
             saver = Saver(self._storage, coordinator, overwrite=self._overwrite)
             try:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -38,6 +39,8 @@ __all__ = ["LoadReport", "Loader", "Verify", "load"]
 
 Verify = Literal["before", "while", "never"]
 Strict = bool | Literal["missing"]
+_NOTHING_LOADED = "nothing was overwritten"
+_HALF_LOADED = "tensors may hold some of what was to be loaded"
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ def load(
         ValueError: if there is no such way to verify.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
-    loader = Loader(open_storage(path), coordinator_for(process_group), verify)
+    coordinator = coordinator_for(process_group)
+    with coordinator.together(f"opening {path}"):
+        loader = Loader(open_storage(path), coordinator, verify)
     with torch.no_grad():
         return loader.load(state, strict=strict, include=patterns)
 
@@ -116,34 +121,36 @@ class Loader:
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         plan = ReadPlan(self.storage)
-        prepared = None
-        error: Exception | None = None
         try:
-            try:
+            with (
+                self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED),
+                self._reading(),
+            ):
                 with gc_paused():
-                    prepared = self._prepare(plan, state, strict, include)
+                    reader, found, targets = self._prepare(plan, state, strict, include)
                 if self.verify == "before":
                     plan.prove()
-            except OSError as caught:
-                error = _unreadable(self.storage, caught)
-            except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
-                error = caught
-            self.coordinator.raise_together(error, f"preparing to load {self.storage.where}")
-            assert prepared is not None
-            reader, found, targets = prepared
-            try:
+            with (
+                self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
+                self._reading(),
+            ):
                 plan.run(verify=self.verify == "while")
                 for target in targets:
                     target.finish()
                 found.finish()
-            except OSError as caught:
-                error = _unreadable(self.storage, caught)
-            except Exception as caught:  # noqa: BLE001  see above
-                error = caught
-            self.coordinator.raise_together(error, f"loading {self.storage.where}")
         finally:
             plan.close()
         return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What the storage cannot deliver is damage, except where it could not be reached at all."""
+        try:
+            yield
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError as error:
+            raise _unreadable(self.storage, error) from error
 
     def _prepare(
         self, plan: ReadPlan, state: Any, strict: Strict, include: tuple[str, ...] | None

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.agreement import Agreement, Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.image import FileImage
 from vescale_fsdp.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.checkpoint.writing import write_rank_file
 from vescale_fsdp.checkpoint.zarr_layout import chunk_shape
-from vescale_fsdp.checkpoint.zarr_writing import write_arrays, write_groups
+from vescale_fsdp.checkpoint.zarr_writing import ArrayWriter, write_groups
 from vescale_fsdp.errors import CheckpointError, explain
 
 __all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
@@ -72,10 +72,13 @@ def save(
         process_group: the ranks that save; default: all.
 
     Raises:
-        CheckpointError: on all ranks, if any of them fails; nothing is committed then.
+        CheckpointError: if another rank fails; nothing is committed then. A rank that fails itself raises what it
+            met (an OSError, a KeyboardInterrupt, ..), so all ranks raise.
     """
     coordinator = coordinator_for(process_group)
-    Saver(open_storage(path), coordinator, overwrite=overwrite, format=format).save(state, user)
+    with coordinator.together(f"opening {path}"):
+        saver = Saver(open_storage(path), coordinator, overwrite=overwrite, format=format)
+    saver.save(state, user)
 
 
 @dataclass
@@ -98,21 +101,22 @@ class Saver:
 
     def save(self, state: Any, user: Json = None) -> None:
         """All steps in turn."""
-        taken, error = None, None
+        taken: TakenState | None = None
+        error: BaseException | None = None
         with torch.no_grad():
             try:
                 taken = take_state(state, rank_of=self.coordinator.rank_of)
-            except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+            except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
                 error = caught
             self.write(taken, error, user)
 
-    def write(self, taken: TakenState | None, error: Exception | None, user: Json) -> None:
+    def write(self, taken: TakenState | None, error: BaseException | None, user: Json) -> None:
         """Agree, write and commit what was taken. ``error`` is what taking it raised."""
         with ExitStack() as held:
             self._commit(self.write_uncommitted(taken, error, user, held))
 
     def write_uncommitted(
-        self, taken: TakenState | None, error: Exception | None, user: Json, held: ExitStack
+        self, taken: TakenState | None, error: BaseException | None, user: Json, held: ExitStack
     ) -> Manifest:
         """Agree and write this rank's file; what is returned is yet to be committed by rank 0.
 
@@ -126,12 +130,12 @@ class Saver:
                 _ = taken.structure.digest  # computed here, where an error of one rank reaches all
                 blob = pack_blob(taken.per_rank)
                 self._claim(held)
-        except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+        except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
-        manifest = self._plan(taken, len(blob), error, user)
+        structure = taken.structure if taken is not None and error is None else None
+        agreed = self.coordinator.agree(structure, len(blob), error, _FORMATS.index(self.format))
         assert taken is not None
-        self._write_own(manifest, taken, blob)
-        return manifest
+        return self._write_own(agreed, taken, blob, user)
 
     def _claim(self, held: ExitStack) -> None:
         """On rank 0: keep other jobs out, and refuse to replace a checkpoint unasked."""
@@ -161,12 +165,8 @@ class Saver:
                 )
             )
 
-    def _plan(
-        self, taken: TakenState | None, blob_bytes: int, error: Exception | None, user: Json
-    ) -> Manifest:
-        structure = taken.structure if taken is not None and error is None else None
-        agreed = self.coordinator.agree(structure, blob_bytes, error, _FORMATS.index(self.format))
-        # Every rank computes the same from the same input, so an error here is raised by all of them.
+    def _planned(self, agreed: Agreement, user: Json) -> Manifest:
+        """What this save writes; every rank computes the same from the same input."""
         with gc_paused():
             manifest = build_manifest(
                 agreed.classes,
@@ -182,33 +182,40 @@ class Saver:
         chunks = tuple(chunk_shape(manifest, place) for place in range(len(manifest.entries)))
         return replace(manifest, chunks=chunks)
 
-    def _write_own(self, manifest: Manifest, taken: TakenState, blob: bytes) -> None:
-        error = None
+    def _write_own(self, agreed: Agreement, taken: TakenState, blob: bytes, user: Json) -> Manifest:
         try:
-            if manifest.chunks is not None:
-                write_arrays(self.storage, manifest, taken.locals_by_name, self.coordinator)
-            with gc_paused():
-                image = FileImage(RankFile(manifest, self.coordinator.rank), taken.locals_by_name, blob)
-            write_rank_file(self.storage, image)
-        except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
-            error = caught
-        try:
-            self.coordinator.raise_together(error, f"writing to {self.storage.where}")
-        except Exception:
+            arrays = None
+            if self.format == "zarr":
+                with self.coordinator.together("planning chunks"):
+                    arrays = ArrayWriter(
+                        self.storage, self._planned(agreed, user), taken.locals_by_name, self.coordinator
+                    )
+            with self.coordinator.together(f"writing to {self.storage.where}"):
+                manifest = arrays.manifest if arrays is not None else self._planned(agreed, user)
+                if arrays is not None:
+                    arrays.write()
+                with gc_paused():
+                    image = FileImage(RankFile(manifest, self.coordinator.rank), taken.locals_by_name, blob)
+                write_rank_file(self.storage, image)
+        except BaseException as error:
             if self.coordinator.rank == 0:
-                self.storage.remove(f"data-{manifest.save_id}")
+                self._clear_away(f"data-{agreed.save_id}", error)
             raise
+        return manifest
+
+    def _clear_away(self, folder: str, error: BaseException) -> None:
+        """Remove what an attempt has written that ended in ``error``, which is what the caller hears of."""
+        try:
+            self.storage.remove(folder)
+        except Exception as left:  # noqa: BLE001  the next save to this path tries again
+            error.add_note(f"{folder} could not be removed: {type(left).__name__}: {left}")
 
     def _commit(self, manifest: Manifest) -> None:
-        error = None
-        if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
-            try:
+        with self.coordinator.together(f"committing {self.storage.where}"):
+            if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
                 commit_manifest(
                     self.storage, manifest, replace=self.overwrite, check_files=not self.every_node
                 )
-            except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
-                error = caught
-        self.coordinator.raise_together(error, f"committing {self.storage.where}")
 
 
 def plain_json(user: Json) -> Json:

@@ -70,7 +70,9 @@ def _write_parallel(writer: FileWriter, image: FileImage, threads: int) -> list[
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
         futures = [pool.submit(work, thread) for thread in range(threads)]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        failed = True  # harmless where all are done
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            failed = True  # harmless where all are done
         results = [future.result() for future in futures]
     return [results[index % threads][index // threads] for index in range(file.num_stripes)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import google_crc32c
 import torch
@@ -25,7 +26,9 @@ from vescale_fsdp.checkpoint.zarr_layout import (
 )
 from vescale_fsdp.geometry import Box, FlatRange, numel_of
 
-__all__ = ["write_arrays", "write_groups"]
+__all__ = ["ArrayWriter", "write_groups"]
+
+T = TypeVar("T")
 
 
 class _Holder(NamedTuple):
@@ -35,77 +38,164 @@ class _Holder(NamedTuple):
     ranks: list[int]
 
 
-def write_arrays(
-    storage: Storage, manifest: Manifest, locals_by_name: Mapping[str, torch.Tensor], coordinator: Coordinator
-) -> None:
-    """Write the chunks and array metadata that are this rank's. A collective where chunks are shared.
+class _Step(NamedTuple):
+    """A chunk that this rank has a share in: it puts the parts together, or sends its own to who does."""
 
-    Raises:
-        OSError: whatever the storage says.
+    place: int
+    own: Region  # what this rank holds of the tensor
+    box: Box
+    wanted: Region  # the chunk, as far as it lies in the tensor
+    owner: int
+    regions: list[Region]  # of whoever holds a part
+    senders: list[int]  # who brings each part
+    numels: list[int]  # of each part
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of the largest part that travels."""
+        return max(self.numels)
+
+
+class ArrayWriter:
+    """Writes the chunks and array metadata that are this rank's.
+
+    Made and used by all ranks together: chunks cut between ranks are sent to one of them. Whatever one rank meets
+    meanwhile, its neighbours still get parts of the right sizes from it, and it takes theirs; so all come to the
+    meeting behind `write`, where they hear that nothing of this is to be committed.
     """
-    error: OSError | None = None
-    for places in manifest.places_by_name.values():
-        try:  # further descriptions of the same tensor have the same values
-            _write_array(storage, manifest, places[0], locals_by_name, coordinator)
-        except OSError as caught:
-            error = error or caught  # neighbours still wait for this rank's parts of later chunks
-    if error is not None:
-        raise error
+
+    def __init__(
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        locals_by_name: Mapping[str, torch.Tensor],
+        coordinator: Coordinator,
+    ) -> None:
+        self.manifest = manifest
+        self._storage = storage
+        self._locals_by_name = locals_by_name
+        self._coordinator = coordinator
+        self._error: BaseException | None = None
+        self._bits: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
+        # Further descriptions of the same tensor have the same values.
+        places = [places[0] for places in manifest.places_by_name.values()]
+        self._heads = [
+            place
+            for place in places
+            if coordinator.rank == manifest.rank_sets[manifest.holders[place]].ranks[0]
+        ]
+        self._steps = [step for place in places for step in _steps(manifest, place, coordinator.rank)]
+        # Taken now: a rank that lacks memory later must still be able to answer.
+        nbytes = [step.part_numel * manifest.entries[step.place].itemsize for step in self._steps]
+        self._travelling = torch.empty(max(nbytes, default=0), dtype=torch.uint8)
+
+    def write(self) -> None:
+        """Write everything; durable on return.
+
+        Raises:
+            BaseException: the first thing that went wrong on this rank, when its neighbours have had their parts.
+        """
+        names = []
+        threads = max(1, self._storage.write_threads)
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
+            work: list[Future[None]] = []
+            for place in self._heads:
+                names.append(f"{array_path(self.manifest, place)}/zarr.json")
+                data = array_json(self.manifest, place)
+                work.append(pool.submit(_put, self._storage, names[-1], data))
+            for step in self._steps:
+                chunk = self._exchanged(step)
+                if chunk is not None and self._error is None:
+                    path = array_path(self.manifest, step.place)
+                    assert self.manifest.chunks is not None
+                    names.append(f"{path}/{chunk_name(step.box, self.manifest.chunks[step.place])}")
+                    work.append(pool.submit(_put_chunk, self._storage, names[-1], chunk))
+                while len(work) > 2 * threads:  # bounds the chunks in memory
+                    self._attempt(work.pop(0).result)
+            for future in work:
+                self._attempt(future.result)
+            self._attempt(lambda: list(pool.map(self._storage.sync_folder, _folders(names))))
+        if self._error is not None:
+            raise self._error
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """What the work returns; None if it raises, which is kept, or if something has gone wrong before."""
+        if self._error is None:
+            try:
+                return work()
+            except BaseException as caught:  # noqa: BLE001  neighbours still wait for this rank's parts
+                self._error = caught
+        return None
+
+    def _exchanged(self, step: _Step) -> torch.Tensor | None:
+        """The chunk, if it is this rank's to write; if not, this rank's part of it is sent."""
+        if self._coordinator.rank != step.owner:
+            mine = step.regions.index(step.own)
+            travelling = self._room(step, mine)
+            self._attempt(lambda: travelling.copy_(_pack(step.own, self._local(step), step.wanted)))
+            self._coordinator.send(travelling.view(torch.uint8), step.owner)
+            return None
+        made = self._attempt(lambda: _empty_chunk(self.manifest, step))
+        for index, (region, sender) in enumerate(zip(step.regions, step.senders, strict=True)):
+            travelling = self._room(step, index)
+            if region != step.own:
+                self._coordinator.receive(travelling.view(torch.uint8), sender)
+            if made is not None:
+                self._attempt(partial(self._fill, step, region, travelling, made[1]))
+        if made is None:
+            return None
+        whole, flat = made
+        self._attempt(
+            lambda: whole[tuple(slice(0, size) for size in step.wanted.box.sizes)].copy_(
+                flat.view(step.wanted.box.sizes)
+            )
+        )
+        return whole
+
+    def _fill(self, step: _Step, region: Region, travelling: torch.Tensor, flat: torch.Tensor) -> None:
+        if region == step.own:
+            _copy(region, self._local(step), step.wanted, flat)
+        else:
+            _unpack(region, step.wanted, travelling, flat)
+
+    def _room(self, step: _Step, index: int) -> torch.Tensor:
+        """Where a part lies while it travels."""
+        entry = self.manifest.entries[step.place]
+        nbytes = step.numels[index] * entry.itemsize
+        return self._travelling[:nbytes].view(carrier_of(dtype_named(entry.dtype)))
+
+    def _local(self, step: _Step) -> torch.Tensor:
+        """The elements of the tensor that this rank holds, 1D."""
+        if self._bits is None or self._bits[0] != step.place:
+            tensor = self._locals_by_name[self.manifest.entries[step.place].name]
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            self._bits = (step.place, plain.view(carrier_of(plain.dtype)))
+        return self._bits[1]
 
 
-def _write_array(
-    storage: Storage,
-    manifest: Manifest,
-    place: int,
-    locals_by_name: Mapping[str, torch.Tensor],
-    coordinator: Coordinator,
-) -> None:
+def _empty_chunk(manifest: Manifest, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for a chunk, and room for its elements that lie in the tensor, 1D."""
+    whole = torch.zeros(step.box.sizes, dtype=carrier_of(dtype_named(manifest.entries[step.place].dtype)))
+    return whole, torch.empty(step.wanted.numel, dtype=whole.dtype)
+
+
+def _folders(names: Iterable[str]) -> list[str]:
+    """Folders that files of these names lie in, those around them included."""
+    found = {name.rpartition("/")[0] for name in names}
+    return sorted(
+        {"/".join(path.split("/")[:depth]) for path in found for depth in range(1, path.count("/") + 2)}
+    )
+
+
+def _steps(manifest: Manifest, place: int, rank: int) -> Iterator[_Step]:
+    """The chunks of a tensor in which a rank has a share, in an order that is the same on all ranks."""
     entry = manifest.entries[place]
-    ranks = manifest.rank_sets[manifest.holders[place]].ranks
-    path = array_path(manifest, place)
-    error: OSError | None = None
-    if coordinator.rank == ranks[0]:
-        try:
-            _put(storage, f"{path}/zarr.json", array_json(manifest, place))
-        except OSError as caught:
-            error = caught
-    held = manifest.holders_of(place).position(coordinator.rank)
+    held = manifest.holders_of(place).position(rank)
     if held is None or not entry.numel:
-        if error is not None:
-            raise error
         return
     own = manifest.distribution(place).region(entry.shape, held[0], manifest.structure.layouts)
-    local = locals_by_name[entry.name].detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    with ThreadPoolExecutor(max(1, storage.write_threads), thread_name_prefix="checkpoint-zarr") as pool:
-        work: list[Future[None]] = []
-        for name, chunk in _assemble(manifest, place, own, local, coordinator):
-            # After an error nothing more is written, but neighbours still get what they wait for.
-            if error is None:
-                work.append(pool.submit(_put_chunk, storage, f"{path}/{name}", chunk))
-            while len(work) > 2 * storage.write_threads:  # bounds the chunks in memory
-                error = error or _error_of(work.pop(0))
-        for future in work:
-            error = error or _error_of(future)
-    if error is not None:
-        raise error
-
-
-def _error_of(future: Future[None]) -> OSError | None:
-    try:
-        future.result()
-    except OSError as error:
-        return error
-    return None
-
-
-def _assemble(
-    manifest: Manifest, place: int, own: Region, local: torch.Tensor, coordinator: Coordinator
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Chunks this rank owns, complete, one after the other; parts of others' chunks are sent on the way."""
-    entry = manifest.entries[place]
     assert manifest.chunks is not None
     chunks = manifest.chunks[place]
-    bits = local.view(carrier_of(local.dtype))
     for box in chunk_boxes(entry.shape, chunks, _hull(own)):
         number = sum(offset // size for offset, size in zip(box.offsets, chunks, strict=True))
         inside = clipped(box, entry.shape)
@@ -113,23 +203,13 @@ def _assemble(
         if not overlaps(own, wanted):
             continue
         parts = _parts(manifest, place, wanted)
+        regions = [part.region for part in parts]
         # Replicas take turns; parts of one chunk travel between ranks of the same turn.
         owner = parts[0].ranks[number % len(parts[0].ranks)]
         senders = [part.ranks[number % len(part.ranks)] for part in parts]
-        if coordinator.rank == owner:
-            whole = torch.zeros(box.sizes, dtype=carrier_of(dtype_named(entry.dtype)))
-            flat = torch.empty(inside.numel, dtype=whole.dtype)
-            for part, sender in zip(parts, senders, strict=True):
-                if part.region == own:
-                    _copy(own, bits, wanted, flat)
-                else:
-                    mine = torch.empty(_shared_numel(part.region, wanted), dtype=whole.dtype)
-                    coordinator.receive(mine.view(torch.uint8), sender)
-                    _unpack(part.region, wanted, mine, flat)
-            whole[tuple(slice(0, size) for size in inside.sizes)] = flat.view(inside.sizes)
-            yield chunk_name(box, chunks), whole
-        elif coordinator.rank in senders and own != parts[0].region:
-            coordinator.send(_pack(own, bits, wanted).view(torch.uint8), owner)
+        if rank == owner or (rank in senders and own != regions[0]):
+            numels = [_shared_numel(region, wanted) for region in regions]
+            yield _Step(place, own, box, wanted, owner, regions, senders, numels)
 
 
 def _hull(region: Region) -> Box | None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_ranks
-from vescale_fsdp.checkpoint import agreement, async_save, async_saving, load
-from vescale_fsdp.checkpoint.agreement import GroupCoordinator, coordinator_for
+from vescale_fsdp.checkpoint import agreement, async_save, async_saving, load, zarr_writing
+from vescale_fsdp.checkpoint.agreement import Coordinator, GroupCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.local import LocalStorage
+from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.dtensor import RaggedDTensor
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.placement import RaggedShard
 
 _made: list[weakref.ref[dist.ProcessGroup]] = []  # in a rank's process, which lives through several calls
 
@@ -64,3 +75,133 @@ def test_savers_end_with_their_group(tmp_path: Path) -> None:
     run_ranks(2, _num_alive)
     assert run_ranks(2, _saved_behind, tmp_path / "first") == [(0, True)] * 2
     assert run_ranks(2, _saved_behind, tmp_path / "second") == [(0, True)] * 2
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+_MET: dict[str, Callable[[], BaseException]] = {
+    "disk": lambda: OSError(errno.ENOSPC, "No space left"),
+    "memory": lambda: MemoryError("none left"),
+    "runtime": lambda: RuntimeError("device lost"),
+    "ctrl-c": lambda: KeyboardInterrupt("now"),
+    "exit": lambda: SystemExit(3),
+    "iteration": lambda: StopIteration("over"),
+    "mute": _Mute,
+    "ours": lambda: CheckpointError("does not fit"),
+    "damage": lambda: CorruptCheckpointError("torn"),
+}
+
+
+def _leave(met: dict[int, str], coordinator: Coordinator) -> BaseException | None:
+    """How this rank leaves a block in which ranks meet what is named."""
+    rank = dist.get_rank()
+    try:
+        with coordinator.together("testing"):
+            if rank in met:
+                raise _MET[met[rank]]()
+    except BaseException as error:  # noqa: BLE001  the test looks at whatever it is
+        return error
+    return None
+
+
+def _leave_all(cases: list[dict[int, str]]) -> list[str]:
+    coordinator = coordinator_for()
+    found = []
+    for met in cases:
+        error = _leave(met, coordinator)
+        own = met.get(dist.get_rank())
+        if own in ("ours", "damage", None):
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            assert isinstance(error, type(_MET[own]())), (met, error)
+            assert any("testing; nothing was committed" in note for note in error.__notes__)
+            found.append("its own")
+    return found
+
+
+def test_all_ranks_leave_a_block_together() -> None:
+    """Who was hit raises what it met, Ctrl-C included; the others an error that names the rank and what it met."""
+    cases = [{rank: kind} for kind in _MET for rank in range(3)]
+    ranks = run_ranks(3, _leave_all, [{}, *cases, {}])
+
+    for found in ranks:
+        assert found[0] == found[-1] == "NoneType: None"
+    for number, met in enumerate(cases, start=1):
+        ((bad_rank, kind),) = met.items()
+        for rank, found in enumerate(ranks):
+            if rank == bad_rank:
+                assert found[number] == {
+                    "ours": "CheckpointError: does not fit",
+                    "damage": "CorruptCheckpointError: torn",
+                }.get(kind, "its own")
+            else:
+                wanted = "CorruptCheckpointError" if kind == "damage" else "CheckpointError"
+                assert found[number].startswith(f"{wanted}: 1 of 3 ranks failed while testing")
+                assert f"rank {bad_rank}: {type(_MET[kind]()).__name__}" in found[number]
+
+
+def test_ranks_that_meet_different_things_decide_alike() -> None:
+    """Damage outweighs what does not fit; what is not ours ends the work on all ranks, damage or not."""
+    first, second, third = run_ranks(
+        3, _leave_all, [{0: "ours", 1: "damage"}, {0: "damage", 1: "ctrl-c"}, {0: "disk", 1: "memory"}]
+    )
+
+    assert [text.partition(":")[0] for text in first] == [
+        "CorruptCheckpointError",
+        "CheckpointError",
+        "its own",
+    ]
+    assert [text.partition(":")[0] for text in second] == ["CorruptCheckpointError", "its own", "its own"]
+    assert [text.partition(":")[0] for text in third] == ["CorruptCheckpointError", *["CheckpointError"] * 2]
+    assert "rank 0: OSError" in third[2] and "rank 1: MemoryError" in third[2]
+
+
+_PLACES = ("_empty_chunk", "_pack", "_unpack", "_copy", "_put_chunk", "_put", "_steps")
+
+
+def _zarr_fails(folder: Path, cases: list[tuple[str, str, int]]) -> list[str]:
+    """How a save of arrays cut inside rows ends, where a function of its writer raises on one rank."""
+    numels = [7, 30 - 7, 0] if dist.get_world_size() == 3 else [17, 13]
+    placement = RaggedShard.from_piece_numels((5, 6), numels)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    start = sum(numels[: dist.get_rank()])
+    local = torch.arange(start, start + numels[dist.get_rank()], dtype=torch.float32)
+    state = {name: RaggedDTensor.from_local(local, mesh, [placement], shape=(5, 6)) for name in "abc"}
+    found = []
+    for number, (place, kind, bad_rank) in enumerate(cases):
+        storage = LocalStorage(folder / f"{number}")
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == bad_rank:
+                patch.setattr(zarr_writing, place, partial(_raise, kind))
+            try:
+                Saver(storage, coordinator_for(), format="zarr").save(state)
+                found.append("saved")
+            except BaseException as error:  # noqa: BLE001  the test looks at whatever it is
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _raise(kind: str, *args: Any) -> Any:
+    raise _MET[kind]()
+
+
+def test_ranks_that_share_chunks_wait_for_none(tmp_path: Path) -> None:
+    """Wherever one rank fails in a save of arrays cut between ranks, the others get their parts and hear of it."""
+    kinds = ("memory", "runtime", "ctrl-c", "disk")
+    cases = [(place, kind, rank) for place in _PLACES for kind in kinds for rank in (0, 1)]
+    ranks = run_ranks(2, _zarr_fails, tmp_path, cases, timeout_s=120)
+
+    failed = 0
+    for (place, kind, bad_rank), *texts in zip(cases, *ranks, strict=True):
+        name = type(_MET[kind]()).__name__
+        if texts == ["saved", "saved"]:  # the function is not called on that rank
+            continue
+        failed += 1
+        assert texts[bad_rank].startswith(name), (place, kind, bad_rank)
+        assert texts[1 - bad_rank].startswith("CheckpointError"), (place, kind, bad_rank)
+        assert f"rank {bad_rank}: {name}" in texts[1 - bad_rank]
+    assert failed == 8 * len(kinds)
+    assert not [path for path in tmp_path.glob("*/data-*") if not (path.parent / "manifest.json").exists()]
