@@ -18,14 +18,15 @@ import secrets
 import struct
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from vescale_fsdp.checkpoint.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Structure
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
@@ -40,7 +41,10 @@ __all__ = [
 ]
 
 
-_FAILURE, _DAMAGE, _FOREIGN = 1, 2, 3
+T = TypeVar("T")
+
+_FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
+_KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _NOTHING_DONE = "nothing was committed"
 
 
@@ -48,8 +52,9 @@ def _severity(error: BaseException | None) -> int:
     """0, or how bad an error is: all ranks raise the worst kind, so that they decide alike what to do next."""
     if error is None:
         return 0
-    if isinstance(error, CorruptCheckpointError):
-        return _DAMAGE
+    for severity, kind in _KINDS.items():
+        if isinstance(error, kind):
+            return severity
     # Whoever meets what is not ours raises it and is gone: the others must not go on with an older checkpoint.
     return _FAILURE if isinstance(error, VescaleError) else _FOREIGN
 
@@ -128,8 +133,8 @@ class Coordinator(ABC):
         """Fill a contiguous CPU tensor with what a rank sends."""
 
     @abstractmethod
-    def common(self, items: list[Hashable]) -> set[Hashable]:
-        """Items that all ranks have."""
+    def everyone(self, item: T) -> list[T]:
+        """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
 
 
 class SoloCoordinator(Coordinator):
@@ -163,8 +168,8 @@ class SoloCoordinator(Coordinator):
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
         raise AssertionError("one process alone receives nothing")
 
-    def common(self, items: list[Hashable]) -> set[Hashable]:
-        return set(items)
+    def everyone(self, item: T) -> list[T]:
+        return [item]
 
 
 class GroupCoordinator(Coordinator):
@@ -250,8 +255,7 @@ class GroupCoordinator(Coordinator):
             error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
             raise error
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-        kind = CorruptCheckpointError if worst == _DAMAGE else CheckpointError
-        raise kind(
+        raise _KINDS.get(worst, CheckpointError)(
             explain(
                 f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
                 expected="all ranks to succeed",
@@ -286,15 +290,15 @@ class GroupCoordinator(Coordinator):
         with self._reaching(f"receiving from rank {from_rank}"):
             dist.recv(tensor, group=self._group, group_src=from_rank)
 
-    def common(self, items: list[Hashable]) -> set[Hashable]:
-        digest = xxhash.xxh3_64_intdigest(repr(sorted(items, key=repr)).encode()) >> 2
+    def everyone(self, item: T) -> list[T]:
+        digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2
         high, low = self._max([digest, -digest])
         if high == -low:
-            return set(items)
-        everyone: list[list[Hashable]] = [[] for _ in range(self.world_size)]
+            return [item] * self.world_size
+        found: list[T] = [item] * self.world_size
         with self._reaching("comparing what ranks have"):
-            dist.all_gather_object(everyone, items, group=self._group)
-        return set(items).intersection(*everyone)
+            dist.all_gather_object(found, item, group=self._group)
+        return found
 
 
 # By group asked for, then by use. Weak, since a group that is kept after `destroy_process_group` keeps its threads and

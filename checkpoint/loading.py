@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.describe import Describer
 from vescale_fsdp.checkpoint.dtypes import dtype_named
+from vescale_fsdp.checkpoint.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.matching import Match, TensorRead, match
 from vescale_fsdp.checkpoint.quiet import gc_paused
-from vescale_fsdp.checkpoint.reader import CheckpointReader
+from vescale_fsdp.checkpoint.reader import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.reading import ReadPlan
 from vescale_fsdp.checkpoint.region import Region, whole_region
 from vescale_fsdp.checkpoint.sinks import Target
@@ -35,7 +36,7 @@ from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["LoadReport", "Loader", "Verify", "load"]
+__all__ = ["LoadReport", "Loader", "Verify", "load", "prove_verify"]
 
 Verify = Literal["before", "while", "never"]
 Strict = bool | Literal["missing"]
@@ -89,15 +90,15 @@ def load(
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
-        CorruptCheckpointError: on all ranks, if any of them finds damage or cannot read.
+        CorruptCheckpointError: on all ranks, if any of them finds damage. Whatever else a rank meets, such as a
+            lost connection, it raises itself, and the others a CheckpointError that names it.
         ValueError: if there is no such way to verify.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
         loader = Loader(open_storage(path), coordinator, verify)
-    with torch.no_grad():
-        return loader.load(state, strict=strict, include=patterns)
+    return loader.load(state, strict=strict, include=patterns)
 
 
 @dataclass
@@ -109,30 +110,25 @@ class Loader:
     verify: Verify = "before"
 
     def __post_init__(self) -> None:
-        if self.verify not in get_args(Verify):
-            raise ValueError(
-                explain(
-                    "There is no such way to verify.",
-                    expected="'before', 'while' or 'never'",
-                    got=repr(self.verify),
-                )
-            )
+        prove_verify(self.verify)
 
+    @torch.no_grad()
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         plan = ReadPlan(self.storage)
         try:
+            reader = self._open()
             with (
                 self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED),
-                self._reading(),
+                self._reading(reader),
             ):
                 with gc_paused():
-                    reader, found, targets = self._prepare(plan, state, strict, include)
+                    found, targets = self._prepare(reader, plan, state, strict, include)
                 if self.verify == "before":
                     plan.prove()
             with (
                 self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
-                self._reading(),
+                self._reading(reader),
             ):
                 plan.run(verify=self.verify == "while")
                 for target in targets:
@@ -142,21 +138,52 @@ class Loader:
             plan.close()
         return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
 
+    def _open(self) -> CheckpointReader:
+        """The checkpoint, proven to be one and the same for all ranks: it may be replaced between two reads."""
+        with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
+            reader = CheckpointReader(self.storage, own_rank=self.coordinator.rank)
+        save_ids = self.coordinator.everyone(reader.manifest.save_id)
+        first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
+        if len(first_ranks) > 1:
+            raise NoCheckpointError(
+                explain(
+                    "Ranks found different checkpoints at this path.",
+                    expected="one checkpoint, which stays until it is read",
+                    got=", ".join(f"{save_id} on rank {rank}" for save_id, rank in first_ranks.items()),
+                    where=self.storage.where,
+                    todo="load again when the save that replaces it is done",
+                )
+            )
+        return reader
+
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What the storage cannot deliver is damage, except where it could not be reached at all."""
+    def _reading(self, reader: CheckpointReader) -> Iterator[None]:
+        """Tell a checkpoint that is removed meanwhile from damage, and from errors that say nothing of its bytes."""
         try:
             yield
-        except (ConnectionError, TimeoutError):
+        except (CorruptCheckpointError, OSError) as error:
+            if self._is_gone(reader.manifest.save_id):
+                raise _gone(self.storage, error) from error
             raise
-        except OSError as error:
-            raise _unreadable(self.storage, error) from error
+
+    def _is_gone(self, save_id: str) -> bool:
+        """Whether the checkpoint is surely not there any more."""
+        try:
+            return read_manifest(self.storage).save_id != save_id
+        except NoCheckpointError:
+            return True
+        except (CheckpointError, OSError):
+            return False  # the error that led here says more
 
     def _prepare(
-        self, plan: ReadPlan, state: Any, strict: Strict, include: tuple[str, ...] | None
-    ) -> tuple[CheckpointReader, Match, list[Target]]:
-        """Everything that can fail before a byte is overwritten."""
-        reader = CheckpointReader(self.storage, own_rank=self.coordinator.rank)
+        self,
+        reader: CheckpointReader,
+        plan: ReadPlan,
+        state: Any,
+        strict: Strict,
+        include: tuple[str, ...] | None,
+    ) -> tuple[Match, list[Target]]:
+        """Everything else that can fail before a byte is overwritten."""
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)
@@ -172,7 +199,7 @@ class Loader:
         for place in found.fresh:
             found.fresh[place] = self._fresh(reader, plan, targets, place)
         self._per_rank(reader, found)
-        return reader, found, targets
+        return found, targets
 
     def _prove_match(self, found: Match, strict: Strict) -> None:
         if found.problems:
@@ -276,6 +303,16 @@ class Loader:
                 found.per_rank_values[name] = merge(values, rank, world)
 
 
+def prove_verify(verify: str) -> None:
+    """Refuse what is no way to verify."""
+    if verify not in get_args(Verify):
+        raise ValueError(
+            explain(
+                "There is no such way to verify.", expected="'before', 'while' or 'never'", got=repr(verify)
+            )
+        )
+
+
 def _prove_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse what `expand` and `unfold` make: many elements in one place cannot take different values."""
     reach = 0  # of the elements along all dims of smaller strides
@@ -301,14 +338,14 @@ def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
     )
 
 
-def _unreadable(storage: Storage, error: OSError) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
+def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
+    return NoCheckpointError(
         explain(
-            "The storage could not deliver the checkpoint.",
-            expected="readable files",
+            "The checkpoint was removed or replaced while it was read.",
+            expected="one that stays until it is read",
             got=f"{type(error).__name__}: {error}",
             where=storage.where,
-            todo="restore an older step, or repair the storage",
+            todo="load a newer one",
         )
     )
 

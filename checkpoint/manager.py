@@ -1,28 +1,28 @@
 """`CheckpointManager`: a folder of steps. Saves them, keeps the right ones, restores the newest good one.
 
-    root/step-00000100/manifest.json, data-..      a committed step
-    root/step-00000200/data-..                     torn: no manifest, never taken for good
-
-Only folders of this form are ever looked at or removed. A step is removed manifest first, so a crash in
-between leaves a torn step, not a damaged one; and only after a newer step has been committed by this job.
+What lies under a root, and how a step is removed: see `step_folders`. A step is removed only after a newer one has
+been committed by this job. Which step is restored, and what becomes of ranks that see different ones: see
+`step_search`.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.agreement import coordinator_for
+from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.async_saving import AsyncSaver, SaveHandle
-from vescale_fsdp.checkpoint.loading import Loader, LoadReport, Verify
-from vescale_fsdp.checkpoint.names import MANIFEST_NAME, parse_step_name, step_name
+from vescale_fsdp.checkpoint.loading import Loader, LoadReport, Verify, prove_verify
+from vescale_fsdp.checkpoint.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.names import step_name
 from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
+from vescale_fsdp.checkpoint.step_search import StepSearch
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
@@ -36,7 +36,7 @@ class Restored:
 
     Attributes:
         step: the step that was restored.
-        skipped: newer steps that were found damaged, with the reason.
+        skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
         report: what the load left untouched, and the user's JSON.
         tier: where it was read from: "disk" or "ram".
     """
@@ -58,9 +58,11 @@ class CheckpointManager:
         save_interval: `save` does nothing for steps not divisible by it, unless forced.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
+        patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
+            caches can bring about for as long as they are kept; then it raises.
 
     Raises:
-        ValueError: for limits below 1.
+        ValueError: for limits below 1, or a negative patience.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class CheckpointManager:
         save_interval: int = 1,
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
+        patience_s: float = 30.0,
     ) -> None:
         for name, value in (
             ("keep_last", keep_last),
@@ -83,18 +86,24 @@ class CheckpointManager:
                 raise ValueError(
                     explain(f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root))
                 )
+        if not patience_s >= 0:
+            raise ValueError(
+                explain("patience_s is no time.", expected=">= 0", got=patience_s, where=str(root))
+            )
         self._root = open_storage(root)
+        self._patience_s = patience_s
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._interval = save_interval
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
-        self._async = AsyncSaver(coordinator_for(process_group, use="async")) if async_ else None
+        self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
+        self._async = AsyncSaver(self._behind) if async_ else None
         self._handle: SaveHandle | None = None
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; torn ones are not among them."""
-        return [step for step, committed in self._folders() if committed]
+        return committed_steps(self._root)
 
     def save(self, step: int, state: Any, *, user: Json = None, force: bool = False) -> SaveHandle | None:
         """Save a step if it is due; a collective. An earlier asynchronous save's error is raised here.
@@ -121,14 +130,14 @@ class CheckpointManager:
             self._ram.save(self._coordinator, step, state, user)
         if not force and step % self._interval:
             return None
-        self.wait()
+        self._wait_together()
         storage = self._root.child(step_name(step))
         if self._async is None:
             Saver(storage, self._coordinator, overwrite=True).save(state, user)
-            self._retain(step)
+            self._retain(step, self._coordinator)
             return None
         self._handle = self._async.start(
-            storage, state, user=user, overwrite=True, after=lambda: self._retain(step)
+            storage, state, user=user, overwrite=True, after=lambda: self._retain(step, self._behind)
         )
         return self._handle
 
@@ -142,6 +151,10 @@ class CheckpointManager:
         if handle is not None:
             handle.wait()
 
+    def _wait_together(self) -> None:
+        with self._coordinator.together("waiting for the save before"):
+            self.wait()
+
     def restore(
         self,
         state: Any,
@@ -154,7 +167,9 @@ class CheckpointManager:
         """Fill a state from the newest step that is good; a collective.
 
         A damaged step is skipped with a warning and the next older one is tried. A step that is good but
-        does not fit the state raises, because older ones would not fit either.
+        does not fit the state raises, because older ones would not fit either; and so does one that cannot be read
+        for another reason than damage, such as a lost connection or a lack of permission. A step that another job
+        removes meanwhile is no damage: the newest one is looked for again.
 
         Args:
             state: filled in place, as `load` does.
@@ -162,75 +177,81 @@ class CheckpointManager:
             strict, include, verify: as for `load`.
 
         Returns:
-            What was restored; None if there is no checkpoint at all.
+            What was restored; None if no rank sees any checkpoint.
 
         Raises:
             CorruptCheckpointError: if there are steps, and all are damaged; the state is untouched then,
                 unless ``verify="while"`` was asked for.
-            CheckpointError: if a step does not fit the state, or the step asked for does not exist.
+            CheckpointError: if a step does not fit the state, the step asked for does not exist, or ranks still see
+                different steps when patience is over. Whatever one rank meets, all raise.
         """
-        self.wait()
-        patterns = (include,) if isinstance(include, str) else include
-        skipped: list[tuple[int, str]] = []
-        for number, tier, storage in self._candidates(step):
+        self._wait_together()
+        with self._coordinator.together(f"starting to restore from {self._root.where}"):
+            prove_verify(verify)
+            patterns = (include,) if isinstance(include, str) else include
+            wanted = None if step is None else operator.index(step)
+        search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
+        while (found := search.newest()) is not None:
+            stored, storage = found
             try:
                 loader = Loader(storage, self._coordinator, verify)
                 report = loader.load(state, strict=strict, include=patterns)
+            except NoCheckpointError:
+                search.vanished()
             except CorruptCheckpointError as error:
-                skipped.append((number, str(error)))
-                if self._coordinator.rank == 0:
-                    warnings.warn(f"step {number} ({tier}) is damaged and was skipped: {error}", stacklevel=2)
-                continue
-            return Restored(number, tuple(skipped), report, tier)
-        if skipped:
+                search.pass_over(stored, error)
+            except Exception as error:
+                error.add_note(
+                    f"step {stored.number} ({stored.tier}) was not restored; older ones were not tried, since this is "
+                    "no damage: pass step= to go back to one"
+                )
+                raise
+            else:
+                return Restored(stored.number, search.skipped, report, stored.tier)
+        if search.skipped or search.num_vanished or wanted is not None:
+            self._nothing_restored(search, wanted)
+        return None
+
+    def _nothing_restored(self, search: StepSearch, wanted: int | None) -> None:
+        """Raise if there were steps, or if one was asked for."""
+        skipped = "; ".join(f"step {number}: {reason.splitlines()[0]}" for number, reason in search.skipped)
+        if search.damaged:
             raise CorruptCheckpointError(
                 explain(
                     "No step of this run is good.",
                     expected="one good step",
-                    got="; ".join(f"step {number}: {reason.splitlines()[0]}" for number, reason in skipped),
+                    got=skipped,
                     where=self._root.where,
                 )
             )
-        if step is not None:
+        if search.num_vanished:
+            raise CheckpointError(
+                explain(
+                    "The steps were removed while they were read.",
+                    expected="one to remain",
+                    got="none; tensors may hold some of what was read",
+                    where=self._root.where,
+                    todo="see which job removes them",
+                )
+            )
+        if wanted is not None:
             raise CheckpointError(
                 explain(
                     "There is no such step.",
                     expected=f"one of {self.steps()}",
-                    got=step,
+                    got=skipped or wanted,
                     where=self._root.where,
                 )
             )
-        return None
 
-    def _candidates(self, wanted: int | None) -> list[tuple[int, str, Storage]]:
-        """Steps to try, newest first, memory before disk; the same on all ranks."""
-        found = [(step, "disk", self._root.child(step_name(step)), "") for step in self.steps()]
-        if self._ram is not None:
-            found += [(step, "ram", storage, attempt) for step, storage, attempt in self._ram.steps()]
-        # A step in memory counts if all nodes hold parts of the same attempt to save it.
-        keys = self._coordinator.common([(step, tier, attempt) for step, tier, _, attempt in found])
-        chosen = [
-            (step, tier, storage)
-            for step, tier, storage, attempt in found
-            if (step, tier, attempt) in keys and wanted in (None, step)
-        ]
-        return sorted(chosen, key=lambda item: (item[0], item[1] == "ram"), reverse=True)
-
-    def _folders(self) -> list[tuple[int, bool]]:
-        """All step folders, ascending, and whether each is committed."""
-        steps = filter(None, map(parse_step_name, self._root.list_folder("")))
-        return sorted((step, self._root.exists(f"{name}/{MANIFEST_NAME}")) for step, name in steps)
-
-    def _retain(self, saved: int) -> None:
+    def _retain(self, saved: int, coordinator: Coordinator) -> None:
         """On rank 0, remove what need not be kept, now that a step is committed."""
-        if self._coordinator.rank or self._keep_last is None:
-            return
-        folders = self._folders()
-        committed = [step for step, good in folders if good and step <= saved]
-        keep = set(committed[-self._keep_last :])
-        keep |= {step for step in committed if self._keep_every is not None and step % self._keep_every == 0}
-        for step, good in folders:
-            # Newer steps are not ours to judge: they belong to a run that was restored from before them.
-            if step < saved and not (good and step in keep):
-                self._root.remove(f"{step_name(step)}/{MANIFEST_NAME}")
-                self._root.remove(step_name(step))
+        with coordinator.together(
+            f"removing older steps from {self._root.where}", f"step {saved} is committed"
+        ):
+            keep_last, keep_every = self._keep_last, self._keep_every
+            if coordinator.rank == 0 and keep_last is not None:
+                retire(
+                    self._root,
+                    lambda found: no_longer_kept(found, saved, keep_last=keep_last, keep_every=keep_every),
+                )

@@ -36,7 +36,15 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LayoutE
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.layout import GroupLayout
 
-__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "Manifest", "build_manifest", "new_save_id"]
+__all__ = [
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "Manifest",
+    "NoCheckpointError",
+    "build_manifest",
+    "new_save_id",
+]
 
 STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
@@ -44,6 +52,10 @@ SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
 _MAX_NUMEL = 1 << 62
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at a path: none yet, or none any more."""
 
 
 def new_save_id() -> str:

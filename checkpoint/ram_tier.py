@@ -15,9 +15,11 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.agreement import Coordinator
 from vescale_fsdp.checkpoint.local import LocalStorage
-from vescale_fsdp.checkpoint.names import MANIFEST_NAME, parse_step_name, step_name
+from vescale_fsdp.checkpoint.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.names import step_name
 from vescale_fsdp.checkpoint.reader import read_manifest
 from vescale_fsdp.checkpoint.saving import Saver, is_node_leader
+from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
 from vescale_fsdp.checkpoint.storage import Storage
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError
@@ -63,24 +65,22 @@ class RamTier:
         """Save a step and forget older ones; a collective."""
         storage = self._root.child(step_name(step))
         Saver(storage, coordinator, overwrite=True, every_node=True).save(state, user)
-        if coordinator.rank == 0 or is_node_leader():
-            older = [number for number, _, _ in self.steps() if number < step]
-            for number in older[: len(older) + 1 - self._keep_last]:
-                self._root.remove(f"{step_name(number)}/{MANIFEST_NAME}")
-                self._root.remove(step_name(number))
+        with coordinator.together(f"removing older steps from {self._root.where}", f"step {step} is saved"):
+            if coordinator.rank == 0 or is_node_leader():
+                retire(self._root, lambda found: no_longer_kept(found, step, keep_last=self._keep_last))
 
     def steps(self) -> list[tuple[int, Storage, str]]:
         """Complete steps that this node holds, ascending, each with the name of the attempt that wrote it."""
         found: list[tuple[int, Storage, str]] = []
-        for name in self._root.list_folder(""):
-            known = parse_step_name(name)
-            if known and self._root.exists(f"{name}/{MANIFEST_NAME}"):
-                storage = self._root.child(name)
-                try:
-                    found.append((known[0], storage, read_manifest(storage).save_id))
-                except CheckpointError:
-                    continue  # a damaged step of a tier that may vanish at any time is no step
-        return sorted(found, key=lambda item: item[0])
+        for number in committed_steps(self._root):
+            storage = self._root.child(step_name(number))
+            try:
+                found.append((number, storage, read_manifest(storage).save_id))
+            except NoCheckpointError:
+                continue
+            except CheckpointError:
+                found.append((number, storage, "unreadable"))  # whoever loads it hears why
+        return found
 
     def clear(self) -> None:
         """Give the memory back."""

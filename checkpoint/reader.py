@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.dtypes import dtype_named
-from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.names import parse_step_name
 from vescale_fsdp.checkpoint.per_rank import unpack_blob
 from vescale_fsdp.checkpoint.reading import ReadPlan
@@ -43,7 +43,8 @@ def read_manifest(storage: Storage) -> Manifest:
     """The proven manifest of a checkpoint.
 
     Raises:
-        CheckpointError: if there is none, or a newer version wrote it.
+        NoCheckpointError: if there is none.
+        CheckpointError: if a newer version wrote it.
         CorruptCheckpointError: if it is damaged.
     """
     where = f"{storage.where}/{MANIFEST_NAME}"
@@ -63,7 +64,7 @@ def read_manifest(storage: Storage) -> Manifest:
     return Manifest.from_bytes(raw, where=where)
 
 
-def _no_checkpoint(storage: Storage) -> CheckpointError:
+def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     """The error for a path without a manifest; says what lies there instead, where that can be told."""
     got, todo = "no manifest.json", "give the path of a complete checkpoint"
     names = storage.list_folder("")
@@ -77,7 +78,7 @@ def _no_checkpoint(storage: Storage) -> CheckpointError:
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
         todo = "vescale-convert to-vescale brings them into this format"
-    return CheckpointError(
+    return NoCheckpointError(
         explain(
             "There is no checkpoint at this path.",
             expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",

@@ -38,7 +38,7 @@ def _groups_of_two_uses() -> tuple[int, int]:
     before = _num_alive()
     made = [coordinator_for(use=use) for use in ("sync", "async", "sync", "async")]
     assert all(isinstance(one, GroupCoordinator) and one.world_size == 2 for one in made)
-    assert made[0].common([1, 2]) == {1, 2}
+    assert made[0].everyone((1, 2)) == [(1, 2)] * 2
     assert dist.group.WORLD is not None
     groups = agreement._groups[dist.group.WORLD].values()
     _made.extend(map(weakref.ref, groups))

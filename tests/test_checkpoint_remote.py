@@ -108,6 +108,49 @@ def _state(value: float, rows: int = 300) -> dict[str, Any]:
     return {"w": torch.full((rows, 1000), value), "b": torch.arange(7) + int(value), "step": int(value)}
 
 
+def test_a_store_that_cannot_be_reached_is_no_damage(calm: tuple[str, Weather]) -> None:
+    """Refusals that outlast all tries end a restore, whichever request meets them; no older step is taken for it."""
+    endpoint, weather = calm
+    for step in (1, 2):
+        CheckpointManager(_storage(endpoint, "outage")).save(step, _state(step))
+    impatient = CheckpointManager(_storage(endpoint, "outage", patient=False))
+    for part in (
+        "/bucket/outage/step-00000002/manifest.json",
+        "/bucket/outage/step-00000002/data-",
+        "/bucket",
+    ):
+        weather.refuse_if = lambda method, path, part=part: (
+            method == "GET"
+            and (  # type: ignore[misc]
+                path.startswith(part) if part != "/bucket" else path == part
+            )
+        )
+        state = _state(0)
+        with pytest.raises(OSError, match="gave up after 1 tries"):
+            impatient.restore(state)
+        assert state["step"] == 0 and not state["w"].any()
+    weather.calm_down()
+    restored = impatient.restore(state)
+    assert restored is not None and restored.step == 2 and torch.equal(_state(2)["w"], state["w"])
+
+
+def test_a_store_that_removes_nothing(calm: tuple[str, Weather]) -> None:
+    """A policy without DeleteObject: saves go on, each with a warning; old steps stay as they are."""
+    endpoint, weather = calm
+    manager = CheckpointManager(_storage(endpoint, "policy", patient=False), keep_last=1)
+    manager.save(1, _state(1))
+    weather.refuse_if = lambda method, path: method == "DELETE" or (method == "POST" and path == "/bucket")
+    with pytest.warns(
+        UserWarning, match="older ones could not be removed from s3://bucket/policy: step-00000001"
+    ):
+        manager.save(2, _state(2))
+    weather.calm_down()
+    assert manager.steps() == [1, 2]
+    assert all(verify(_storage(endpoint, f"policy/step-0000000{step}")).ok for step in (1, 2))
+    manager.save(3, _state(3))
+    assert manager.steps() == [3]
+
+
 def _round(endpoint: str, name: str, saving: bool) -> int:
     storage = _storage(endpoint, name)
     state = mixed_state(2 if saving else 1)

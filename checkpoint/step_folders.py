@@ -1,0 +1,93 @@
+"""The steps under a root: which are committed, which need not be kept, and how one is removed.
+
+    root/step-00000100/manifest.json, data-..      a committed step
+    root/step-00000200/data-..                     torn: no manifest, never taken for good
+
+Only folders of this form are ever looked at or removed. Another job may save and remove steps meanwhile.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+from vescale_fsdp.checkpoint.names import MANIFEST_NAME, parse_step_name, step_name
+from vescale_fsdp.checkpoint.storage import Storage
+
+__all__ = ["StepFolder", "committed_steps", "list_steps", "no_longer_kept", "retire"]
+
+StepFolder = tuple[int, bool]
+"""A step's number, and whether it is committed."""
+
+
+def list_steps(root: Storage) -> list[StepFolder]:
+    """All step folders, ascending."""
+    return _looked_at(root, _names(root))
+
+
+def committed_steps(root: Storage) -> list[int]:
+    """Numbers of the committed steps, ascending."""
+    names = _names(root)
+    while True:
+        found = [step for step, committed in _looked_at(root, names) if committed]
+        # Steps may be removed after they were listed, when newer ones are committed that were not listed yet:
+        # that none is left says nothing unless nothing has changed.
+        if found or names == (names := _names(root)):
+            return found
+
+
+def _names(root: Storage) -> list[str]:
+    return [name for name in root.list_folder("") if parse_step_name(name)]
+
+
+def _looked_at(root: Storage, names: Iterable[str]) -> list[StepFolder]:
+    steps = filter(None, map(parse_step_name, names))
+    return sorted((step, root.exists(f"{name}/{MANIFEST_NAME}")) for step, name in steps)
+
+
+def no_longer_kept(
+    folders: Iterable[StepFolder], saved: int, *, keep_last: int, keep_every: int | None = None
+) -> list[int]:
+    """Steps to remove now that step ``saved`` is committed: torn ones, and those that are too many."""
+    # Newer steps are not ours to judge: they belong to a run that was restored from before them.
+    older = [(step, good) for step, good in folders if step < saved]
+    committed = [step for step, good in older if good]
+    keep = set(committed[max(0, len(committed) + 1 - keep_last) :])  # beside the one just saved
+    keep |= {step for step in committed if keep_every is not None and step % keep_every == 0}
+    return [step for step, _ in older if step not in keep]
+
+
+def retire(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> None:
+    """Remove the steps that are chosen; warns of what cannot be removed.
+
+    Nothing is raised for it, since it comes after a commit: the step that was saved is good.
+    """
+    left: list[str] = []
+    try:
+        for step in choose(list_steps(root)):
+            problem = _remove(root, step_name(step))
+            if problem is not None:
+                left.append(problem)
+    except Exception as error:  # noqa: BLE001  see above
+        left.append(f"{type(error).__name__}: {error}")
+    if left:
+        shown = "; ".join(left[:4]) + (f"; and {len(left) - 4} more" if len(left) > 4 else "")
+        warnings.warn(
+            f"the new step is saved, but older ones could not be removed from {root.where}: {shown}",
+            stacklevel=3,
+        )
+
+
+def _remove(root: Storage, name: str) -> str | None:
+    """Remove a step, manifest first: a crash in between leaves a torn step and no damaged one. What is left, if any."""
+    manifest = f"{name}/{MANIFEST_NAME}"
+    try:
+        root.remove(manifest)
+        # Some stores refuse without an error; a manifest must never outlive its data.
+        if root.exists(manifest):
+            return f"{manifest} is still there"
+        root.remove(name)
+        rest = root.list_folder(name)
+    except Exception as error:  # noqa: BLE001  the next step may still be removable
+        return f"{name}: {type(error).__name__}: {error}"
+    return f"{name} still holds {', '.join(rest[:4])}" if rest else None

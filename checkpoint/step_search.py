@@ -1,0 +1,220 @@
+"""`StepSearch`: the newest step that all ranks see, however stale one rank's view of the storage is.
+
+    every rank lists        {4, 6}    {4}       {4, 6}
+    all hear of it          the newest is 6, rank 1 lacks it
+    list again, ..          until all see 6, or, if it has vanished, the newest that is left by then
+    patience is over        all ranks raise, and say who sees what
+
+A step that was found damaged is passed over from then on, one that vanished while it was read is not: another job
+saves and removes steps, and the next listing has its newer one.
+
+A step in memory counts if all ranks find parts of the same attempt to save it. Memory that is lost stays lost, so
+that is said, and not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple
+
+from vescale_fsdp.checkpoint.agreement import Coordinator
+from vescale_fsdp.checkpoint.names import step_name
+from vescale_fsdp.checkpoint.ram_tier import RamTier
+from vescale_fsdp.checkpoint.step_folders import committed_steps
+from vescale_fsdp.checkpoint.storage import Storage
+from vescale_fsdp.errors import CheckpointError, explain
+
+__all__ = ["StepSearch", "StoredStep"]
+
+_FIRST_PAUSE_S = 0.01
+_LAST_PAUSE_S = 0.5
+_MIN_READS = 3  # however long they take, and whatever the patience
+
+
+class StoredStep(NamedTuple):
+    """A step in one of the tiers.
+
+    Attributes:
+        attempt: which of several attempts to save it; on disk the load itself compares that.
+    """
+
+    number: int
+    in_memory: bool
+    attempt: str = ""
+
+    @property
+    def tier(self) -> Literal["ram", "disk"]:
+        """As `Restored.tier` has it."""
+        return "ram" if self.in_memory else "disk"
+
+
+class _View(NamedTuple):
+    """What one rank sees and wants."""
+
+    steps: Set[StoredStep]
+    wanted: int | None
+    is_late: bool  # patience is over since a step was last tried
+    is_over: bool  # patience is over since the start
+
+
+class StepSearch:
+    """The steps to try, one after another; every method is called on all ranks alike.
+
+    Args:
+        wanted: this step and no other.
+        patience_s: how long ranks may go on seeing different steps.
+    """
+
+    def __init__(
+        self,
+        root: Storage,
+        ram: RamTier | None,
+        coordinator: Coordinator,
+        wanted: int | None,
+        patience_s: float,
+    ) -> None:
+        self._root, self._ram, self._coordinator = root, ram, coordinator
+        self._wanted = wanted
+        self._patience_s = patience_s
+        self._start_s = self._last_try_s = time.monotonic()
+        self._pause_s = 0.0
+        self._has_warned = False
+        self._to_say: list[str] = []
+        self._passed: dict[StoredStep, str] = {}
+        self.damaged: list[StoredStep] = []
+        self.num_vanished = 0
+
+    @property
+    def skipped(self) -> tuple[tuple[int, str], ...]:
+        """Steps that were passed over, and why."""
+        return tuple((step.number, reason) for step, reason in self._passed.items())
+
+    def newest(self) -> tuple[StoredStep, Storage] | None:
+        """The newest step that is left to try, and where it lies; None if no rank sees any.
+
+        Raises:
+            CheckpointError: on all ranks, if they see different steps until patience is over.
+        """
+        while True:
+            mine = self._listed()
+            views = self._coordinator.everyone(self._view(mine))
+            chosen = _newest([view.steps for view in views])
+            self._pass_over_lost_memory(views, chosen)
+            if len({view.wanted for view in views}) > 1:
+                raise self._error("Ranks ask for different steps.", views)
+            if chosen is None:
+                self._say()
+                return None
+            if all(chosen in view.steps for view in views):
+                if self.num_vanished >= _MIN_READS and any(view.is_over for view in views):
+                    raise self._error(f"Steps vanish while they are read, {self.num_vanished} so far.", views)
+                self._say()
+                return chosen, mine[chosen]
+            if any(view.is_late for view in views):
+                raise self._error("Ranks see different steps.", views)
+            if not self._has_warned:
+                self._has_warned = True
+                self._to_say.append(
+                    f"ranks see different steps under {self._root.where}: {_told(views)}. "
+                    f"They list again until they agree, for up to {self._patience_s:g} s."
+                )
+            self._slow_down()
+
+    def _view(self, mine: Mapping[StoredStep, Storage]) -> _View:
+        now_s = time.monotonic()
+        steps = frozenset(mine.keys() - self._passed.keys())
+        is_late = now_s - self._last_try_s >= self._patience_s
+        return _View(steps, self._wanted, is_late, now_s - self._start_s >= self._patience_s)
+
+    def pass_over(self, step: StoredStep, error: Exception) -> None:
+        """A step has turned out damaged."""
+        self._last_try_s = time.monotonic()
+        self.damaged.append(step)
+        self._passed[step] = str(error)
+        self._to_say.append(f"step {step.number} ({step.tier}) is damaged and was skipped: {error}")
+
+    def vanished(self) -> None:
+        """The step that was tried has been removed, or saved anew, meanwhile."""
+        self._last_try_s = time.monotonic()
+        self.num_vanished += 1
+        self._slow_down()
+
+    def _slow_down(self) -> None:
+        self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LAST_PAUSE_S)
+
+    def _listed(self) -> dict[StoredStep, Storage]:
+        """What this rank sees."""
+        found: dict[StoredStep, Storage] = {}
+        with self._coordinator.together(
+            f"listing the steps in {self._root.where}", "nothing was overwritten"
+        ):
+            self._warn()
+            time.sleep(self._pause_s)
+            for number in committed_steps(self._root):
+                found[StoredStep(number, False)] = self._root.child(step_name(number))
+            if self._ram is not None:
+                for number, storage, attempt in self._ram.steps():
+                    found[StoredStep(number, True, attempt)] = storage
+        return {step: storage for step, storage in found.items() if self._wanted in (None, step.number)}
+
+    def _say(self) -> None:
+        """Warn of what was passed over; a warning may be an error, which all ranks must hear of."""
+        if self._to_say:
+            with self._coordinator.together(
+                "warning of steps that were passed over", "nothing was overwritten"
+            ):
+                self._warn()
+
+    def _warn(self) -> None:
+        texts, self._to_say = self._to_say, []
+        for text in texts if self._coordinator.rank == 0 else ():
+            warnings.warn(text, stacklevel=5)
+
+    def _pass_over_lost_memory(self, views: Sequence[_View], chosen: StoredStep | None) -> None:
+        """Say which steps in memory would have been newer than what is chosen, had a node not lost them."""
+        for step in sorted(frozenset().union(*(view.steps for view in views)), reverse=True):
+            holders = [rank for rank, view in enumerate(views) if step in view.steps]
+            if not step.in_memory or len(holders) == len(views) or (chosen is not None and step < chosen):
+                continue
+            reason = (
+                f"only {len(holders)} of {len(views)} ranks find this attempt in memory: {_some(holders)}"
+            )
+            self._passed[step] = reason
+            self._to_say.append(f"step {step.number} (ram) was skipped: {reason}")
+
+    def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                problem,
+                expected="the newest step to be there for all ranks, until it is read",
+                got=f"{_told(views)} (after {self._patience_s:g} s)",
+                where=self._root.where,
+                todo="see whether all nodes have mounted it, and ask for the same step on all ranks; to go back to "
+                "an older step that all see pass step=; where caches are stale for longer pass patience_s=",
+            )
+        )
+
+
+def _newest(views: Sequence[Set[StoredStep]]) -> StoredStep | None:
+    """The newest step on disk that any rank sees, or in memory that all find; of equal ones that in memory."""
+    on_disk = {step for view in views for step in view if not step.in_memory}
+    in_memory = {step for step in frozenset(views[0]).intersection(*views) if step.in_memory}
+    return max(on_disk | in_memory, default=None)
+
+
+def _told(views: Sequence[_View]) -> str:
+    """Who sees what, ranks of the same view together."""
+    ranks_by_view: dict[str, list[int]] = {}
+    for rank, view in enumerate(views):
+        numbers = sorted({step.number for step in view.steps if not step.in_memory}, reverse=True)
+        text = f"steps {_some(numbers)}" if numbers else "no step"
+        if view.wanted is not None:
+            text += f", asked for {view.wanted}"
+        ranks_by_view.setdefault(text, []).append(rank)
+    return "; ".join(f"ranks {_some(ranks)} see {text}" for text, ranks in list(ranks_by_view.items())[:4])
+
+
+def _some(numbers: Sequence[Any]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", .." if len(numbers) > 4 else "")
