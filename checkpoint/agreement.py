@@ -29,6 +29,7 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Structure
+from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = [
@@ -316,7 +317,8 @@ def solo_coordinator() -> SoloCoordinator:
 def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:
     """The coordinator of a process group; without torch.distributed, one process alone.
 
-    The first call for a group makes a gloo group of the same ranks, so all of them must make it together.
+    The first call for a group makes a gloo group of the same ranks, so all of them must make it together. It waits
+    as long as the group does: a rank that never comes ends a save or load within that group's time-out.
 
     Args:
         process_group: the ranks that save or load together; default: all.
@@ -344,6 +346,5 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         rank_of = None  # type: ignore[assignment]
     known = _groups.setdefault(base, {})
     if use not in known:
-        whole_world = len(ranks) == dist.get_world_size()
-        known[use] = dist.new_group(ranks, backend="gloo", use_local_synchronization=not whole_world)
+        known[use] = new_group(base, backend="gloo")
     return GroupCoordinator(known[use], rank_of)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import mmap
 import os
 import shutil
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.lock_file import LOCK_FILE_NAME, held_by_file
 from vescale_fsdp.checkpoint.storage import Buffer, FileReader, FileWriter, Storage
 
 __all__ = ["LocalStorage"]
@@ -28,6 +31,8 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+_log = logging.getLogger(__name__)
 _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
@@ -144,6 +149,19 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     return memoryview(pages)[start - first :]
 
 
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder that one may make entries in and not list
+        os.sync()
+        return
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 def _threads_per_rank() -> int:
     """Threads that may copy at once: this rank's share of the cores, at most 4."""
     if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
@@ -178,8 +196,16 @@ class LocalStorage(Storage):
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folder(path.parent)
         return _LocalWriter(path, self._durable)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those around it; the names of new ones are durable on return."""
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._durable:
+            for path in made:
+                _sync(path.parent)
 
     def open_file(self, name: str) -> FileReader:
         return _LocalReader(self.root / name)
@@ -195,7 +221,7 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
@@ -224,11 +250,10 @@ class LocalStorage(Storage):
     def sync_folder(self, name: str) -> None:
         if not self._durable:
             return
-        folder = os.open(self.root / name, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(self.root / name)
+        if not name:
+            # Also where an attempt that was killed had made the folder. Whoever made it may have gone on at once.
+            _sync(self.root.parent)
 
     def remove(self, name: str) -> None:
         path = self.root / name
@@ -242,11 +267,22 @@ class LocalStorage(Storage):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        self.root.mkdir(parents=True, exist_ok=True)
+        self._make_folder(self.root)
         file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
-            # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, file)
+            try:
+                # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_FLOCK:
+                    raise
+                _log.warning(
+                    "%s has no flock (%s): %s keeps other jobs out instead. A job that is killed on another host "
+                    "leaves it behind: remove it then",
+                    self.root,
+                    error.strerror,
+                    self.root / LOCK_FILE_NAME,
+                )
+                held.enter_context(held_by_file(self.root))
             yield
-        finally:
-            os.close(file)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -149,7 +150,7 @@ class Saver:
                 explain(
                     "Another job is saving to this path.",
                     expected="one job per path",
-                    got="a lock held by another process",
+                    got=f"a lock held by another process: {busy}",
                     where=self.storage.where,
                     todo="wait for it, or save to another path",
                 )
@@ -211,7 +212,9 @@ class Saver:
             error.add_note(f"{folder} could not be removed: {type(left).__name__}: {left}")
 
     def _commit(self, manifest: Manifest) -> None:
-        with self.coordinator.together(f"committing {self.storage.where}"):
+        with self.coordinator.together(
+            f"committing {self.storage.where}", "what has become of the checkpoint stands there too"
+        ):
             if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
                 commit_manifest(
                     self.storage, manifest, replace=self.overwrite, check_files=not self.every_node
@@ -249,6 +252,29 @@ def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, chec
     Raises:
         CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
     """
+    try:
+        _prepare_commit(storage, manifest, check_files)
+    except BaseException as error:
+        error.add_note(f"nothing was committed: {storage.where} is as it was before")
+        raise
+    _publish(storage, manifest.to_bytes(), replace)
+    try:
+        for name in storage.list_folder(""):
+            if name.startswith("data-") and name != f"data-{manifest.save_id}":
+                storage.remove(name)
+    except Exception as error:  # noqa: BLE001  the next save to this path tries again
+        warnings.warn(
+            f"{storage.where} is saved; what an older save left there could not be removed: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+    except BaseException as error:
+        error.add_note(f"{storage.where} is saved and durable")
+        raise
+
+
+def _prepare_commit(storage: Storage, manifest: Manifest, check_files: bool) -> None:
+    """See that every rank's file is there, and make the names of all files durable."""
     folder = f"data-{manifest.save_id}"
     present = set(storage.list_folder(folder))
     wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
@@ -267,18 +293,58 @@ def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, chec
         write_groups(storage, manifest)
     storage.sync_folder(folder)
     storage.sync_folder("")
+
+
+def _publish(storage: Storage, data: bytes, replace: bool) -> None:
+    """Commit the manifest. After an error, look whether it is there, and say so with the error."""
     try:
-        storage.commit(MANIFEST_NAME, manifest.to_bytes(), replace=replace)
-    except FileExistsError as error:
-        raise CheckpointError(
-            explain(
-                "Another job has committed a checkpoint to this path meanwhile.",
-                expected="no manifest",
-                got=MANIFEST_NAME,
-                where=storage.where,
-                todo="save to another path",
-            )
-        ) from error
-    for name in storage.list_folder(""):
-        if name.startswith("data-") and name != folder:
-            storage.remove(name)
+        storage.commit(MANIFEST_NAME, data, replace=replace)
+    except BaseException as error:
+        found = _published(storage, data)
+        if isinstance(error, Exception) and found == data:
+            # The answer was lost, or a link that an NFS server had made before it was asked again.
+            if storage.visible_is_durable:
+                return
+            if isinstance(error, FileExistsError):
+                storage.sync_folder("")
+                return
+        if isinstance(error, FileExistsError) and found != data:
+            raise CheckpointError(
+                explain(
+                    "Another job has committed a checkpoint to this path meanwhile.",
+                    expected="no manifest",
+                    got=MANIFEST_NAME,
+                    where=storage.where,
+                    todo="save to another path",
+                )
+            ) from error
+        _raise_with(error, _outcome(storage, found, data))
+
+
+def _published(storage: Storage, data: bytes) -> bytes | Exception:
+    """The manifest that readers find now, or why it cannot be ``data``."""
+    try:
+        return storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
+    except Exception as error:  # noqa: BLE001  the error behind which this is asked is the one to raise
+        return error
+
+
+def _outcome(storage: Storage, found: bytes | Exception, data: bytes) -> str:
+    if found == data and storage.visible_is_durable:
+        return f"{storage.where} holds the new checkpoint"
+    if found == data:
+        return (
+            f"{storage.where} holds the new checkpoint, whole, but the disk did not confirm it: it may be gone after "
+            "a loss of power. Save again to be sure"
+        )
+    if isinstance(found, bytes | FileNotFoundError | ValueError):  # too large to be ours
+        return f"nothing was committed: {storage.where} is as it was before"
+    return f"whether {storage.where} holds the new checkpoint is unknown: {type(found).__name__}: {found}"
+
+
+def _raise_with(error: BaseException, outcome: str) -> NoReturn:
+    """Raise an error again with what has become of the checkpoint: in the system's own text, else in a note."""
+    if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
+        raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
+    error.add_note(outcome)
+    raise error

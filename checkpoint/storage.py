@@ -3,6 +3,7 @@
 The contract is small, so that a test can put a faulty store in place of a real one:
 
     create     a new file, written at any offset (or only in order, where `in_order` says so)
+    retrying   work that may be done again from its start, done again where what stopped it may pass
     open_file  an existing file, read at any offset
     commit     one small object, whole or not at all, durable when the call returns; may refuse to replace
     lock       keeps a second job out of the folder, where the store can
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from vescale_fsdp.errors import explain
 
 __all__ = ["Buffer", "FileReader", "FileWriter", "Storage", "StoragePath", "open_storage"]
+
+T = TypeVar("T")
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a uint8 array."""
@@ -102,6 +105,7 @@ class Storage(ABC):
     max_gap_bytes: int = 64 << 10  # 64 KiB: it is cheaper to read over a gap of this size than to ask twice
     write_threads: int = 4
     read_threads: int = 4
+    visible_is_durable: bool = False  # whether what can be read is proof against a loss of power
 
     @property
     @abstractmethod
@@ -138,6 +142,8 @@ class Storage(ABC):
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         """Publish a small object, whole or not at all, durable on return.
 
+        After an error it may be there all the same: readers tell.
+
         Raises:
             FileExistsError: if it exists and ``replace`` is False.
         """
@@ -157,6 +163,14 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file, a link or a whole folder; nothing happens if there is none, or if it lies behind a link."""
+
+    def retrying(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns; where a store can lose a connection, called again after it did.
+
+        Raises:
+            ConnectionError: if the store could not be reached in all tries. It says nothing of what lies there.
+        """
+        return work()
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -37,6 +37,10 @@ def write_rank_file(storage: Storage, image: FileImage) -> None:
     Raises:
         OSError: whatever the storage says, unchanged.
     """
+    storage.retrying(lambda: _write_once(storage, image))
+
+
+def _write_once(storage: Storage, image: FileImage) -> None:
     file = image.file
     with storage.create(file.name, file.total_bytes) as writer:
         threads = 1 if storage.in_order else min(storage.write_threads, file.num_stripes)

@@ -15,7 +15,7 @@ from vescale_fsdp.checkpoint.agreement import Coordinator
 from vescale_fsdp.checkpoint.dtypes import carrier_of, dtype_named
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.region import Region, Run, overlaps
-from vescale_fsdp.checkpoint.storage import Storage
+from vescale_fsdp.checkpoint.storage import Buffer, Storage
 from vescale_fsdp.checkpoint.zarr_layout import (
     array_json,
     array_path,
@@ -281,13 +281,15 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
 def _put_chunk(storage: Storage, name: str, chunk: torch.Tensor) -> None:
     data = chunk.reshape(-1).view(torch.uint8).numpy()
     checksum = struct.pack("<I", google_crc32c.value(data.tobytes()))
-    with storage.create(name, data.nbytes + len(checksum)) as writer:
-        writer.write_at(0, [data, checksum])
+    _put(storage, name, data, checksum)
 
 
-def _put(storage: Storage, name: str, data: bytes) -> None:
-    with storage.create(name, len(data)) as writer:
-        writer.write_at(0, [data])
+def _put(storage: Storage, name: str, *buffers: Buffer) -> None:
+    def write() -> None:
+        with storage.create(name, sum(memoryview(buffer).nbytes for buffer in buffers)) as writer:
+            writer.write_at(0, buffers)
+
+    storage.retrying(write)
 
 
 def write_groups(storage: Storage, manifest: Manifest) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_ranks
-from vescale_fsdp.checkpoint import agreement, async_save, async_saving, load, zarr_writing
+from vescale_fsdp.checkpoint import agreement, async_save, async_saving, load, save, zarr_writing
 from vescale_fsdp.checkpoint.agreement import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.local import LocalStorage
 from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.data_mesh import default_mesh
 from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.fully_shard import fully_shard
+from vescale_fsdp.optim import muon_plan
 from vescale_fsdp.placement import RaggedShard
+from vescale_fsdp.torch_private import flatten_mesh, groups_as_patient_as, timeout_of, unflatten_mesh
 
 _made: list[weakref.ref[dist.ProcessGroup]] = []  # in a rank's process, which lives through several calls
 
@@ -205,3 +211,57 @@ def test_ranks_that_share_chunks_wait_for_none(tmp_path: Path) -> None:
         assert f"rank {bad_rank}: {name}" in texts[1 - bad_rank]
     assert failed == 8 * len(kinds)
     assert not [path for path in tmp_path.glob("*/data-*") if not (path.parent / "manifest.json").exists()]
+
+
+def _silent(folder: Path) -> tuple[str, float]:
+    """What a rank hears, and after how long, when the other never comes to a save."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    coordinator_for(group).raise_together(None, "meeting once")
+    start_s = time.monotonic()
+    text = ""
+    if dist.get_rank() == 0:
+        try:
+            save(folder / "c", {"a": torch.zeros(3)}, process_group=group)
+        except CheckpointError as error:
+            text = str(error)
+    waited_s = time.monotonic() - start_s
+    dist.barrier()
+    return text, waited_s
+
+
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(tmp_path: Path) -> None:
+    """The groups made for coordination take the time-out of the group they serve."""
+    (text, waited_s), _ = run_ranks(2, _silent, tmp_path)
+
+    assert "could not be reached" in text and "expected: all 2 ranks" in text
+    assert waited_s > 2
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def _all_time_outs() -> tuple[int, set[timedelta | None], timedelta | None]:
+    """How many groups there are when everything that makes groups has made its own, and their time-outs."""
+    assert dist.group.WORLD is not None
+    for use in ("sync", "async", "dcp"):
+        coordinator_for(use=use)
+    mesh = default_mesh()
+    for mesh_dims in ((2, 2), (4,)):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        with groups_as_patient_as(dist.group.WORLD):  # a user's mesh is the user's
+            own = init_device_mesh("cpu", mesh_dims, mesh_dim_names=("r", "s")[: len(mesh_dims)])
+        fully_shard(model, mesh=own, reshard_after_forward=2)
+        model.set_separate_reduce_scatter_group()
+        if len(mesh_dims) == 2:
+            flatten_mesh(own, "both")
+            muon_plan._make_ranks(own["s"], 0)
+        model(torch.ones(1, 8)).sum().backward()
+    assert mesh.size() == 4
+    unflatten_mesh(own, (2, 2), ("x", "y"))
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return len(groups), {timeout_of(group) for group in groups}, timeout_of(dist.group.WORLD)
+
+
+def test_groups_that_we_make_wait_as_long_as_those_they_come_from() -> None:
+    """Of coordinators, parts of meshes, flattened and split meshes, reductions' own groups and optimizers."""
+    for count, timeouts, world in run_ranks(4, _all_time_outs, timeout_s=117):
+        assert count >= 10 and world == timedelta(seconds=177)
+        assert timeouts == {world}

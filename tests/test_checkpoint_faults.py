@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import multiprocessing
 import os
 import random
 import resource
 import signal
 import time
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from tests.faulty_storage import FaultyStorage, disk_full, read_only
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, read_state, save, verify
 from vescale_fsdp.checkpoint.agreement import SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.local import LocalStorage
+from vescale_fsdp.checkpoint.lock_file import LOCK_FILE_NAME
 from vescale_fsdp.checkpoint.saving import Format, Saver
 from vescale_fsdp.checkpoint.structure import Structure
 from vescale_fsdp.errors import CheckpointError
@@ -54,7 +58,9 @@ def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> N
     for fail_at in range(1000):
         storage = FaultyStorage(LocalStorage(tmp_path / "c"), fail_at=fail_at, error=error)
         saver = Saver(storage, SoloCoordinator(), overwrite=True, stripe_bytes=64 << 10, format=form)
-        failed = _fails(saver, _state(2.0 + fail_at), error().errno)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            failed = _fails(saver, _state(2.0 + fail_at), error().errno)
         reader = read_state(tmp_path / "c")
         value = float(reader["w"].read()[0, 0])
         assert torch.equal(torch.full((1000, 100), value), reader["w"].read())
@@ -62,7 +68,8 @@ def test_every_operation_may_fail(form: Format, error: Any, tmp_path: Path) -> N
         assert verify(tmp_path / "c").ok
         outcomes.add((failed, value == 2.0 + fail_at))
         assert len(os.listdir("/proc/self/fd")) == num_open
-        if not failed:
+        assert not told or (not failed and "is saved; what an older save left" in str(told[0].message))
+        if not failed and not told:
             break
     assert outcomes >= {(True, False), (False, True)}
     assert fail_at > 12
@@ -346,12 +353,116 @@ def test_everything_is_durable_before_the_commit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "replace", watched_replace)
     for overwrite in (False, True):
         events.clear()
-        save(tmp_path / "c", _state(1.0), overwrite=overwrite)
-        assert events == [
+        save(tmp_path / "runs" / "run" / "c", _state(1.0), overwrite=overwrite)
+        new_folders = [f"sync {tmp_path.name}", "sync runs", "sync run"]
+        assert sorted(events[: len(events) - 9]) == ([] if overwrite else sorted(new_folders))
+        assert events[-9:] == [
+            "sync root",
             "sync 00000-of-00001.safetensors",
             "sync data folder",
             "sync root",
+            "sync run",
             f"sync .manifest.json.{os.getpid()}.tmp",
             "publish manifest.json",
             "sync root",
+            "sync run",
         ]
+
+
+def _is_new(path: Path) -> bool:
+    """Whether readers find the second state rather than the first, or nothing."""
+    return (path / "manifest.json").exists() and float(read_state(path)["w"].read()[0, 0]) == 2.0
+
+
+def _os_error(path: Path, overwrite: bool) -> OSError | None:
+    """How a save of the second state fails, if it does."""
+    try:
+        save(path, _state(2.0), overwrite=overwrite)
+    except OSError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_an_error_of_fsync_says_is_so(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every fsync of a save fails in turn: the error says that the new checkpoint is there exactly where it is."""
+    fsync = os.fsync
+    left = [-1]  # calls that still go well; below 0: all
+
+    def failing(file: int) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    seen = []
+    for fail_at in range(100):
+        path = tmp_path / f"{fail_at}" / "c"
+        if overwrite:
+            save(path, _state(1.0))
+        left[0] = fail_at
+        error = _os_error(path, overwrite)
+        if error is not None:
+            assert error.errno == errno.EIO
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            new = _is_new(path)
+            assert ("holds the new checkpoint, whole, but the disk did not confirm it" in str(error)) == new
+            assert not (new and "nothing was committed" in text)
+            seen.append(new)
+            left[0] = -1
+            save(path, _state(2.0), overwrite=True)
+        assert _is_new(path) and verify(path).ok
+        if left[0] >= 0:
+            break
+    assert seen == sorted(seen) and seen.count(True) == 2 and seen.count(False) > 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_flock(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file holds the folder instead: against another job, and not beyond the life of its owner."""
+
+    def no_flock(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    path = tmp_path / "c"
+    lock = path / LOCK_FILE_NAME
+    save(path, _state(1.0))
+    assert "has no flock" in caplog.text and not lock.exists()
+
+    with LocalStorage(path).lock():
+        owner = json.loads(lock.read_text())
+        assert owner["pid"] == os.getpid()
+        with pytest.raises(CheckpointError, match=f'Another job(.|\n)*"pid": {os.getpid()}'):
+            save(path, _state(2.0), overwrite=True)
+    assert not _is_new(path) and not lock.exists()
+
+    lock.write_text(json.dumps({**owner, "host": "elsewhere"}))
+    with pytest.raises(CheckpointError, match=r"elsewhere(.|\n)*remove the file"):
+        save(path, _state(2.0), overwrite=True)
+    # A later process of the same number, and one that is gone.
+    for stale in ({"started": "1"}, {"pid": 2**22 + 1}):
+        lock.write_text(json.dumps({**owner, **stale}))
+        save(path, _state(2.0), overwrite=True)
+        assert _is_new(path) and sorted(found.name[:5] for found in path.iterdir()) == [
+            ".lock",
+            "data-",
+            "manif",
+        ]
+
+
+def test_an_error_of_flock_that_means_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a missing flock is replaced: any other error of it ends the save."""
+
+    def broken(file: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path / "c", _state(1.0))
+    assert not (tmp_path / "c" / LOCK_FILE_NAME).exists()

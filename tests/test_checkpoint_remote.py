@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
 import importlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
+import aiohttp
 import pytest
 import torch
 import torch.distributed as dist
+import urllib3
+from botocore import exceptions as botocore_errors
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint_states import assert_equal, erase, mixed_state, plain
 from tests.distributed import run_ranks
-from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify, zarr_writing
 from vescale_fsdp.checkpoint.agreement import SoloCoordinator
 from vescale_fsdp.checkpoint.remote import RemoteStorage
 from vescale_fsdp.checkpoint.saving import Saver
@@ -37,6 +43,7 @@ class Weather:
     def calm_down(self) -> None:
         """Fine weather, nothing counted."""
         self.refuse_next = 0
+        self.drop_next = 0
         self.refuse_if: Callable[[str, str], bool] = lambda method, path: False
         self.pause_s = 0.0
         self.requests: list[tuple[str, str, str]] = []
@@ -50,6 +57,10 @@ class Weather:
                 self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
                 refused = self.refuse_next > 0 or self.refuse_if(method, path)
                 self.refuse_next -= refused and self.refuse_next > 0
+                dropped = self.drop_next > 0
+                self.drop_next -= dropped
+            if dropped:
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             time.sleep(self.pause_s)
             if refused:
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -132,6 +143,27 @@ def test_a_store_that_cannot_be_reached_is_no_damage(calm: tuple[str, Weather]) 
     weather.calm_down()
     restored = impatient.restore(state)
     assert restored is not None and restored.step == 2 and torch.equal(_state(2)["w"], state["w"])
+
+
+def test_an_answer_cut_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few bytes of an object that is large enough are no damage: they are asked for again, then an error."""
+    storage = RemoteStorage("memory://short", tries=3)
+    save(storage, _state(5))
+    whole = MemoryFileSystem.cat_file
+    cut: list[bool] = []
+
+    def cat_file(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> bytes:
+        cut.append(len(cut) % 3 != 2 or always)
+        return bytes(whole(self, path, *args, **kwargs)[: -1 if cut[-1] else None])
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    always = False
+    state = _state(0)
+    load(storage, state)
+    assert torch.equal(_state(5)["w"], state["w"]) and sum(cut) >= 6
+    always = True
+    with pytest.raises(ConnectionError, match=r"gave up after 3 tries: OSError: .* bytes of"):
+        load(storage, state)
 
 
 def test_a_store_that_removes_nothing(calm: tuple[str, Weather]) -> None:
@@ -334,3 +366,141 @@ def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPat
     assert manager.steps() == [2, 3] and verify(f"{url}/step-00000003").ok
     assert sum("manifest.json" in name for name in Standin.store) == 2
     assert all("bucket/run/step-" in name for name in Standin.store)
+
+
+_DROPPED: dict[str, Callable[[], Exception]] = {
+    "closed": lambda: botocore_errors.ConnectionClosedError(endpoint_url="http://s3"),
+    "unreachable": lambda: botocore_errors.EndpointConnectionError(endpoint_url="http://s3", error="refused"),
+    "read time-out": lambda: botocore_errors.ReadTimeoutError(endpoint_url="http://s3"),
+    "connect time-out": lambda: botocore_errors.ConnectTimeoutError(endpoint_url="http://s3"),
+    "proxy": lambda: botocore_errors.ProxyConnectionError(proxy_url="http://proxy"),
+    "tls": lambda: botocore_errors.SSLError(endpoint_url="http://s3", error="eof"),
+    "stream": lambda: botocore_errors.ResponseStreamingError(error="cut off"),
+    "short read": lambda: botocore_errors.IncompleteReadError(actual_bytes=1, expected_bytes=2),
+    "short answer": lambda: http.client.IncompleteRead(b"", 5),
+    "bad answer": lambda: http.client.BadStatusLine("?"),
+    "payload": lambda: aiohttp.ClientPayloadError("cut off"),
+    "disconnected": lambda: aiohttp.ServerDisconnectedError(),
+    "urllib3": lambda: urllib3.exceptions.ProtocolError("broken"),
+    "reset": lambda: ConnectionResetError(errno.ECONNRESET, "reset by peer"),
+    "time-out": lambda: TimeoutError("too slow"),
+    "slow down": lambda: OSError(errno.EIO, "Please reduce your request rate."),
+    "untranslated": lambda: botocore_errors.ClientError({"Error": {"Code": "SlowDown"}}, "PutObject"),
+}
+_LASTING: dict[str, Callable[[], BaseException]] = {
+    "missing": lambda: FileNotFoundError("key"),
+    "exists": lambda: FileExistsError("key"),
+    "forbidden": lambda: PermissionError("key"),
+    "credentials": lambda: botocore_errors.NoCredentialsError(),
+    "no such bucket": lambda: botocore_errors.ClientError({"Error": {"Code": "NoSuchBucket"}}, "PutObject"),
+    "memory": lambda: MemoryError("none"),
+    "ours": lambda: ValueError("bad"),
+    "ctrl-c": lambda: KeyboardInterrupt("now"),
+}
+
+
+class _Flaky:
+    """A file system whose every call fails a number of times first."""
+
+    def __init__(self, inner: Any, failures: int, error: Callable[[], BaseException]) -> None:
+        self._inner, self._failures, self._error = inner, failures, error
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name != "invalidate_cache":
+                self.calls.append(name)
+                if self.calls.count(name) <= self._failures:
+                    raise self._error()
+            return getattr(self._inner, name)(*args, **kwargs)
+
+        return call
+
+
+def _flaky(failures: int, error: Callable[[], BaseException], tries: int = 3) -> RemoteStorage:
+    storage = RemoteStorage("memory://flaky/run", tries=tries)
+    storage.filesystem.store.clear()
+    storage.filesystem.pipe_file("/flaky/run/small", b"12345")
+    storage.filesystem = _Flaky(storage.filesystem, failures, error)
+    return storage
+
+
+def _read(storage: RemoteStorage) -> bytes:
+    reader = storage.open_file("small")
+    data = bytearray(5)
+    reader.read_at(0, [data])
+    return bytes(data)
+
+
+_CALLS: dict[str, Callable[[RemoteStorage], Any]] = {
+    "read_small": lambda storage: storage.read_small("small", limit_bytes=10),
+    "read": _read,
+    "list": lambda storage: storage.list_folder(""),
+    "exists": lambda storage: storage.exists("small"),
+    "commit": lambda storage: storage.commit("other", b"1", replace=True),
+    "remove": lambda storage: storage.remove("small"),
+    "write": lambda storage: zarr_writing._put(storage, "new", b"123"),
+}
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_what_may_pass_is_tried_again(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of lost connection, in reads, lists, writes and deletes: tried again, in the end a ConnectionError."""
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    wanted = _CALLS[call](_flaky(0, KeyError))
+    for error in _DROPPED.values():
+        assert _CALLS[call](_flaky(2, error)) == wanted
+        assert pauses and pauses[-1] > pauses[-2]
+        with pytest.raises(ConnectionError, match="gave up after 3 tries") as caught:
+            _CALLS[call](_flaky(3, error))
+        assert type(caught.value.__cause__) is type(error())
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_what_lasts_is_not_tried_again(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals, mistakes and Ctrl-C come through at once, as they are."""
+    monkeypatch.setattr(time, "sleep", None)
+    for kind, error in _LASTING.items():
+        if kind == "missing" and call in ("list", "remove"):
+            continue  # means an empty folder, and nothing to remove
+        storage = _flaky(1, error)
+        with pytest.raises(type(error())):
+            _CALLS[call](storage)
+        assert len(storage.filesystem.calls) == 1
+
+
+def test_dropped_connections(calm: tuple[str, Weather]) -> None:
+    """Requests whose connection the server closes are sent again, whatever they are."""
+    endpoint, weather = calm
+    state = _state(0.0)
+    for step in range(3):
+        storage = _storage(endpoint, f"dropped/step-{step:08d}")
+        weather.drop_next = 3
+        save(storage, _state(float(step)), format="zarr" if step == 2 else "native")
+        assert weather.drop_next == 0
+        weather.drop_next = 3
+        load(storage, state)
+        assert weather.drop_next == 0 and torch.equal(_state(float(step))["w"], state["w"])
+
+
+def test_a_commit_whose_answer_is_lost(calm: tuple[str, Weather], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has the manifest, the answer does not arrive: the save has gone well, and no other job is blamed."""
+    endpoint, _ = calm
+    for number, tries in enumerate((1, 3)):
+        storage = _storage(endpoint, f"lost/{number}")
+        storage._tries = tries
+        pipe_file = storage.filesystem.pipe_file
+        lost = iter([True])
+
+        def answer_lost(*args: Any, pipe_file: Any = pipe_file, lost: Any = lost, **kwargs: Any) -> Any:
+            found = pipe_file(*args, **kwargs)
+            if next(lost, False):
+                raise botocore_errors.ConnectionClosedError(endpoint_url=endpoint)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.filesystem, "pipe_file", answer_lost)
+            save(storage, _state(7.0))
+        assert next(lost, False) is False
+        assert torch.equal(_state(7.0)["w"], read_state(storage)["w"].read())

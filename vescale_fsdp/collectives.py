@@ -22,6 +22,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from vescale_fsdp.torch_private import timeout_of
+
 __all__ = [
     "Work",
     "all_gather_into",
@@ -29,10 +31,30 @@ __all__ = [
     "all_to_all_into",
     "broadcast_in_place",
     "gathered",
+    "new_group",
     "reduce_in_place",
     "reduce_scatter_into",
     "sums_in_wider",
 ]
+
+
+def new_group(
+    base: dist.ProcessGroup, ranks: list[int] | None = None, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Another group that waits as long as ``base``. A collective of its ranks, or of all, where it has all.
+
+    Args:
+        ranks: global numbers; default: those of ``base``.
+        backend: default: that of the default group.
+    """
+    members = dist.get_process_group_ranks(base) if ranks is None else ranks
+    return dist.new_group(
+        members,
+        timeout=timeout_of(base),
+        backend=backend,
+        # Only the ranks of a smaller group come here, so the others must not be waited for.
+        use_local_synchronization=len(members) < dist.get_world_size(),
+    )
 
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache

@@ -23,7 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
 from vescale_fsdp.rank_order import ranks_by_place
-from vescale_fsdp.torch_private import FSDPMeshInfo, concatenate_meshes, flatten_mesh, unflatten_mesh
+from vescale_fsdp.torch_private import (
+    FSDPMeshInfo,
+    concatenate_meshes,
+    flatten_mesh,
+    groups_as_patient_as,
+    unflatten_mesh,
+)
 
 __all__ = [
     "DataMesh",
@@ -109,7 +115,9 @@ def default_mesh() -> DeviceMesh:
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    assert dist.group.WORLD is not None
+    with groups_as_patient_as(dist.group.WORLD):
+        return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

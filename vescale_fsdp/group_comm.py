@@ -26,10 +26,12 @@ from vescale_fsdp.collectives import (
     Work,
     all_gather_into,
     all_reduce_in_place,
+    new_group,
     reduce_scatter_into,
     sums_in_wider,
 )
 from vescale_fsdp.layout import GroupLayout
+from vescale_fsdp.torch_private import groups_as_patient_as
 
 __all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
 
@@ -111,7 +113,8 @@ class GroupComm:
         self.reduce_group: dist.ProcessGroup | None = None  # where reductions have their own communicator
         self._part_mesh: DeviceMesh | None = None
         if part_size is not None:
-            self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+            with groups_as_patient_as(self.shard_group):
+                self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
 
     @property
     def part_rank(self) -> int:
@@ -177,9 +180,9 @@ class GroupComm:
         if not self._averages(shard.dtype):
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
-    def separate_reductions(self, new_group: Callable[[list[int]], dist.ProcessGroup]) -> None:
+    def separate_reductions(self) -> None:
         """Give reductions their own communicator, so that they need not queue behind gathers."""
-        self.reduce_group = new_group(dist.get_process_group_ranks(self.shard_group))
+        self.reduce_group = new_group(self.shard_group)
 
     # -- division -------------------------------------------------------------------------------------
 

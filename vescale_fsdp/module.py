@@ -267,7 +267,7 @@ class FSDPModule:
                 continue
             shared = group.comm.shard_group
             if shared not in made:
-                group.comm.separate_reductions(_new_group)
+                group.comm.separate_reductions()
                 assert group.comm.reduce_group is not None
                 made[shared] = group.comm.reduce_group
             group.comm.reduce_group = made[shared]
@@ -376,11 +376,6 @@ def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
                 )
             )
     return cast(list[FSDPState], states)
-
-
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator of these ranks (only they call this)."""
-    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def _unsupported(method: str) -> UnsupportedOpError:

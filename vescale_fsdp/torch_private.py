@@ -6,11 +6,13 @@ When a new torch release moves one, this is the only file to touch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 # torch 2.11-2.13: which of torch's own parallelisms have taken a module; FSDP2 leaves those of replicate alone.
 from torch.distributed._composable.contract import _get_registry as composable_apis
@@ -18,6 +20,9 @@ from torch.distributed._composable.contract import _get_registry as composable_a
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets.
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -66,6 +71,7 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "groups_as_patient_as",
     "in_functorch",
     "is_replicated",
     "is_view",
@@ -79,6 +85,7 @@ __all__ = [
     "pytree",
     "register_foreach_type",
     "restore_version",
+    "timeout_of",
     "unflatten_mesh",
     "unflatten_state_dict",
     "zeropower_via_newtonschulz",
@@ -138,6 +145,34 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a group's ranks wait for each other; None if its backend knows no such thing (torch 2.11-2.13)."""
+    # Where a group has several backends, the CPU's: who asks is about to make a gloo group, or has one backend.
+    for device in sorted(group._device_types, key=lambda device: device.type != "cpu"):
+        try:
+            options = group._get_backend(device).options
+        except RuntimeError:  # the base class's own answer, of backends that have no options
+            continue
+        if options is not None:
+            return options._timeout
+    return None
+
+
+@contextmanager
+def groups_as_patient_as(base: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that are made inside get the time-out of ``base``.
+
+    torch gives a new group its backend's default, whatever `init_process_group` was told, and the groups of a
+    mesh take no time-out at all (torch 2.11-2.13).
+    """
+    before = set(_world.pg_map)
+    yield
+    timeout = timeout_of(base)
+    for group in _world.pg_map:
+        if timeout is not None and group not in before and timeout_of(group) is not None:
+            _set_pg_timeout(timeout, group)
+
+
 def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
     """One mesh of the axes of several slices of the same mesh (torch 2.11-2.13, where FSDP2 does the same)."""
     return DeviceMesh._concatenate(list(slices))
@@ -145,12 +180,14 @@ def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """A 1-D mesh of all axes of a slice of a named mesh, in their order (torch 2.11-2.13). A collective call."""
-    return mesh._flatten(name)
+    with groups_as_patient_as(mesh.get_group(0)):
+        return mesh._flatten(name)
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """The only axis of a mesh split into several (torch 2.11-2.13). A collective call."""
-    return mesh._unflatten(0, sizes, names)
+    with groups_as_patient_as(mesh.get_group(0)):
+        return mesh._unflatten(0, sizes, names)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.collectives import new_group
 from vescale_fsdp.holding import Holding
 from vescale_fsdp.optim.exchange import WIRE_DTYPE, Bucket, Ranks, Travel
 from vescale_fsdp.optim.matrices import Matrix
@@ -140,8 +141,7 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
         group = dist.group.WORLD
     else:
-        # Only the ranks of this mesh come here, so the others must not be waited for.
-        group = dist.new_group(sorted(rank for row in table for rank in row), use_local_synchronization=True)
+        group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
     assert group is not None
     numbers = tuple(tuple(dist.get_group_rank(group, rank) for rank in row) for row in table)
     me = dist.get_rank()
