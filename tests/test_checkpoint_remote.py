@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import http.client
 import importlib
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import aiohttp
@@ -21,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint_states import assert_equal, erase, mixed_state, plain
 from tests.distributed import run_ranks
+from tests.s3_server import Weather, s3_server
 from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, verify, zarr_writing
 from vescale_fsdp.checkpoint.agreement import SoloCoordinator
 from vescale_fsdp.checkpoint.remote import RemoteStorage
@@ -30,68 +29,13 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 
-Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
-
-class Weather:
-    """What stands between the client and the server: refusals, slowness, and a count of requests."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.calm_down()
-
-    def calm_down(self) -> None:
-        """Fine weather, nothing counted."""
-        self.refuse_next = 0
-        self.drop_next = 0
-        self.refuse_if: Callable[[str, str], bool] = lambda method, path: False
-        self.pause_s = 0.0
-        self.requests: list[tuple[str, str, str]] = []
-
-    def wrap(self, application: Application) -> Application:
-        """The application, in this weather."""
-
-        def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-            with self._lock:
-                self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
-                refused = self.refuse_next > 0 or self.refuse_if(method, path)
-                self.refuse_next -= refused and self.refuse_next > 0
-                dropped = self.drop_next > 0
-                self.drop_next -= dropped
-            if dropped:
-                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-            time.sleep(self.pause_s)
-            if refused:
-                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-                start_response("503 Slow Down", [("Content-Type", "application/xml")])
-                return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"]
-            return application(environ, start_response)
-
-        return answer
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, Weather]]:
     """An S3 server on loopback with a bucket, and its weather."""
-    import boto3
-    from moto.server import DomainDispatcherApplication, create_backend_app
-    from werkzeug.serving import make_server
-
     weather = Weather()
-    application = weather.wrap(DomainDispatcherApplication(create_backend_app))
-    running = make_server("127.0.0.1", 0, application, threaded=True)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{running.server_port}"
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **_keys("aws_access_key_id"))
-    client.create_bucket(Bucket="bucket")
-    yield endpoint, weather
-    running.shutdown()
-
-
-def _keys(key_name: str) -> dict[str, str]:
-    secret = "aws_secret_access_key" if key_name.startswith("aws") else "secret"
-    return {key_name: "any", secret: "any"}
+    with s3_server(weather) as endpoint:
+        yield endpoint, weather
 
 
 @pytest.fixture
@@ -104,7 +48,7 @@ def calm(server: tuple[str, Weather]) -> Iterator[tuple[str, Weather]]:
 
 def _storage(endpoint: str, name: str, *, patient: bool = True) -> RemoteStorage:
     """A prefix of the server's bucket; without patience, requests are sent once."""
-    options: dict[str, Any] = {"client_kwargs": {"region_name": "us-east-1"}, **_keys("key")}
+    options: dict[str, Any] = {"client_kwargs": {"region_name": "us-east-1"}, "key": "any", "secret": "any"}
     if not patient:
         options["config_kwargs"] = {"retries": {"max_attempts": 0}}
     storage = RemoteStorage(

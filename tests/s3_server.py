@@ -1,0 +1,75 @@
+"""A real S3 protocol server on loopback, in the weather that a test asks for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Weather", "s3_server"]
+
+Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class Weather:
+    """What stands between the client and the server: refusals, slowness, and a count of requests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.calm_down()
+
+    def calm_down(self) -> None:
+        """Fine weather, nothing counted."""
+        self.refuse_next = 0
+        self.drop_next = 0
+        self.refuse_if: Callable[[str, str], bool] = lambda method, path: False
+        self.pause_s = 0.0
+        self.requests: list[tuple[str, str, str]] = []
+
+    def wrap(self, application: Application) -> Application:
+        """The application, in this weather."""
+
+        def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+            with self._lock:
+                self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
+                refused = self.refuse_next > 0 or self.refuse_if(method, path)
+                self.refuse_next -= refused and self.refuse_next > 0
+                dropped = self.drop_next > 0
+                self.drop_next -= dropped
+            if dropped:
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            time.sleep(self.pause_s)
+            if refused:
+                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                start_response("503 Slow Down", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"]
+            return application(environ, start_response)
+
+        return answer
+
+
+@contextmanager
+def s3_server(weather: Weather) -> Iterator[str]:
+    """The end point of a server with one bucket, called "bucket"."""
+    import boto3
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    application = weather.wrap(DomainDispatcherApplication(create_backend_app))
+    running = make_server("127.0.0.1", 0, application, threaded=True)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{running.server_port}"
+    client = boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="any",
+        aws_secret_access_key="any",
+    )
+    client.create_bucket(Bucket="bucket")
+    yield endpoint
+    running.shutdown()
