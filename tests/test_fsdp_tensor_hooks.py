@@ -267,7 +267,9 @@ def test_refusals() -> None:
 def unpadded() -> str:
     layer = nn.Linear(6, 7)
     layer.weight = nn.Parameter(Unpadded(layer.weight.detach()))
-    fully_shard(layer, mesh=cpu_mesh())
+    state = state_of(fully_shard(layer, mesh=cpu_mesh()))
+    assert state is not None
+    state.compare_below()
     if dist.get_rank() == 0:
         return ""  # it would wait for the other
     with pytest.raises(AssertionError, match=r"inputs of \(4, 6\)") as caught:

@@ -191,6 +191,28 @@ class RaggedDTensor(DTensor):
             )
         return redistribute(self, placements)
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """torch's: the same memory without autograd. What is assigned must lie on the ranks as this tensor does."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch's own setter changes what the wrapper says of itself and leaves the piece as it was, in silence.
+        if not isinstance(value, RaggedDTensor) or (
+            (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
+        ):
+            raise PlacementError(
+                explain(
+                    "What is assigned to .data must be sharded as the tensor is.",
+                    expected=f"a ragged tensor of shape {tuple(self.shape)}, {self.dtype} on {self.device}, placed "
+                    f"{tuple(map(str, self.placements))}",
+                    got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
+                    todo="copy_ what vescale_fsdp.distribute_tensor makes of the full tensor into the tensor",
+                )
+            )
+        self._local_tensor = value._local_tensor.detach()
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank (a collective; new memory). Differentiable.
 

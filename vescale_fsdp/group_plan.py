@@ -23,11 +23,10 @@ from vescale_fsdp.outer import check_outer, local_part
 from vescale_fsdp.padding import PaddingPolicy, check_padding
 from vescale_fsdp.placement_wish import PlacementWishes, Wish
 from vescale_fsdp.planner import TensorSpec, plan_by_rows, plan_group
+from vescale_fsdp.replaced_params import note_replaced, replaced_as
 from vescale_fsdp.tensor_hooks import check_hooks, has_hooks
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
-
-_TAKEN = "_vescale_fsdp_taken_as"  # set on an original parameter: the name under which a unit took it
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def plan_groups(
 def mark_taken(plan: GroupPlan) -> None:
     """Remember on the original parameters that a unit has them: another one must not."""
     for fqn, param in plan.params.items():
-        vars(param)[_TAKEN] = fqn
+        note_replaced(param, fqn)
 
 
 def _bucket_params(
@@ -199,7 +198,7 @@ def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
-    taken_by = vars(param).get(_TAKEN)
+    taken_by = replaced_as(param)
     if taken_by is not None:
         raise LayoutError(
             explain(

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.geometry import FlatRange, numel_of
 from vescale_fsdp.placement import RaggedShard
@@ -213,5 +213,5 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, DTensor):
         return grad.detach().reshape(-1)
     if isinstance(param, DTensor) and grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
+        grad = redistribute(grad, param.placements)
     return local_of(grad).reshape(-1)

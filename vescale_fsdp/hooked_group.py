@@ -42,6 +42,8 @@ __all__ = ["HookedParamGroup"]
 class HookedParamGroup(ParamGroup):
     """A group whose parameters are gathered by the hooks of their class. Arguments as of `ParamGroup`."""
 
+    takes_plain = False
+
     def __init__(
         self,
         plan: GroupPlan,
@@ -64,7 +66,7 @@ class HookedParamGroup(ParamGroup):
         for hooked in self._hooked:
             hooked.point_at(self.shard[hooked.param.local])
 
-    def _forget_full(self) -> None:
+    def forget_full(self) -> None:
         self._point_at_shard()
 
     @property

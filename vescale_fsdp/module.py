@@ -83,6 +83,8 @@ class FSDPModule:
             async_op: return a handle to wait on instead of waiting.
         """
         state = self._state()
+        if not state.agreed:
+            state.compare_below()
         state.comm.wait_for_compute()
         Schedule(state.comm).gather(state)
         handle = UnshardHandle(state)

@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -76,10 +76,18 @@ class ManagedParam:
     local: slice  # of a shard: this rank's piece
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
+    piece: torch.Tensor  # the view of the shard that ``sharded`` was given
     outer: Outer | None = None  # how tensor or expert parallelism cut it before
     unsharded: nn.Parameter | None = None
     watched: bool = False  # autograd tells us when its unsharded gradient is there
     has_grad: bool = False  # its unsharded gradient is in the gradient buffer
+
+    def foreign(self) -> list[nn.Parameter | None]:
+        """What owners hold that the group did not give them; None for an owner that has no such parameter now."""
+        held = [module._parameters.get(name) for module, name in self.owners]
+        return [
+            each for each in held if each is not self.sharded and (each is None or each is not self.unsharded)
+        ]
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Make every owner hold ``parameter``."""
@@ -112,6 +120,10 @@ class ParamGroup:
         device: where the unit computes. Shards of meta parameters stay meta until materialised.
     """
 
+    takes_plain: ClassVar[bool] = (
+        True  # this rank's piece of a full plain tensor is all a parameter is made of
+    )
+
     def __init__(
         self,
         plan: GroupPlan,
@@ -139,6 +151,10 @@ class ParamGroup:
         self._unreplicated: torch.Tensor | None = None  # 1-D [S], reduced over shards, not over replicas
         first = next(iter(plan.params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
+        self.was_gathered = False
+        self.taken_over: list[
+            str
+        ] = []  # parameters that modules were given by others, before the first gather
         self.params = [
             self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn])
             for slot in plan.layout.slots
@@ -168,7 +184,8 @@ class ParamGroup:
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
-        return ManagedParam(slot, owners, local_slice, sharded, spec, outer_of(param, self.data))
+        outer = outer_of(param, self.data)
+        return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), outer)
 
     def _values_of(self, param: nn.Parameter) -> torch.Tensor:
         """What this rank has of an original parameter, to take its piece from."""
@@ -179,45 +196,15 @@ class ParamGroup:
         for param in self.params:
             param.set_on_modules(param.sharded)
 
-    def rebind(self) -> None:
-        """Take over what the modules hold now (after ``_apply``, ``to_empty``, ``load_state_dict``).
+    def is_intact(self) -> bool:
+        """Whether the modules hold this group's parameters, and these their pieces of the shard."""
+        return all(
+            local_of(param.sharded) is param.piece and not param.foreign() for param in self.params
+        ) and (not self.shard.is_meta)
 
-        Pieces that left the shard (another device, another dtype, ``assign=True``) are copied into a new
-        one, and the parameters are pointed at it, so that the group stays one allocation.
-        """
-        for param in self.params:
-            module, name = param.owners[0]
-            held = module._parameters[name]
-            if not isinstance(held, RaggedDTensor) or held.placements != param.spec.placements:
-                raise LifecycleError(
-                    explain(
-                        "A sharded parameter was replaced by something the group cannot hold.",
-                        expected=f"a RaggedDTensor placed {tuple(map(str, param.spec.placements))}",
-                        got=f"{type(held).__name__}",
-                        where=param.slot.fqn,
-                        todo="load a sharded state dict, or copy_ the values instead of assigning tensors",
-                    )
-                )
-            param.sharded = held
-            param.spec = held._spec
-        locals_ = [local_of(param.sharded) for param in self.params]
-        first = locals_[0]
-        mixed = sorted({str(local.dtype) for local in locals_})
-        if len(mixed) > 1:
-            raise LifecycleError(
-                explain("The parameters of a group took different dtypes.", expected="one dtype", got=mixed)
-            )
-        base = self.shard.untyped_storage()._cdata
-        if all(local.untyped_storage()._cdata == base for local in locals_):
-            return
-        self.shard = self._new_shard(first.dtype, first.device)
-        for param, local in zip(self.params, locals_, strict=True):
-            view = self.shard[param.local]
-            if not local.is_meta:
-                view.copy_(local)
-            param.sharded._local_tensor = view  # type: ignore[attr-defined]
-            param.set_on_modules(param.sharded)
-        self._forget_full()
+    def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Begin a new shard, of zeros."""
+        self.shard = self._new_shard(dtype, device)
 
     # -- dtypes ---------------------------------------------------------------------------------------
 
@@ -244,6 +231,11 @@ class ParamGroup:
         return narrow
 
     @property
+    def home(self) -> torch.device:
+        """Where shards live: where the unit computes, or the host."""
+        return self.device if self.offload is None else torch.device("cpu")
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether the shard lives on the host while the unit computes elsewhere."""
         return self.offload is not None and self.device.type != "cpu"
@@ -265,6 +257,7 @@ class ParamGroup:
         if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
             return
         self._start_gather()
+        self.was_gathered = True
         self.state = GroupState.GATHERING
 
     def _start_gather(self) -> None:
@@ -350,6 +343,7 @@ class ParamGroup:
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
         if self.state is GroupState.UNSHARDED:
+            replaced = [param.slot.fqn for param in self.params if param.foreign()]
             for param in self.params:
                 param.set_on_modules(param.sharded)
             if keep_part and self.comm.part_size is not None and self.full is not None:
@@ -357,20 +351,22 @@ class ParamGroup:
                 self._part = self.full.flat[start:stop].clone()
             self._free_full()
             self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
+            if replaced:
+                _refuse_replaced(replaced)
         elif not keep_part:  # the part is out of date once the optimizer has run
             self._part, self.state = None, GroupState.SHARDED
 
     def use_gather(self, comm: AllGather) -> None:
         """Gather with a user's object from now on, into buffers of its own."""
         self.comm.custom_all_gather = comm
-        self._forget_full()
+        self.forget_full()
 
     def use_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with a user's object from now on, from buffers of its own."""
         self.comm.custom_reduce_scatter = comm
         self.spare_grads = {}
 
-    def _forget_full(self) -> None:
+    def forget_full(self) -> None:
         """Have the full buffer made anew at the next gather."""
         self.full = None
 
@@ -468,6 +464,18 @@ class ParamGroup:
             param.has_grad = False
             if param.unsharded is not None:
                 param.unsharded.grad = None
+
+
+def _refuse_replaced(fqns: list[str]) -> NoReturn:
+    raise LifecycleError(
+        explain(
+            "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
+            expected="the unsharded parameters that the gather handed out",
+            got=", ".join(fqns[:4]),
+            todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
+            "vescale_fsdp.distribute_tensor made",
+        )
+    )
 
 
 def _last_of(spares: list[DBuffer]) -> DBuffer | None:

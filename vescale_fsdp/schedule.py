@@ -30,6 +30,7 @@ from vescale_fsdp.dbuffer import DBuffer
 from vescale_fsdp.layout import GroupLayout
 from vescale_fsdp.param_group import GroupState, ParamGroup, ReducedShard
 from vescale_fsdp.streams import Event, Stream, Streams
+from vescale_fsdp.takeover import settle
 from vescale_fsdp.torch_private import autograd_engine_callback, outside_modes, profiled
 
 _SHARDED = (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
@@ -113,6 +114,8 @@ class CommContext:
             self.gather_stream.wait_event(self.freed)
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
+                if group.state in _SHARDED:
+                    settle(group)
                 group.unshard()
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
                     # What decodes or copies out behind the collective uses memory of this stream: here, now.

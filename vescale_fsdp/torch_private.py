@@ -14,7 +14,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+# torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
+from torch._subclasses.fake_tensor import FakeTensor
+
 # torch 2.11-2.13: which of torch's own parallelisms have taken a module; FSDP2 leaves those of replicate alone.
+from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
+from torch.distributed._composable.contract import RegistryItem
 from torch.distributed._composable.contract import _get_registry as composable_apis
 
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
@@ -73,11 +78,13 @@ __all__ = [
     "foreach_zero_",
     "groups_as_patient_as",
     "in_functorch",
+    "is_fake",
     "is_replicated",
     "is_view",
     "is_wrapper",
     "local_of",
     "muon_adjust_lr",
+    "note_sharded",
     "operator_names",
     "outside_modes",
     "post_accumulate_grad_hooks",
@@ -198,6 +205,19 @@ def is_view(tensor: torch.Tensor) -> bool:
 def is_replicated(module: torch.nn.Module) -> bool:
     """Whether ``torch.distributed._composable.replicate`` has taken a module (torch 2.11-2.13)."""
     return "replicate" in (composable_apis(module) or ())
+
+
+def note_sharded(module: torch.nn.Module) -> None:
+    """Enter "fully_shard" where torch notes which parallelisms have taken a module (torch 2.11-2.13).
+
+    ``replicate`` leaves the parameters of such modules alone, and refuses to take one itself.
+    """
+    vars(module).setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no values, because a mode that computes shapes only is active (torch 2.11-2.13)."""
+    return isinstance(tensor, FakeTensor)
 
 
 def in_functorch() -> bool:

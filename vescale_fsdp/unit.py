@@ -25,12 +25,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_fsdp.consensus import reach_consensus
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.param_group import ParamGroup
 from vescale_fsdp.schedule import CommContext, Schedule
 from vescale_fsdp.streams import Event, streams_of
+from vescale_fsdp.takeover import rebind
 from vescale_fsdp.tensor_tree import map_tensors, tensors_of
-from vescale_fsdp.torch_private import in_functorch, is_view, profiled
+from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
 
 __all__ = ["FSDPState", "attach_state", "state_of"]
 
@@ -82,6 +84,7 @@ class FSDPState:
         self.schedule: Schedule | None = None
         self.name_it(type(modules[0]).__name__)  # its name in the model, once the root knows it
         self.is_root = False
+        self.agreed = False  # whether it was compared with the other ranks'
         self.is_last_backward = True  # as said before the first forward; the root's schedule takes it over
         self.post_optim_event: Event | None = None
         self._outstanding = 0  # post-backward nodes of this forward that have not run
@@ -110,9 +113,6 @@ class FSDPState:
                     todo="call fully_shard on the module whose forward is called first",
                 )
             )
-        self.is_root = True
-        self.schedule = Schedule(self.comm)
-        self.schedule.is_last_backward = self.is_last_backward
         below: list[FSDPState] = []
         for name, module in self.modules[0].named_modules():
             state = state_of(module)
@@ -130,12 +130,26 @@ class FSDPState:
                 )
             below.append(state)
             state.name_it(name or type(module).__name__)
+        reach_consensus([(state.label, state) for state in below])  # before anything of the root is begun
+        self.is_root = True
+        self.schedule = Schedule(self.comm)
+        self.schedule.is_last_backward = self.is_last_backward
         for state in below:
             state.schedule = self.schedule
             state.join(self.comm)
             self.schedule.units.append(state)
             if state.reshard_after_forward is None and state is not self:
                 state.reshard_after_forward = True
+
+    def compare_below(self) -> None:
+        """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
+        below: dict[FSDPState, str] = {}
+        for module in self.modules:
+            for name, each in module.named_modules():
+                state = state_of(each)
+                if state is not None:
+                    below.setdefault(state, name)
+        reach_consensus([(name, state) for state, name in below.items()])
 
     def name_it(self, label: str) -> None:
         """Set the unit's name as profiler ranges hold it."""
@@ -329,7 +343,7 @@ class FSDPState:
 
     def _rebind_hook(self, *unused: Any) -> None:
         for group in self.groups:
-            group.rebind()
+            rebind(group)
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -400,3 +414,4 @@ def attach_state(state: FSDPState) -> None:
     """Remember the state on its modules."""
     for module in state.modules:
         module.__dict__[_STATE] = state
+        note_sharded(module)

@@ -202,8 +202,9 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         except CheckpointError:
             self.param_groups = own_groups
             raise
-        for param, parts in loaded.items():
-            copy_state(parts, own[param])
+        for param, parts in own.items():  # in our order: the loaded dict may have another on each rank
+            if param in loaded:
+                copy_state(loaded[param], parts)
 
     def _check_loaded(self, loaded: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         for number, group in enumerate(self.param_groups):

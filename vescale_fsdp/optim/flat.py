@@ -24,6 +24,7 @@ and checkpoints of the one load into the other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -128,6 +129,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._runs = self._inner = None
         self._histories = {}
+        self._order_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; runs are made anew at the next step."""
@@ -155,7 +157,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._inner.step()
         for run in runs:
             run.flat.grad = None
-            self._show(run)
+        anew = [self._show(run) for run in runs]
+        if any(anew):
+            self._order_state()
         return loss
 
     # -- runs -----------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """The runs, made anew where parameters are no longer where they were."""
         if self._runs is not None and all(_lies_as_before(run) for run in self._runs):
             return self._runs
-        for param in (param for group in self.param_groups for param in group["params"]):
+        for param in self._params():
             if self._runs is None and param.grad is None:  # before any step: left out from the start
                 self._histories.setdefault(param, -1)
         groups, self._runs = [], []
@@ -182,8 +186,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             groups.append({**group, "params": [run.flat for run in runs]})
             self._runs += runs
         self._inner = self._kind(groups, **self._options)
-        for run in self._runs:
-            self._take_over(run)
+        self._take_over(self._runs)
         return self._runs
 
     def _stretches(self, params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -211,34 +214,50 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def _take_over(self, run: _Run) -> None:
-        """Give the inner optimizer the state that the parameters of a run have."""
+    def _take_over(self, runs: list[_Run]) -> None:
+        """Give the inner optimizer the state that the parameters of these runs have."""
         assert self._inner is not None
-        first = self.state.get(run.params[0], {})
-        if not first:
-            return
-        self._inner.state[run.flat] = {
-            name: _room_for(name, value, run.flat) for name, value in first.items()
-        }
-        saved = [dict(self.state[param]) for param in run.params]
-        self._show(run)
-        for param, values in zip(run.params, saved, strict=True):
-            views = {name: value for name, value in self.state[param].items() if _per_element(name, value)}
-            copy_state({name: values[name] for name in views}, views)
+        saved = {param: dict(values) for param, values in self.state.items()}
+        for run in runs:
+            first = saved.get(run.params[0], {})
+            if first:
+                self._inner.state[run.flat] = {
+                    name: _room_for(name, value, run.flat) for name, value in first.items()
+                }
+                self._show(run)
+        self._order_state()
+        # Copies between placements are collectives: by parameter, since addresses order runs as each rank has them.
+        for param, shown in self.state.items():
+            if saved.get(param):
+                views = {name: value for name, value in shown.items() if _per_element(name, value)}
+                copy_state({name: saved[param][name] for name in views}, views)
 
-    def _show(self, run: _Run) -> None:
-        """Let `state` hold views of a run's flat state, where they are not there yet."""
+    def _show(self, run: _Run) -> bool:
+        """Let `state` hold views of a run's flat state; False where they are there already."""
         assert self._inner is not None
         flat_state = self._inner.state[run.flat]
         shown = tuple(map(id, flat_state.values()))
         if shown == run.shown:
-            return
+            return False
         run.shown = shown
         for param, start in zip(run.params, run.starts, strict=True):
             self.state[param] = {
                 name: _view(value, param, start) if _per_element(name, value) else value
                 for name, value in flat_state.items()
             }
+        return True
+
+    def _order_state(self) -> None:
+        """Bring `state` into the order of `param_groups`, as torch's optimizers have it on every rank.
+
+        ``get_optimizer_state_dict(full_state_dict=True)`` gathers what stands at the same place on all ranks.
+        """
+        order = {param: number for number, param in enumerate(self._params())}
+        ordered = sorted(self.state.items(), key=lambda item: order.get(item[0], len(order)))
+        self.state = defaultdict(dict, ordered)
+
+    def _params(self) -> Iterator[torch.Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
 
 
 def _per_element(name: str, value: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.holding import holding_of, local_part_of, local_tensor
 from vescale_fsdp.torch_private import local_of
@@ -86,7 +87,7 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
     local = local_of(target)
     if isinstance(value, DTensor):
         if value.placements != target.placements:
-            value = value.redistribute(placements=target.placements)
+            value = redistribute(value, target.placements)  # torch's own does not know ragged targets
         local.copy_(local_of(value).view(local.shape))
         return
     holding = holding_of(target)
