@@ -4,17 +4,20 @@
                     where digests differ (pipeline stages, experts) does each structure travel, once.
     raise_together  one all-reduce: if any rank failed, all ranks raise, naming the ranks and their errors.
 
+Both compare a digest of the caller's arguments on the way, so that no rank's silently wins.
+
 Everything runs on a gloo group of its own, so it can neither take turns with training's collectives
 nor spend GPU memory.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import struct
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +26,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Structure
+from vescale_fsdp.checkpoint.tree import Json, join_name
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = [
@@ -45,6 +49,46 @@ def _severity(error: Exception | None) -> int:
     return _DAMAGE if isinstance(error, CorruptCheckpointError) else _FAILURE
 
 
+Alike = Mapping[str, Json]
+_NOTHING: Alike = {}
+_ABSENT = "nothing"  # stands for a key that a rank does not have
+
+
+def _digest_of(alike: Alike) -> bytes:
+    """16 bytes that are the same for equal arguments; the order of keys counts for nothing."""
+    return xxhash.xxh3_128_digest(json.dumps(alike, sort_keys=True, default=repr).encode())
+
+
+def _words(digest: bytes) -> list[int]:
+    return list(struct.unpack("<4I", digest))
+
+
+def _both_ways(words: list[int]) -> list[int]:
+    """Numbers whose maximum over ranks tells whether all ranks have the same words; `_same` looks at it."""
+    return [*words, *(-word for word in words)]
+
+
+def _same(found: Sequence[int]) -> bool:
+    half = len(found) // 2
+    return all(high == -low for high, low in zip(found[:half], found[half:], strict=True))
+
+
+def _first_difference(values: Sequence[Json], name: str = "") -> tuple[str, Sequence[Json]]:
+    """Name and values, by rank, of the first place where the ranks' values differ."""
+    inner: list[tuple[str, list[Json]]] = []
+    if all(isinstance(value, dict) for value in values):
+        keys = sorted({key for value in values for key in value})
+        inner = [(join_name(name, key), [value.get(key, _ABSENT) for value in values]) for key in keys]
+    elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
+        inner = [
+            (join_name(name, place), list(items)) for place, items in enumerate(zip(*values, strict=True))
+        ]
+    for inside, items in inner:
+        if len({_digest_of({"": item}) for item in items}) > 1:
+            return _first_difference(items, inside)
+    return name, values
+
+
 class Agreement(NamedTuple):
     """What ranks know together after `Coordinator.agree`."""
 
@@ -62,23 +106,26 @@ class Coordinator(ABC):
 
     @abstractmethod
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+        self, structure: Structure | None, blob_bytes: int, error: Exception | None, alike: Alike = _NOTHING
     ) -> Agreement:
         """Compare structures; ``structure`` is None only beside an error.
 
         Args:
-            form: a number of what each rank is about to write, which must be the same on all.
+            alike: arguments that must be the same on all ranks, by name.
 
         Raises:
-            CheckpointError: on all ranks, if any rank came with an error or with another form.
+            CheckpointError: on all ranks, if any rank came with an error or with another argument.
         """
 
     @abstractmethod
-    def raise_together(self, error: Exception | None, doing: str) -> None:
+    def raise_together(self, error: Exception | None, doing: str, alike: Alike = _NOTHING) -> None:
         """Return if no rank failed; else raise on all ranks.
 
+        Args:
+            alike: as for `agree`.
+
         Raises:
-            CheckpointError: naming the ranks that failed and their errors.
+            CheckpointError: naming the ranks that failed and their errors, or the argument that differs.
         """
 
     @abstractmethod
@@ -108,14 +155,14 @@ class SoloCoordinator(Coordinator):
         self.rank_of = {global_rank: 0} if global_rank else None
 
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+        self, structure: Structure | None, blob_bytes: int, error: Exception | None, alike: Alike = _NOTHING
     ) -> Agreement:
         if error is not None:
             raise error
         assert structure is not None
         return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
 
-    def raise_together(self, error: Exception | None, doing: str) -> None:
+    def raise_together(self, error: Exception | None, doing: str, alike: Alike = _NOTHING) -> None:
         if error is not None:
             raise error
 
@@ -144,29 +191,19 @@ class GroupCoordinator(Coordinator):
         return tensor.tolist()
 
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: Exception | None, form: int = 0
+        self, structure: Structure | None, blob_bytes: int, error: Exception | None, alike: Alike = _NOTHING
     ) -> Agreement:
         digest = structure.digest if structure is not None else bytes(16)
-        words = list(struct.unpack("<4I", digest))
+        words, others = _words(digest), _words(_digest_of(alike))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
-        found = self._max(
-            [_severity(error), blob_bytes, save_id, *words, *(-word for word in words), form, -form]
-        )
+        found = self._max([_severity(error), blob_bytes, save_id, *_both_ways(words), *_both_ways(others)])
         if found[0]:
             self._raise_gathered(error, found[0], "describing the state")
-        if found[11] != -found[12]:
-            raise CheckpointError(
-                explain(
-                    "Ranks disagree about the form to save in.",
-                    expected="the same `format` on all ranks",
-                    got="two",
-                    where="the argument `format`",
-                    todo="pass the same arguments to `save` on every rank; nothing was written",
-                )
-            )
+        if not _same(found[11:]):
+            self._raise_unlike(alike)
         assert structure is not None
         name = f"{found[2]:016x}"
-        if all(high == -low for high, low in zip(found[3:7], found[7:11], strict=True)):
+        if _same(found[3:11]):
             return Agreement([(RankSet.world(self.world_size), structure)], found[1], name)
         return Agreement(self._exchange(structure, words), found[1], name)
 
@@ -190,10 +227,31 @@ class GroupCoordinator(Coordinator):
             classes.append((RankSet.of(ranks), found))
         return classes
 
-    def raise_together(self, error: Exception | None, doing: str) -> None:
-        (worst,) = self._max([_severity(error)])
+    def raise_together(self, error: Exception | None, doing: str, alike: Alike = _NOTHING) -> None:
+        worst, *others = self._max([_severity(error), *_both_ways(_words(_digest_of(alike)))])
         if worst:
             self._raise_gathered(error, worst, doing)
+        if not _same(others):
+            self._raise_unlike(alike)
+
+    def _raise_unlike(self, alike: Alike) -> None:
+        everyone: list[dict[str, Json]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(everyone, dict(alike), group=self._group)
+        name, values = _first_difference(everyone)
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_by_text.setdefault(repr(value), []).append(rank)
+        shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
+        raise CheckpointError(
+            explain(
+                "Ranks disagree about an argument.",
+                expected="the same arguments on all ranks",
+                got="; ".join(shown[:4]),
+                where=f"the argument `{name}`",
+                todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
+                "into the state, as PerRank(value)",
+            )
+        )
 
     def _raise_gathered(self, error: Exception | None, worst: int, doing: str) -> None:
         texts: list[str | None] = [None] * self.world_size

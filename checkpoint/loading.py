@@ -128,7 +128,13 @@ class Loader:
                 error = _unreadable(self.storage, caught)
             except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
                 error = caught
-            self.coordinator.raise_together(error, f"preparing to load {self.storage.where}")
+            alike = {
+                "checkpoint": prepared and prepared[0].manifest.save_id,
+                "strict": strict,
+                "include": include,
+                "verify": self.verify,
+            }
+            self.coordinator.raise_together(error, f"preparing to load {self.storage.where}", alike)
             assert prepared is not None
             reader, found, targets = prepared
             try:

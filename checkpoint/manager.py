@@ -171,6 +171,9 @@ class CheckpointManager:
         """
         self.wait()
         patterns = (include,) if isinstance(include, str) else include
+        # Compared before a rank looks for steps: one that finds none goes home, while others wait for it to load.
+        alike = {"step": step, "strict": strict, "include": patterns, "verify": verify}
+        self._coordinator.raise_together(None, "restoring", alike)
         skipped: list[tuple[int, str]] = []
         for number, tier, storage in self._candidates(step):
             try:

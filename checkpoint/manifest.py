@@ -30,7 +30,7 @@ from vescale_fsdp.checkpoint.merge import merge_structures
 from vescale_fsdp.checkpoint.names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Region
-from vescale_fsdp.checkpoint.structure import Entry, Structure, dump_json
+from vescale_fsdp.checkpoint.structure import Entry, Structure, distinct_keys, dump_json
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LayoutError, explain
 from vescale_fsdp.geometry import FlatRange
@@ -275,15 +275,7 @@ def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
         state.update(b"}")
         if state.hexdigest() == data["checksum"]:
             return True
-    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=_distinct)))
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; none whose keys occur twice, of which readers may take one or the other."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
+    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=distinct_keys)))
 
 
 def _no_constant(text: str) -> float:

@@ -21,9 +21,12 @@ from typing import Any
 from vescale_fsdp.checkpoint.dtypes import dtype_named
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
-__all__ = ["Json", "decode", "has_tensors", "join_name"]
+__all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name"]
 
 Json = Any
+MAX_DEPTH = (
+    200  # levels of containers: a load needs more of the interpreter's stack for each than a save does
+)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -76,6 +79,13 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
             where=where,
         )
     )
+
+
+def depth_of(value: Json) -> int:
+    """Levels of containers in a JSON value; 0 for a plain one."""
+    if not isinstance(value, (list, dict)):
+        return 0
+    return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def has_tensors(node: Json) -> bool:
