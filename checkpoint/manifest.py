@@ -25,14 +25,14 @@ from vescale_fsdp.checkpoint.distribution import (
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.dtypes import itemsize_of
+from vescale_fsdp.checkpoint.dtypes import is_numpy_dtype, itemsize_of
 from vescale_fsdp.checkpoint.merge import merge_structures
 from vescale_fsdp.checkpoint.names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Region
 from vescale_fsdp.checkpoint.structure import Entry, Structure, distinct_keys, dump_json
-from vescale_fsdp.checkpoint.tree import Json
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LayoutError, explain
+from vescale_fsdp.checkpoint.tree import Json, decode
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.layout import GroupLayout
 
@@ -182,7 +182,10 @@ class Manifest:
                 tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
             )
             _prove(manifest, where)
-        except (KeyError, TypeError, ValueError, IndexError, LayoutError) as error:
+            _prove_tree(manifest, where)
+        except CheckpointError:
+            raise
+        except Exception as error:  # wrong types and numbers of any JSON end in errors of any class
             raise _corrupt(where, f"{type(error).__name__}: {error}") from error
         return manifest
 
@@ -260,7 +263,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         raise _corrupt(where, f"version {version!r}")
     try:
         sealed = _is_sealed(raw, data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
     if not sealed:
         raise _corrupt(where, "its checksum does not fit its content")
@@ -318,6 +321,22 @@ def _prove(manifest: Manifest, where: str) -> None:
         raise _corrupt(where, f"chunks of {len(manifest.chunks)} tensors")
     for place in range(len(manifest.entries)):
         _prove_entry(manifest, place, where)
+
+
+def _prove_tree(manifest: Manifest, where: str) -> None:
+    """That the state tree can be read, and its leaves be found: asked before a state is matched with it."""
+
+    def prove_leaf(node: Mapping[str, Any]) -> None:
+        if node["$"] == "tensor":
+            place = node["i"]
+            if type(place) is not int or not 0 <= place < len(manifest.entries):
+                raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
+            if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
+                raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
+        elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
+            raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
+
+    decode(manifest.structure.tree, prove_leaf, where)
 
 
 def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:

@@ -11,7 +11,7 @@ import google_crc32c
 import torch
 
 from vescale_fsdp.checkpoint.agreement import Coordinator
-from vescale_fsdp.checkpoint.dtypes import carrier_of, dtype_named
+from vescale_fsdp.checkpoint.dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.region import Region, Run, overlaps
 from vescale_fsdp.checkpoint.storage import Storage
@@ -75,7 +75,7 @@ def _write_array(
             raise error
         return
     own = manifest.distribution(place).region(entry.shape, held[0], manifest.structure.layouts)
-    local = locals_by_name[entry.name].detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    local = dense(locals_by_name[entry.name]).view(-1)
     with ThreadPoolExecutor(max(1, storage.write_threads), thread_name_prefix="checkpoint-zarr") as pool:
         work: list[Future[None]] = []
         for name, chunk in _assemble(manifest, place, own, local, coordinator):
