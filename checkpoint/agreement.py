@@ -8,17 +8,20 @@
 Who was hit raises what it met itself. The others raise a `CheckpointError` that names the ranks and what they met.
 Work that only some ranks do, and work that may fail on one, stands inside such a block; nothing catches less.
 
+Both compare a digest of the caller's arguments on the way, so that no rank's silently wins.
+
 Everything runs on a gloo group of its own, so it can neither take turns with training's collectives
 nor spend GPU memory.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 import struct
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -29,6 +32,7 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Structure
+from vescale_fsdp.checkpoint.tree import Json, join_name
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
 
@@ -69,6 +73,46 @@ def _told(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
 
 
+Alike = Mapping[str, Json]
+_NOTHING: Alike = {}
+_ABSENT = "nothing"  # stands for a key that a rank does not have
+
+
+def _digest_of(alike: Alike) -> bytes:
+    """16 bytes that are the same for equal arguments; the order of keys counts for nothing."""
+    return xxhash.xxh3_128_digest(json.dumps(alike, sort_keys=True, default=repr).encode())
+
+
+def _words(digest: bytes) -> list[int]:
+    return list(struct.unpack("<4I", digest))
+
+
+def _both_ways(words: list[int]) -> list[int]:
+    """Numbers whose maximum over ranks tells whether all ranks have the same words; `_same` looks at it."""
+    return [*words, *(-word for word in words)]
+
+
+def _same(found: Sequence[int]) -> bool:
+    half = len(found) // 2
+    return all(high == -low for high, low in zip(found[:half], found[half:], strict=True))
+
+
+def _first_difference(values: Sequence[Json], name: str = "") -> tuple[str, Sequence[Json]]:
+    """Name and values, by rank, of the first place where the ranks' values differ."""
+    inner: list[tuple[str, list[Json]]] = []
+    if all(isinstance(value, dict) for value in values):
+        keys = sorted({key for value in values for key in value})
+        inner = [(join_name(name, key), [value.get(key, _ABSENT) for value in values]) for key in keys]
+    elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
+        inner = [
+            (join_name(name, place), list(items)) for place, items in enumerate(zip(*values, strict=True))
+        ]
+    for inside, items in inner:
+        if len({_digest_of({"": item}) for item in items}) > 1:
+            return _first_difference(items, inside)
+    return name, values
+
+
 class Agreement(NamedTuple):
     """What ranks know together after `Coordinator.agree`."""
 
@@ -86,42 +130,57 @@ class Coordinator(ABC):
 
     @abstractmethod
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: BaseException | None, form: int = 0
+        self,
+        structure: Structure | None,
+        blob_bytes: int,
+        error: BaseException | None,
+        alike: Alike = _NOTHING,
     ) -> Agreement:
         """Compare structures; ``structure`` is None only beside an error.
 
         Args:
-            form: a number of what each rank is about to write, which must be the same on all.
+            alike: arguments that must be the same on all ranks, by name.
 
         Raises:
-            CheckpointError: on all ranks, if any rank came with an error or with another form; a rank that came
+            CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
                 with an error raises that.
         """
 
     @abstractmethod
-    def raise_together(self, error: BaseException | None, doing: str, outcome: str = _NOTHING_DONE) -> None:
+    def raise_together(
+        self,
+        error: BaseException | None,
+        doing: str,
+        outcome: str = _NOTHING_DONE,
+        alike: Alike = _NOTHING,
+    ) -> None:
         """Return if no rank failed; else raise on all ranks.
 
         Args:
             error: what this rank met, whatever it is.
             doing: at what, for the message.
             outcome: what has become of the checkpoint, if a rank failed.
+            alike: as for `agree`.
 
         Raises:
-            CheckpointError: on ranks that met nothing: names those that did, and what. The others raise what
-                they met, or, where both are errors of a checkpoint, the worse of their own and the others' kind.
+            CheckpointError: on ranks that met nothing: names those that did, and what, or the argument that differs.
+                The others raise what they met, or, where both are errors of a checkpoint, the worse of their own and
+                the others' kind.
         """
 
     @contextmanager
-    def together(self, doing: str, outcome: str = _NOTHING_DONE) -> Iterator[None]:
-        """A block that all ranks leave in the same way, as `raise_together` says."""
+    def together(self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING) -> Iterator[None]:
+        """A block that all ranks leave in the same way, as `raise_together` says.
+
+        ``alike`` is looked at when the block ends: what is only known then may be put in meanwhile.
+        """
         error: BaseException | None = None
         try:
             yield
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: the others would wait for this rank
             error = caught
         try:
-            self.raise_together(error, doing, outcome)
+            self.raise_together(error, doing, outcome, alike if error is None else _NOTHING)
         finally:
             del error  # it holds this frame, and what the block's frames hold
 
@@ -152,14 +211,24 @@ class SoloCoordinator(Coordinator):
         self.rank_of = {global_rank: 0} if global_rank else None
 
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: BaseException | None, form: int = 0
+        self,
+        structure: Structure | None,
+        blob_bytes: int,
+        error: BaseException | None,
+        alike: Alike = _NOTHING,
     ) -> Agreement:
         if error is not None:
             raise error
         assert structure is not None
         return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
 
-    def raise_together(self, error: BaseException | None, doing: str, outcome: str = _NOTHING_DONE) -> None:
+    def raise_together(
+        self,
+        error: BaseException | None,
+        doing: str,
+        outcome: str = _NOTHING_DONE,
+        alike: Alike = _NOTHING,
+    ) -> None:
         if error is not None:
             raise error
 
@@ -189,29 +258,23 @@ class GroupCoordinator(Coordinator):
         return tensor.tolist()
 
     def agree(
-        self, structure: Structure | None, blob_bytes: int, error: BaseException | None, form: int = 0
+        self,
+        structure: Structure | None,
+        blob_bytes: int,
+        error: BaseException | None,
+        alike: Alike = _NOTHING,
     ) -> Agreement:
         digest = structure.digest if structure is not None else bytes(16)
-        words = list(struct.unpack("<4I", digest))
+        words, others = _words(digest), _words(_digest_of(alike))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
-        found = self._max(
-            [_severity(error), blob_bytes, save_id, *words, *(-word for word in words), form, -form]
-        )
+        found = self._max([_severity(error), blob_bytes, save_id, *_both_ways(words), *_both_ways(others)])
         if found[0]:
             self._raise_gathered(error, found[0], "describing the state", _NOTHING_DONE)
-        if found[11] != -found[12]:
-            raise CheckpointError(
-                explain(
-                    "Ranks disagree about the form to save in.",
-                    expected="the same `format` on all ranks",
-                    got="two",
-                    where="the argument `format`",
-                    todo="pass the same arguments to `save` on every rank; nothing was written",
-                )
-            )
+        if not _same(found[11:]):
+            self._raise_unlike(alike)
         assert structure is not None
         name = f"{found[2]:016x}"
-        if all(high == -low for high, low in zip(found[3:7], found[7:11], strict=True)):
+        if _same(found[3:11]):
             return Agreement([(RankSet.world(self.world_size), structure)], found[1], name)
         return Agreement(self._exchange(structure, words), found[1], name)
 
@@ -242,10 +305,38 @@ class GroupCoordinator(Coordinator):
                 classes.append((RankSet.of(ranks), found))
         return classes
 
-    def raise_together(self, error: BaseException | None, doing: str, outcome: str = _NOTHING_DONE) -> None:
-        (worst,) = self._max([_severity(error)])
+    def raise_together(
+        self,
+        error: BaseException | None,
+        doing: str,
+        outcome: str = _NOTHING_DONE,
+        alike: Alike = _NOTHING,
+    ) -> None:
+        worst, *others = self._max([_severity(error), *_both_ways(_words(_digest_of(alike)))])
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
+        if not _same(others):
+            self._raise_unlike(alike)
+
+    def _raise_unlike(self, alike: Alike) -> NoReturn:
+        everyone: list[dict[str, Json]] = [{} for _ in range(self.world_size)]
+        with self._reaching("comparing arguments"):
+            dist.all_gather_object(everyone, dict(alike), group=self._group)
+        name, values = _first_difference(everyone)
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_by_text.setdefault(repr(value), []).append(rank)
+        shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
+        raise CheckpointError(
+            explain(
+                "Ranks disagree about an argument.",
+                expected="the same arguments on all ranks",
+                got="; ".join(shown[:4]),
+                where=f"the argument `{name}`",
+                todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
+                "into the state, as PerRank(value)",
+            )
+        )
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
         texts: list[str | None] = [None] * self.world_size

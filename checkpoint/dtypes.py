@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "bytes_of",
     "carrier_of",
+    "dense",
     "dtype_name",
     "dtype_named",
     "is_numpy_dtype",
@@ -119,6 +120,13 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """1D bytes: the memory of a contiguous tensor without lazy conjugation or negation, by view."""
     # Not view(-1): one element of a column is contiguous, keeps the column's stride, and has then no bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype_named("uint8"))
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in CPU memory, contiguous, without lazy conjugation or negation; by view where possible."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # Under its carrier, as torch has no copy kernels for some dtypes.
+    return plain.view(carrier_of(plain.dtype)).cpu().contiguous().view(plain.dtype)
 
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype:

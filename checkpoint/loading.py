@@ -116,10 +116,15 @@ class Loader:
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         plan = ReadPlan(self.storage)
+        alike: dict[str, Json] = {
+            "strict": strict,
+            "include": include and list(include),
+            "verify": self.verify,
+        }
         try:
             reader = self._open()
             with (
-                self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED),
+                self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED, alike),
                 self._reading(reader),
             ):
                 with gc_paused():

@@ -186,10 +186,12 @@ class CheckpointManager:
                 different steps when patience is over. Whatever one rank meets, all raise.
         """
         self._wait_together()
-        with self._coordinator.together(f"starting to restore from {self._root.where}"):
+        alike: dict[str, Json] = {"strict": strict, "verify": verify}
+        with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
             prove_verify(verify)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
+            alike |= {"step": wanted, "include": patterns and list(patterns)}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
         while (found := search.newest()) is not None:
             stored, storage = found

@@ -25,14 +25,14 @@ from vescale_fsdp.checkpoint.distribution import (
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.dtypes import itemsize_of
+from vescale_fsdp.checkpoint.dtypes import is_numpy_dtype, itemsize_of
 from vescale_fsdp.checkpoint.merge import merge_structures
 from vescale_fsdp.checkpoint.names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Region
-from vescale_fsdp.checkpoint.structure import Entry, Structure, dump_json
-from vescale_fsdp.checkpoint.tree import Json
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LayoutError, explain
+from vescale_fsdp.checkpoint.structure import Entry, Structure, distinct_keys, dump_json
+from vescale_fsdp.checkpoint.tree import Json, decode
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import FlatRange
 from vescale_fsdp.layout import GroupLayout
 
@@ -194,7 +194,10 @@ class Manifest:
                 tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
             )
             _prove(manifest, where)
-        except (KeyError, TypeError, ValueError, IndexError, LayoutError) as error:
+            _prove_tree(manifest, where)
+        except CheckpointError:
+            raise
+        except Exception as error:  # wrong types and numbers of any JSON end in errors of any class
             raise _corrupt(where, f"{type(error).__name__}: {error}") from error
         return manifest
 
@@ -259,7 +262,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         )
     try:
         sealed = _is_sealed(raw, data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
     if not sealed:
         raise _corrupt(where, "its checksum does not fit its content")
@@ -288,15 +291,7 @@ def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
         state.update(b"}")
         if state.hexdigest() == data["checksum"]:
             return True
-    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=_distinct)))
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; none whose keys occur twice, of which readers may take one or the other."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
+    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=distinct_keys)))
 
 
 def _no_constant(text: str) -> float:
@@ -339,6 +334,22 @@ def _prove(manifest: Manifest, where: str) -> None:
         raise _corrupt(where, f"chunks of {len(manifest.chunks)} tensors")
     for place in range(len(manifest.entries)):
         _prove_entry(manifest, place, where)
+
+
+def _prove_tree(manifest: Manifest, where: str) -> None:
+    """That the state tree can be read, and its leaves be found: asked before a state is matched with it."""
+
+    def prove_leaf(node: Mapping[str, Any]) -> None:
+        if node["$"] == "tensor":
+            place = node["i"]
+            if type(place) is not int or not 0 <= place < len(manifest.entries):
+                raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
+            if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
+                raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
+        elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
+            raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
+
+    decode(manifest.structure.tree, prove_leaf, where)
 
 
 def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.dtypes import is_numpy_dtype
-from vescale_fsdp.checkpoint.encoding import is_stateful
+from vescale_fsdp.checkpoint.encoding import is_stateful, remade
 from vescale_fsdp.checkpoint.per_rank import PerRank
 from vescale_fsdp.checkpoint.tree import Json, decode, has_tensors, join_name
+from vescale_fsdp.errors import CheckpointError, explain
 
 __all__ = ["Match", "TensorRead", "match"]
 
@@ -81,13 +82,13 @@ class _Matcher:
     def visit(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
         """Match one value; what is returned yields the value that belongs in its place."""
         kind = node.get("$") if isinstance(node, Mapping) else None
+        if is_stateful(target):
+            inner = self.visit(target.state_dict(), node, name, True)
+            return lambda: _give(target, inner(), name)
         if isinstance(target, PerRank) or kind == "per_rank":
             return self._per_rank(target, node, name)
         if isinstance(target, (torch.Tensor, np.ndarray)) or kind in ("tensor", "absent"):
             return self._tensor(target, node, name)
-        if is_stateful(target):
-            inner = self.visit(target.state_dict(), node, name, True)
-            return lambda: (target.load_state_dict(inner()), target)[1]
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):
             return self._mapping(target, node, name, stateful)
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
@@ -106,11 +107,7 @@ class _Matcher:
 
         def finish() -> PerRank:
             if stored in self.found.per_rank_values:
-                value = self.found.per_rank_values[stored]
-                if is_stateful(target.value):
-                    target.value.load_state_dict(value)
-                else:
-                    target.value = value
+                target.value = _filled(target.value, self.found.per_rank_values[stored], name)
             return target
 
         return finish
@@ -154,7 +151,8 @@ class _Matcher:
             if isinstance(taker, MutableMapping):
                 for key in dropped:
                     del taker[key]
-                taker.update(done)
+                for key, value in done.items():  # not update(), which adds to what a Counter has
+                    taker[key] = value
                 return taker
             return {key: value for key, value in {**taker, **done}.items() if key not in dropped}
 
@@ -186,8 +184,7 @@ class _Matcher:
             if isinstance(target, list):
                 target[:] = done
                 return target
-            kind = type(target)
-            return kind(done) if kind is tuple else kind(*done)  # a named tuple takes its fields one by one
+            return remade(target, done)
 
         return finish
 
@@ -202,7 +199,8 @@ class _Matcher:
         if _holds_tensors(target):
             self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
             return lambda: target
-        return lambda: decode(node, lambda leaf: None)
+        value = decode(node, lambda leaf: None)  # now, while an error has not cost anything yet
+        return lambda: value
 
     def _leaves_of_value(self, value: Any, name: str) -> list[str]:
         if isinstance(value, Mapping):
@@ -230,6 +228,34 @@ class _Matcher:
             pairs = [(decode(key, lambda leaf: None), item) for key, item in node["v"]]
             return [leaf for key, item in pairs for leaf in self._leaves_of_node(item, join_name(name, key))]
         return [name] if self._selected(name) else []
+
+
+def _give(target: Any, state: Any, name: str) -> Any:
+    """An object that has taken its state."""
+    try:
+        target.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            explain(
+                "An object did not take the state that was stored for it.",
+                expected=f"load_state_dict of {type(target).__qualname__} to return",
+                got=f"{type(error).__name__}: {error}",
+                where=name,
+                todo="build the object as it was when it was saved; what was loaded before it holds new values",
+            )
+        ) from error
+    return target
+
+
+def _filled(target: Any, value: Any, name: str) -> Any:
+    """A per-rank value, in which the target's objects take what was stored of them."""
+    if is_stateful(target):
+        return _give(target, value, name)
+    if isinstance(target, Mapping) and type(value) is dict:
+        return {key: _filled(target.get(key), item, name) for key, item in value.items()}
+    if isinstance(target, (list, tuple)) and type(value) in (list, tuple) and len(target) == len(value):
+        return type(value)(_filled(inner, item, name) for inner, item in zip(target, value, strict=True))
+    return value
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.dtypes import bytes_of, dtype_name, dtype_named
+from vescale_fsdp.checkpoint.dtypes import bytes_of, dense, dtype_name, dtype_named
 from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.geometry import numel_of
 
 __all__ = ["PerRank", "pack_blob", "unpack_blob"]
 
@@ -60,8 +61,7 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
     for name, (tree, found) in values.items():
         trees[name] = {"first": len(tensors), "tree": tree}
         for tensor in found:
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            data = bytes_of(plain).numpy().tobytes()
+            data = bytes_of(dense(tensor)).numpy().tobytes()
             tensors.append(
                 {
                     "dtype": dtype_name(tensor.dtype),
@@ -74,6 +74,16 @@ def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
             start += len(data)
     head = json.dumps({"values": trees, "tensors": tensors}).encode()
     return b"".join([struct.pack("<Q", len(head)), head, *parts])
+
+
+def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """A tensor of its own memory, of these bytes."""
+    if min(shape, default=0) < 0 or numel_of(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for a tensor of {dtype}, {shape}")
+    tensor = torch.empty(shape, dtype=dtype)
+    # Filled, not viewed: an array of 0 bytes has stride 0, which no wider dtype can view.
+    bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+    return tensor
 
 
 def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[torch.Tensor]]]:
@@ -95,15 +105,16 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
             start, nbytes = int(item["start"]), int(item["nbytes"])
             if not 0 <= start <= start + nbytes <= len(data):
                 raise ValueError(f"tensor at [{start}, {start + nbytes}) in {len(data)} bytes")
-            raw = torch.from_numpy(np.frombuffer(data[start : start + nbytes], dtype=np.uint8).copy())
-            tensors.append(raw.view(dtype_named(item["dtype"])).reshape(item["shape"]))
+            tensors.append(
+                _tensor_of(data[start : start + nbytes], dtype_named(item["dtype"]), item["shape"])
+            )
         found = {}
         names = list(head["values"])
         firsts = [head["values"][name]["first"] for name in names] + [len(tensors)]
         for place, name in enumerate(names):
             found[name] = (head["values"][name]["tree"], tensors[firsts[place] : firsts[place + 1]])
         return found
-    except (ValueError, KeyError, TypeError, struct.error, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
         raise CorruptCheckpointError(
             explain(
                 "The per-rank values cannot be unpacked.",

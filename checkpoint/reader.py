@@ -243,7 +243,18 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         found = unpack_blob(blob, where=where) if any(blob[:8]) else {}
         values = {}
         for name, (tree, tensors) in found.items():
-            values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
+            try:
+                values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
+            except (LookupError, TypeError, ValueError, RecursionError) as error:
+                raise CorruptCheckpointError(
+                    explain(
+                        "A per-rank value is not what was written.",
+                        expected="a tree of FORMAT.md",
+                        got=f"{type(error).__name__}: {error}",
+                        where=f"{name} in {where}",
+                        todo="restore an older step",
+                    )
+                ) from error
         return values
 
     def fill(self, wanted: list[tuple[int, Region, torch.Tensor]], *, verify: bool) -> None:

@@ -32,13 +32,14 @@ from vescale_fsdp.checkpoint.manifest import (
     Manifest,
     build_manifest,
 )
+from vescale_fsdp.checkpoint.names import parse_step_name
 from vescale_fsdp.checkpoint.per_rank import pack_blob
 from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
-from vescale_fsdp.checkpoint.structure import dump_json
+from vescale_fsdp.checkpoint.structure import distinct_keys, dump_json
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
-from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.checkpoint.tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.writing import write_rank_file
 from vescale_fsdp.checkpoint.zarr_layout import chunk_shape
 from vescale_fsdp.checkpoint.zarr_writing import ArrayWriter, write_groups
@@ -66,7 +67,7 @@ def save(
         state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values
             and objects with ``state_dict`` and ``load_state_dict``. Plain tensors and values must be the
             same on all ranks that have them.
-        user: JSON of your own, returned by `read_state(path).user`.
+        user: JSON of your own, the same on all ranks, returned by `read_state(path).user`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
         format: "native" (one safetensors file per rank, the fast one) or "zarr" (one zarr v3 array per
             tensor, for tools outside PyTorch; loads back at any world size as well).
@@ -127,14 +128,16 @@ class Saver:
         blob = b""
         try:
             if error is None and taken is not None:
-                plain_json(user)
+                user = plain_json(user)
                 _ = taken.structure.digest  # computed here, where an error of one rank reaches all
                 blob = pack_blob(taken.per_rank)
                 self._claim(held)
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
         structure = taken.structure if taken is not None and error is None else None
-        agreed = self.coordinator.agree(structure, len(blob), error, _FORMATS.index(self.format))
+        # Beside an error, which all ranks raise first, there may be a `user` that is no JSON.
+        alike = self._alike(user) if error is None else {}
+        agreed = self.coordinator.agree(structure, len(blob), error, alike)
         assert taken is not None
         return self._write_own(agreed, taken, blob, user)
 
@@ -183,6 +186,20 @@ class Saver:
         chunks = tuple(chunk_shape(manifest, place) for place in range(len(manifest.entries)))
         return replace(manifest, chunks=chunks)
 
+    def _alike(self, user: Json) -> dict[str, Json]:
+        """What is written alike on all ranks, and what rank 0 alone would decide."""
+        folder = self.storage.where.rstrip("/").rpartition("/")[2]
+        return {
+            "format": self.format,
+            "overwrite": self.overwrite,
+            "stripe_bytes": self.stripe_bytes,
+            "split_bytes": self.split_bytes,
+            "every_node": self.every_node,
+            # Other folders may be one under two names, as mounted; not so those that are named by a step.
+            "step": folder if parse_step_name(folder) else None,
+            "user": user,
+        }
+
     def _write_own(self, agreed: Agreement, taken: TakenState, blob: bytes, user: Json) -> Manifest:
         try:
             arrays = None
@@ -228,12 +245,15 @@ def plain_json(user: Json) -> Json:
         CheckpointError: if it is no JSON.
     """
     try:
-        return json.loads(dump_json(user))
+        plain = json.loads(dump_json(user), object_pairs_hook=distinct_keys)
+        if depth_of(plain) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+        return plain
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             explain(
                 "The user's part of a checkpoint cannot be written as JSON.",
-                expected="dicts, lists, strings, finite numbers, True, False, None",
+                expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",
                 got=str(error),
                 where="the argument `user`",
                 todo="put other values into the state",

@@ -54,7 +54,6 @@ class _View(NamedTuple):
     """What one rank sees and wants."""
 
     steps: Set[StoredStep]
-    wanted: int | None
     is_late: bool  # patience is over since a step was last tried
     is_over: bool  # patience is over since the start
 
@@ -102,8 +101,6 @@ class StepSearch:
             views = self._coordinator.everyone(self._view(mine))
             chosen = _newest([view.steps for view in views])
             self._pass_over_lost_memory(views, chosen)
-            if len({view.wanted for view in views}) > 1:
-                raise self._error("Ranks ask for different steps.", views)
             if chosen is None:
                 self._say()
                 return None
@@ -126,7 +123,7 @@ class StepSearch:
         now_s = time.monotonic()
         steps = frozenset(mine.keys() - self._passed.keys())
         is_late = now_s - self._last_try_s >= self._patience_s
-        return _View(steps, self._wanted, is_late, now_s - self._start_s >= self._patience_s)
+        return _View(steps, is_late, now_s - self._start_s >= self._patience_s)
 
     def pass_over(self, step: StoredStep, error: Exception) -> None:
         """A step has turned out damaged."""
@@ -210,8 +207,6 @@ def _told(views: Sequence[_View]) -> str:
     for rank, view in enumerate(views):
         numbers = sorted({step.number for step in view.steps if not step.in_memory}, reverse=True)
         text = f"steps {_some(numbers)}" if numbers else "no step"
-        if view.wanted is not None:
-            text += f", asked for {view.wanted}"
         ranks_by_view.setdefault(text, []).append(rank)
     return "; ".join(f"ranks {_some(ranks)} see {text}" for text, ranks in list(ranks_by_view.items())[:4])
 

@@ -21,12 +21,24 @@ from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.geometry import numel_of
 from vescale_fsdp.layout import GroupLayout
 
-__all__ = ["Entry", "Structure", "dump_json", "renumber"]
+__all__ = ["Entry", "Structure", "distinct_keys", "dump_json", "renumber"]
 
 
 def dump_json(value: Json) -> bytes:
     """The one way JSON is written here: compact, so that equal values have equal bytes."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as it is read; none whose keys occur twice, of which readers may take one or the other.
+
+    Raises:
+        ValueError: if a key occurs twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
 
 
 @dataclass(frozen=True)

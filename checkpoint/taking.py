@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from vescale_fsdp.checkpoint.describe import Described, Describer
 from vescale_fsdp.checkpoint.distribution import Axes, LayoutCut
@@ -111,6 +112,15 @@ class _Taker(TreeSink):
                     todo="rename the key",
                 )
             )
+        if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise CheckpointError(
+                explain(
+                    "A leaf of the state has a name that is no text.",
+                    expected="keys without half a surrogate pair, which no file can name",
+                    got=repr(name),
+                    todo="rename the key",
+                )
+            )
         if name in self._names:
             raise CheckpointError(
                 explain(
@@ -153,6 +163,24 @@ class _LeafTaker(TreeSink):
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._inside = False  # an object
+
+    def stateful(self, name: str, value: Stateful, depth: int) -> Json:
+        # A load gives an object what was stored for it without asking what it holds now: a data loader would start.
+        if self._inside:
+            raise CheckpointError(
+                explain(
+                    "An object lies in the state of another one, inside a PerRank.",
+                    expected="a state_dict() of plain values, tensors and containers",
+                    got=f"a {type(value).__qualname__}",
+                    where=name,
+                    todo="let the outer object's state_dict() return the inner one's",
+                )
+            )
+        self._inside = True
+        node = super().stateful(name, value, depth)
+        self._inside = False
+        return node
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local

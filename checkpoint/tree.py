@@ -4,7 +4,7 @@ Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` k
 
     {"$": "tensor", "i": 7}     leaf number 7 of the tensors         {"$": "per_rank", "name": "rng"}
     {"$": "tuple", "v": [..]}   also set, frozenset                  {"$": "dict", "v": [[key, value], ..]}
-    {"$": "float", "v": "nan"}  also "inf", "-inf"                   {"$": "bytes", "v": base64}
+    {"$": "float", "v": "nan"}  also "inf", "-inf"                   {"$": "bytes", "v": base64}   ("array": true for a bytearray)
     {"$": "complex", "v": [re, im]}   {"$": "dtype", "v": "int8"}    {"$": "device", "v": "cpu"}
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
@@ -18,12 +18,15 @@ import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vescale_fsdp.checkpoint.dtypes import dtype_named
+from vescale_fsdp.checkpoint.dtypes import dtype_named, is_numpy_dtype
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
-__all__ = ["Json", "decode", "has_tensors", "join_name"]
+__all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name"]
 
 Json = Any
+MAX_DEPTH = (
+    200  # levels of containers: a load needs more of the interpreter's stack for each than a save does
+)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -38,6 +41,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
 
     Raises:
         CorruptCheckpointError: for a node of unknown kind.
+        ValueError, TypeError: for other nodes that cannot be; a manifest has been proven to hold none.
     """
     if isinstance(node, list):
         return [decode(item, tensor, where) for item in node]
@@ -49,13 +53,17 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     if kind in ("tensor", "per_rank", "absent"):
         return tensor(node)
     if kind == "dict" and isinstance(value, list):
-        return {decode(key, tensor, where): decode(item, tensor, where) for key, item in value}
-    if kind in _SEQUENCES and isinstance(value, list):
+        found = {decode(key, tensor, where): decode(item, tensor, where) for key, item in value}
+        if len(found) != len(value):
+            raise ValueError("a key occurs twice")
+        return found
+    if isinstance(kind, str) and kind in _SEQUENCES and isinstance(value, list):
         return _SEQUENCES[kind]([decode(item, tensor, where) for item in value])
     if kind == "float" and value in ("nan", "inf", "-inf"):
         return float(value)
     if kind == "bytes" and isinstance(value, str):
-        return base64.b64decode(value)
+        data = base64.b64decode(value, validate=True)
+        return bytearray(data) if node.get("array") is True else data
     if kind == "complex" and isinstance(value, list):
         return complex(*(decode(part, tensor, where) for part in value))
     if kind == "dtype" and isinstance(value, str):
@@ -64,7 +72,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
         import torch
 
         return torch.device(value)
-    if kind == "numpy":
+    if kind == "numpy" and is_numpy_dtype(str(node.get("dtype"))):
         import numpy as np
 
         return np.dtype(node["dtype"]).type(decode(value, tensor, where))
@@ -76,6 +84,13 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
             where=where,
         )
     )
+
+
+def depth_of(value: Json) -> int:
+    """Levels of containers in a JSON value; 0 for a plain one."""
+    if not isinstance(value, (list, dict)):
+        return 0
+    return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def has_tensors(node: Json) -> bool:

@@ -12,7 +12,7 @@ import google_crc32c
 import torch
 
 from vescale_fsdp.checkpoint.agreement import Coordinator
-from vescale_fsdp.checkpoint.dtypes import carrier_of, dtype_named
+from vescale_fsdp.checkpoint.dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.region import Region, Run, overlaps
 from vescale_fsdp.checkpoint.storage import Buffer, Storage
@@ -167,8 +167,7 @@ class ArrayWriter:
     def _local(self, step: _Step) -> torch.Tensor:
         """The elements of the tensor that this rank holds, 1D."""
         if self._bits is None or self._bits[0] != step.place:
-            tensor = self._locals_by_name[self.manifest.entries[step.place].name]
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            plain = dense(self._locals_by_name[self.manifest.entries[step.place].name]).view(-1)
             self._bits = (step.place, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from multiprocessing import Pipe
 from pathlib import Path
 from unittest import mock
 
@@ -10,14 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.distributed import cpu_mesh, run_ranks
 from tests.dtensor_conformance import Cut, plain
+from vescale_fsdp import dcp_hooks
 from vescale_fsdp.dcp_hooks import check_storage_writer
 from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import CheckpointError
@@ -130,40 +136,105 @@ def test_every_placement_loads_every_other(tmp_path: Path, dtype: torch.dtype) -
     assert run_ranks(4, save_and_load, str(tmp_path), dtype) == [36] * 4
 
 
-def safetensors_writer(folder: str, rows: bool) -> tuple[bool, str]:
-    """Whether torch's safetensors writer kept the values, and what `check_storage_writer` says."""
+class OwnPlanner(DefaultSavePlanner):
+    """A planner of a user's own."""
+
+
+def safetensors_save(folder: str, rows: bool, how: str) -> tuple[str, bool]:
+    """What a save through torch's safetensors writer says, and whether the values came back."""
     mesh = cpu_mesh()
     cut = RaggedShard((0,), (2, 4)) if rows else RaggedShard((0, 1), (7, 23))
     tensor = distribute_tensor(plain(SHAPE), mesh, [cut])
-    writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+    writer = HuggingFaceStorageWriter(
+        folder,
+        save_distributed=how != "one file",
+        enable_consolidation=how == "consolidated",
+        thread_count=2 if how == "threads" else 1,
+    )
+    planner = {"own planner": OwnPlanner(), "cached plans": DefaultSavePlanner(enable_plan_caching=True)}.get(
+        how
+    )
+    blind = mock.patch.object(dcp_hooks, "_writer_in_use", return_value=None)
     try:
-        check_storage_writer(writer, {"model": {"w": tensor}})
-        verdict = ""
-    except CheckpointError as error:
-        verdict = str(error)
-    dcp.save({"w": tensor}, storage_writer=writer)
-    state = {"w": distribute_tensor(torch.zeros(SHAPE), mesh, [cut])}
-    try:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
-    except Exception:  # noqa: BLE001  losing data loudly is what one would hope for
-        return False, verdict
-    return torch.equal(state["w"].full_tensor(), plain(SHAPE)), verdict
+        with blind if how == "unasked" else nullcontext():
+            if how == "behind":
+                dcp.async_save({"m": {"w": tensor}}, storage_writer=writer, planner=planner).result()
+            else:
+                dcp.save({"m": {"w": tensor}}, storage_writer=writer, planner=planner)
+    except CheckpointException as error:
+        return str(error), False
+    state = {"m": {"w": distribute_tensor(torch.zeros(SHAPE), mesh, [cut])}}
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
+    return "", torch.equal(state["m"]["w"].full_tensor(), plain(SHAPE))
 
 
-def test_torchs_safetensors_writer_is_refused_where_it_loses_data(tmp_path: Path) -> None:
-    """Pieces of several boxes are lost by torch's writer and refused by ours; whole rows are kept and accepted."""
-    for kept, verdict in run_ranks(2, safetensors_writer, str(tmp_path / "elements"), False):
-        assert not kept, "torch keeps all boxes now: the check can go"
-        assert "drops the others" in verdict and "where: w" in verdict
-    for kept, verdict in run_ranks(2, safetensors_writer, str(tmp_path / "rows"), True):
-        assert kept and verdict == ""
+@pytest.mark.filterwarnings("ignore")  # DCP logs every exception it passes on
+@pytest.mark.parametrize("how", ["plain", "own planner", "cached plans", "behind", "threads", "consolidated"])
+def test_torchs_safetensors_writer_is_refused_where_it_loses_data(how: str, tmp_path: Path) -> None:
+    """Pieces of several boxes are refused before a file is written, however the save is made; whole rows are kept."""
+    for text, _ in run_ranks(2, safetensors_save, str(tmp_path / "elements"), False, how):
+        assert "drops the others" in text and "where: m.w" in text and "vescale-convert" in text
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert run_ranks(2, safetensors_save, str(tmp_path / "rows"), True, how) == [("", True)] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # DCP logs every exception it passes on
+def test_the_safetensors_writer_in_one_file(tmp_path: Path) -> None:
+    """Its default, one file for all ranks, is refused for cut tensors; nothing but the refusal keeps the values."""
+    for text, _ in run_ranks(2, safetensors_save, str(tmp_path / "one"), True, "one file"):
+        assert "save_distributed=True" in text and "where: m.w" in text
+    lost = [("", False)] * 2
+    assert run_ranks(2, safetensors_save, str(tmp_path / "c"), False, "unasked") == lost, (
+        "torch keeps all boxes now: the check can go"
+    )
+
+
+def staged(folder: str, units: tuple[int, ...], how: str) -> None:
+    """Save a piece that lies inside a buffer behind training, which overwrites it, and load it back."""
+    mesh, placement = cpu_mesh(), RaggedShard((0, 1), units)
+    start, stop = placement.piece(SHAPE, dist.get_rank())
+    piece = torch.zeros(64)[5 : 5 + stop - start]
+    piece.copy_(plain(SHAPE).view(-1)[start:stop])
+    tensor = RaggedDTensor.from_local(piece, mesh, [placement], shape=SHAPE)
+    assert tensor.storage_offset() == 5 and tensor.data_ptr() == 0
+    shared = DefaultStager(StagingOptions(False, how != "copied", False, False))
+    stager = {"blocking": BlockingAsyncStager(), "default": None}.get(how, shared)
+    if how == "behind":
+        stager = DefaultStager(StagingOptions(False, False, True, False))
+    if how == "pipe":  # what a checkpointer of type PROCESS does
+        ours, theirs = Pipe()
+        ours.send(shared.stage({"w": tensor}))
+        piece.fill_(-1)
+        dcp.save(theirs.recv(), checkpoint_id=folder)
+    else:
+        response = dcp.async_save({"w": tensor}, checkpoint_id=folder, async_stager=stager)
+        if isinstance(response, AsyncSaveResponse):
+            response.staging_completion.result()
+            response = response.upload_completion
+        piece.fill_(-1)
+        response.result()
+    state = {"w": distribute_tensor(torch.zeros(SHAPE), mesh, [placement])}
+    dcp.load(state, checkpoint_id=folder)
+    assert torch.equal(state["w"].full_tensor(), plain(SHAPE))
+
+
+@pytest.mark.filterwarnings("ignore")  # DCP's async path warns of its own defaults
+@pytest.mark.parametrize("how", ["default", "copied", "shared", "behind", "blocking", "pipe"])
+def test_stock_async_save_of_pieces_inside_a_buffer(how: str, tmp_path: Path) -> None:
+    """Every stager of torch copies pieces, also where one rank holds all of a tensor and another nothing."""
+    for units in ((30, 0), (0, 30), (7, 23)):
+        run_ranks(2, staged, str(tmp_path / f"{units[0]}"), units, how)
 
 
 def other_writers() -> None:
-    """The usual writer takes everything; unknown boxes and meta tensors end in errors."""
+    """The usual writer takes everything, the safetensors writer whole rows; what cannot be ends in errors."""
     mesh = cpu_mesh()
     tensor = distribute_tensor(plain(SHAPE), mesh, [RaggedShard((0, 1), (7, 23))])
     check_storage_writer(dcp.FileSystemWriter("unused"), {"w": tensor})
+    writer = HuggingFaceStorageWriter("unused", save_distributed=True)
+    with pytest.raises(CheckpointError, match=r"(?s)drops the others.*where: w"):
+        check_storage_writer(writer, {"model": {"w": tensor}})
+    check_storage_writer(writer, {"w": distribute_tensor(plain(SHAPE), mesh, [RaggedShard((0,), (2, 4))])})
     with pytest.raises(CheckpointError, match="a box that this rank does not hold"):
         tensor.__get_tensor_shard__(MetadataIndex("w", torch.Size((5, 5))))
     empty = DefaultLoadPlanner()

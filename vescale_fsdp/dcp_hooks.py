@@ -7,8 +7,8 @@ de-duplication and drop the neighbour's data.
 
 torch's DCP *safetensors* writer (``HuggingFaceStorageWriter``, or a file writer with that serialization format)
 keys tensors by name and silently keeps one box of several per rank (torch 2.13, ``filesystem.py``,
-``_write_files_from_queue``). A hook is not told who writes, so it cannot refuse: call `check_storage_writer` before
-such a save. The ``.distcp`` writer is right.
+``_write_files_from_queue``). A save of such tensors through it is refused while it is planned, on all ranks and
+before a file is written. The ``.distcp`` writer is right.
 
 torch after 2.13 also reads attributes of plain tensors (``global_shape`` and others); it asks these hooks first, so
 ragged tensors need nothing more.
@@ -16,6 +16,7 @@ ragged tensors need nothing more.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.errors import CheckpointError, explain
@@ -45,7 +47,12 @@ def chunk_list(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
 
 
 def write_items(fqn: str, tensor: RaggedDTensor) -> list[WriteItem]:
-    """One write item per box of this rank's piece."""
+    """One write item per box of this rank's piece.
+
+    Raises:
+        CheckpointError: if the running ``dcp.save`` has a storage writer that would lose some of them.
+    """
+    _check_writer(_writer_in_use(), fqn, tensor)
     properties = TensorProperties.create_from_tensor(tensor._local_tensor)
     return [
         WriteItem(
@@ -89,29 +96,61 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
         state: what is going to be saved; nested mappings are looked into.
 
     Raises:
-        CheckpointError: if the writer is torch's safetensors writer and some rank holds a tensor in several boxes.
+        CheckpointError: if the writer is torch's safetensors writer, and some rank holds a tensor in several boxes or
+            all ranks would write the same file.
     """
-    if vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
-        return
     for name, value in state.items():
         if isinstance(value, Mapping):
             check_storage_writer(writer, value)
-        elif isinstance(value, torch.Tensor) and _most_boxes(value) > 1:
-            raise CheckpointError(
-                explain(
-                    "torch's safetensors writer keeps one box of a tensor per rank and drops the others.",
-                    expected="pieces of one box: whole rows, granularity=Rows(1) for matrices",
-                    got=f"up to {_most_boxes(value)} boxes per rank",
-                    where=name,
-                    todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
-                )
-            )
+        elif isinstance(value, torch.Tensor):
+            _check_writer(writer, name, value)
 
 
-def _most_boxes(tensor: torch.Tensor) -> int:
-    """The most boxes that any rank holds of a tensor; 1 for tensors that are not ragged."""
+def _writer_in_use() -> StorageWriter | None:
+    """The storage writer of the ``dcp.save`` that is asking, if one is."""
+    # The hook is given a name and a tensor (torch 2.11-2.13), and a plan that has left this rank holds classes of
+    # torch's alone; so the only ones who know the writer while it can still be refused are the functions that ask.
+    frame = inspect.currentframe()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if issubclass(
+                type(value), StorageWriter
+            ):  # isinstance would ask lazy objects of the callers for their class
+                return value  # type: ignore[no-any-return]
+        frame = frame.f_back
+    return None
+
+
+def _check_writer(writer: object, name: str, tensor: torch.Tensor) -> None:
+    if writer is None or vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
+        return
     if not isinstance(tensor, DTensor) or not is_ragged_spec(tensor.placements):
-        return 1
+        return
+    most = _most_boxes(tensor)
+    if most > 1:
+        raise CheckpointError(
+            explain(
+                "torch's safetensors writer keeps one box of a tensor per rank and drops the others.",
+                expected="pieces of one box: whole rows, granularity=Rows(1) for matrices",
+                got=f"up to {most} boxes per rank",
+                where=name,
+                todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
+            )
+        )
+    if vars(writer).get("save_distributed") is False and ragged_axis(tensor.placements)[1].num_shards > 1:
+        raise CheckpointError(
+            explain(
+                "torch's safetensors writer lets all ranks write one file, of which the last one's part is left.",
+                expected="HuggingFaceStorageWriter(.., save_distributed=True)",
+                got="save_distributed=False, which is its default, and a tensor that is cut over ranks",
+                where=name,
+                todo="pass save_distributed=True",
+            )
+        )
+
+
+def _most_boxes(tensor: DTensor) -> int:
+    """The most boxes that any rank holds of a ragged tensor."""
     _, placement = ragged_axis(tensor.placements)
     inner = inner_box(tensor._spec).sizes
     return max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))

@@ -223,6 +223,12 @@ class RaggedDTensor(DTensor):
         replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return replicated.to_local(grad_placements=grad_placements)
 
+    def data_ptr(self) -> int:
+        """0: the memory is the piece's, and ``to_local`` has it."""
+        # Without this it is the piece's offset in its buffer, in bytes. torch (2.11-2.13) takes any other number than 0
+        # for memory of its own when it copies tensors behind training (DCP's stagers) or deeply.
+        return 0
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placements = ", ".join(str(placement) for placement in self.placements)
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -259,8 +265,7 @@ class RaggedDTensor(DTensor):
         return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # torch's own (2.11-2.13) tells wrappers from tensors with memory by their address, which is 0 only for a
-        # piece at the start of its storage; the others it tries to copy as if they had memory.
+        # torch's own (2.11-2.13) copies the mesh and the layout along with the values; both are shared here.
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
