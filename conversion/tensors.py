@@ -53,6 +53,7 @@ class StoredChunk:
         strides: in items, of the box in the file; None for row-major.
         is_archive: the bytes at ``offset`` are a torch.save archive that holds the box.
         checked: the run of bytes with a checksum in which it lies; None if there is none, or an archive says.
+        signs: bits of every item that are stored flipped (`TensorRef.signs`).
     """
 
     box: Box
@@ -62,6 +63,7 @@ class StoredChunk:
     strides: tuple[int, ...] | None = None
     is_archive: bool = False
     checked: CheckedRun | None = None
+    signs: int = 0
 
 
 @dataclass(frozen=True)
