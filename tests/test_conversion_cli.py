@@ -135,7 +135,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
 FLAGS = {
     "inspect": "--from --json --layout --svg --trust-pickle",
     "verify": "--from --json --quick --quiet --trust-pickle",
-    "diff": "--atol --ignore-dtype --json --model-only --quiet --rtol",
+    "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
 }
 CONVERT = (
     "--assets --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
