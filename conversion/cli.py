@@ -297,6 +297,12 @@ def _numbers(text: str) -> list[int]:
 
 @cli.command("to-hf")
 @_convert_options
+@click.option(
+    "--include-asset",
+    multiple=True,
+    metavar="PATTERN",
+    help="A file of the --assets that goes along although it is no setting (repeatable).",
+)
 def to_hf_command(**arguments: Any) -> None:
     """Write the model in SRC to OUT as a Hugging Face repository."""
     _convert("hf", **arguments)

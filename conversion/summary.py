@@ -32,6 +32,10 @@ def summary(report: ConvertReport) -> str:
     if report.dropped_others:
         lines.append(f"left out: {_some(report.dropped_others)}")
     lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
+    if report.uncast:
+        lines.append(f"not cast, since quantised or a scale: {_some(report.uncast)}")
+    if report.left_assets:
+        lines.append(f"files not taken along (--include-asset PATTERN does): {_some(report.left_assets)}")
     lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
     return "\n".join(lines)
 
