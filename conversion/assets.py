@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from vescale_fsdp.conversion.hf_layout import is_weight_file, natural_key
+from vescale_fsdp.conversion.json_values import parse_json
 from vescale_fsdp.conversion.places import open_store
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
@@ -75,7 +76,7 @@ class Assets:
 
     def _parse_config(self, url: str) -> dict[str, Any]:
         try:
-            loaded = json.loads(self._store.read_file(CONFIG_FILE))
+            loaded = parse_json(self._store.read_file(CONFIG_FILE))
         except ValueError as error:
             loaded = f"{type(error).__name__}: {error}"
         if not isinstance(loaded, dict):

@@ -37,6 +37,7 @@ _DAMAGE = (
     KeyError,
     MemoryError,
     OverflowError,
+    RecursionError,
     TypeError,
     UnicodeDecodeError,
     ValueError,
