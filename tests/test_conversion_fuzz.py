@@ -222,3 +222,14 @@ def test_a_state_that_holds_itself(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "m.pt")
     with pytest.raises(CorruptCheckpointError, match="holds itself"):
         open_source(str(tmp_path / "m.pt"))
+
+
+def test_a_record_that_is_not_there(tmp_path: Path) -> None:
+    """The pickle of a rank speaks of a storage that its archive lacks."""
+    *_, last = _ranks(tmp_path)
+    data = last.read_bytes()
+    name = f"{last.stem}/data/0".encode()
+    assert data.count(name) == 2
+    last.write_bytes(data.replace(name, name[:-1] + b"9"))
+    with pytest.raises(CorruptCheckpointError, match="storage 0"):
+        open_source(str(tmp_path))
