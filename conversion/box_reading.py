@@ -35,10 +35,22 @@ def _read_part(source: Source, info: TensorInfo, chunk: StoredChunk, part: Box, 
     if not chunk.file:
         view[...] = np.zeros((), dtype=view.dtype)
         return
-    offset, strides = source.locate(info, chunk)
+    offset, strides, signs = source.locate(info, chunk)
     first = sum((o - c) * s for o, c, s in zip(part.offsets, chunk.box.offsets, strides, strict=True))
     itemsize = info.dtype.itemsize
     _read_strided(source, chunk.file, offset + first * itemsize, part.sizes, strides, view)
+    if signs:
+        _flip(view, signs)
+
+
+def _flip(view: np.ndarray, signs: int) -> None:
+    """Flip these bits of every item, 64 at a time."""
+    if view.dtype.itemsize <= 8:
+        view ^= view.dtype.type(signs)
+        return
+    halves = view.view(np.dtype([("low", "<u8"), ("high", "<u8")]))
+    halves["low"] ^= np.uint64(signs % 2**64)
+    halves["high"] ^= np.uint64(signs >> 64)
 
 
 def _read_strided(

@@ -2,12 +2,12 @@
 
 Router biases or state-space parameters may have to stay float32, so besides one type for all there are
 patterns with a type of their own, and those win. Integers, booleans, complex and 8-bit or smaller floats
-are never cast.
+are never cast; the scales of quantised weights only by a pattern that names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -67,8 +67,8 @@ class CastRules:
                 default = dtype
         return cls(default, patterns)
 
-    def apply(self, views: Sequence[TensorView]) -> list[TensorView]:
-        """The same tensors, cast where a rule says so.
+    def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
+        """The same tensors, cast where a rule says so; those ``kept`` only where a pattern does.
 
         Raises:
             ConversionError: for a pattern that matches no tensor, or one that must not be cast.
@@ -79,7 +79,8 @@ class CastRules:
             info = view.info
             pattern = next((p for p in self.patterns if fnmatchcase(info.name, p)), None)
             unused -= {p for p in unused if fnmatchcase(info.name, p)}
-            dtype = self.patterns[pattern] if pattern is not None else self.default
+            default = None if info.name in kept else self.default
+            dtype = self.patterns[pattern] if pattern is not None else default
             if dtype is None or dtype == info.dtype or (pattern is None and info.dtype.kind != "float"):
                 found.append(view)
                 continue

@@ -17,19 +17,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from vescale_fsdp.conversion.convert import OPTIMIZER_FORMS, ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion.convert import OPTIMIZER_FORMS, ConvertOptions, convert
 from vescale_fsdp.conversion.copying import CopyLimits
 from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.open_source import KINDS, open_source
 from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.conversion.sizes import format_bytes, parse_bytes
+from vescale_fsdp.conversion.summary import summary
 from vescale_fsdp.errors import ConversionError, VescaleError
 
 if TYPE_CHECKING:
@@ -90,13 +91,17 @@ _source_options = _options(
     click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC, instead of looking."),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run what they name."),
 )
+_model_prefix_option = click.option(
+    "--model-prefix",
+    help="What the model's names begin with, such as 'model.' or one of several models' names.",
+)
 _TOLERANCE = click.FloatRange(0)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _convert_options = _options(
     click.argument("src", type=_Place()),
     click.argument("out", type=_Place()),
     _source_options,
-    click.option("--model-prefix", help="What the model's names begin with in SRC, such as 'model.'."),
+    _model_prefix_option,
     click.option(
         "--assets",
         "--config",
@@ -202,6 +207,7 @@ def verify_command(
 @click.option("--atol", type=_TOLERANCE, default=0.0, help="Absolute tolerance.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
 @click.option("--model-only", is_flag=True, help="Leave optimizer and other tensors alone.")
+@_model_prefix_option
 @_json_option
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def diff_command(
@@ -211,6 +217,7 @@ def diff_command(
     atol: float,
     ignore_dtype: bool,
     model_only: bool,
+    model_prefix: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -221,7 +228,12 @@ def diff_command(
     with _Progress(left.nbytes + right.nbytes, quiet=quiet) as progress:
         tolerance = Tolerance(rtol, atol, ignore_dtype)
         found, compared = diff(
-            left, right, tolerance=tolerance, model_only=model_only, progress=progress.advance
+            left,
+            right,
+            tolerance=tolerance,
+            model_only=model_only,
+            model_prefix=model_prefix,
+            progress=progress.advance,
         )
     if as_json:
         click.echo(json.dumps({"compared": compared, "differences": [d.to_json() for d in found]}, indent=2))
@@ -235,6 +247,7 @@ def diff_command(
 @cli.command("plan")
 @click.argument("src", type=_Place())
 @_source_options
+@_model_prefix_option
 @click.option("--shards", required=True, metavar="N,N,..", help="Sizes of the sharding mesh axis.")
 @_granularity_option
 @click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
@@ -245,6 +258,7 @@ def plan_command(
     src: str,
     kind: str | None,
     trust_pickle: bool,
+    model_prefix: str | None,
     shards: str,
     granularity: tuple[str, ...],
     unit: tuple[str, ...],
@@ -260,7 +274,7 @@ def plan_command(
     from vescale_fsdp.shapes import natural_order
 
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
-    infos = {name: source.tensors[key].info for key, name in find_model(source).names.items()}
+    infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
     shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
     report = plan_report(
         shapes,
@@ -283,6 +297,12 @@ def _numbers(text: str) -> list[int]:
 
 @cli.command("to-hf")
 @_convert_options
+@click.option(
+    "--include-asset",
+    multiple=True,
+    metavar="PATTERN",
+    help="A file of the --assets that goes along although it is no setting (repeatable).",
+)
 def to_hf_command(**arguments: Any) -> None:
     """Write the model in SRC to OUT as a Hugging Face repository."""
     _convert("hf", **arguments)
@@ -366,7 +386,7 @@ def _convert(
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     elif not quiet:
-        click.echo(_summary(report))
+        click.echo(summary(report))
 
 
 class _Stopped(click.Abort):
@@ -401,32 +421,6 @@ class _Progress:
         if self._bar is not None:
             with self._lock:
                 self._bar.update(nbytes)
-
-
-def _summary(report: ConvertReport) -> str:
-    verb = "would write" if report.dry_run else "wrote"
-    model = report.state.model
-    lines = [
-        f"source: {report.source.kind} at {report.source.url}, model prefix {model.prefix or '(root)'}",
-        f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
-        f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
-    ]
-    if report.outcome.kept:
-        lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
-    if not report.outcome.published and not report.dry_run:
-        lines.append("not published yet: other parts are still to be written")
-    if report.dropped_optimizer:
-        lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
-    if report.dropped_others:
-        lines.append(f"left out: {_some(report.dropped_others)}")
-    lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
-    lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
-    return "\n".join(lines)
-
-
-def _some(names: Sequence[str]) -> str:
-    """A model may lose a thousand names; ``--json`` has them all."""
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -33,6 +33,7 @@ class ConvertOptions:
     Args:
         assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
             it is a Hugging Face folder.
+        include_asset: patterns of files there that go along although they are no settings.
         model_prefix: what the model's names begin with in the source; None to detect it.
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
@@ -47,6 +48,7 @@ class ConvertOptions:
     """
 
     assets: str | None = None
+    include_asset: Sequence[str] = ()
     model_prefix: str | None = None
     prefix: str | None = None
     dtype: Sequence[str] = ()
@@ -72,6 +74,8 @@ class ConvertReport:
     outcome: Outcome
     tied: dict[str, str]  # name left out -> name that holds its bytes
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
+    uncast: tuple[str, ...]  # codes and scales of quantised weights, which keep their types
+    left_assets: tuple[str, ...]  # files beside the settings that do not go along
     warnings: tuple[str, ...]
     dry_run: bool
 
@@ -103,6 +107,8 @@ class ConvertReport:
             "dropped": {"optimizer_entries": self.dropped_optimizer, "others": list(self.dropped_others)},
             "tied": [{"left_out": twin, "same_as": kept} for twin, kept in self.tied.items()],
             "casts": [{"name": n, "from": a, "to": b} for n, (a, b) in self.casts.items()],
+            "uncast": list(self.uncast),
+            "left_assets": list(self.left_assets),
             "warnings": list(self.warnings),
         }
 
@@ -150,7 +156,7 @@ def _own_config(source: Source) -> dict[str, Any]:
 
 
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
-    assets = Assets(options.assets or _own_assets(source, kind))
+    assets = Assets(options.assets or _own_assets(source, kind), options.include_asset)
     warnings = list(source.warnings)
     tied: dict[str, str] = {}
     if kind == "hf":
@@ -169,10 +175,13 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         tied, denied = find_tied_twins(state.views, assets.config)
         warnings += denied
         state = state.without(tied)
-    state = state.filtered(options.include, options.exclude)
     changed: dict[str, tuple[str, str]] = {}
+    uncast: tuple[str, ...] = ()
+    quantized = _find_quantized(state, assets, source) if options.dtype else frozenset()
+    state = state.filtered(options.include, options.exclude)
     if options.dtype:
-        state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None)
+        state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
+        uncast = tuple(name for name in state.views if name in quantized and name not in changed)
     if kind == "hf" and assets.config is None:
         warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
@@ -182,17 +191,26 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         )
     plan = _plan_files(state, target, kind, options, assets)
     dry_run = options.run.dry_run
-    return ConvertReport(source, target, plan, state, Outcome(), tied, changed, tuple(warnings), dry_run)
+    left = assets.left if kind == "hf" else ()
+    told = tuple(warnings)
+    return ConvertReport(source, target, plan, state, Outcome(), tied, changed, uncast, left, told, dry_run)
+
+
+def _find_quantized(state: State, assets: Assets, source: Source) -> frozenset[str]:
+    from vescale_fsdp.conversion.quantized import find_quantized
+
+    infos = [view.info for name, view in state.views.items() if name in state.is_model]
+    return find_quantized(infos, assets.config or _own_config(source))
 
 
 def _with_casts(
-    state: State, dtype: Sequence[str], assets: Assets | None
+    state: State, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
 ) -> tuple[State, dict[str, tuple[str, str]]]:
     """The state with floats cast, the settings told, and the types before and after."""
     from vescale_fsdp.conversion.casting import CastRules
 
     casts = CastRules.parse(dtype)
-    cast = state.with_model_views(casts.apply)
+    cast = state.with_model_views(lambda views: casts.apply(views, quantized))
     if assets is not None and casts.default is not None:
         assets.set_weights_dtype(casts.default.name)
     types = {name: (state.views[name].info.dtype, view.info.dtype) for name, view in cast.views.items()}

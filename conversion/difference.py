@@ -55,20 +55,21 @@ def diff(
     *,
     tolerance: Tolerance | None = None,
     model_only: bool = False,
+    model_prefix: str | None = None,
     progress: Progress = lambda _: None,
 ) -> tuple[tuple[Difference, ...], int]:
     """All differences, and how many tensors were compared.
 
     Models are compared under their own names, whatever their prefixes. Everything else, values that are no
     tensors too, is compared by full name, unless ``model_only`` or one of the two has nothing else (a Hugging
-    Face folder).
+    Face folder). ``model_prefix`` is what the model's names begin with on the sides that have such names.
 
     Raises:
         ConversionError: if either side holds no model.
         CorruptCheckpointError: if a file turns out damaged while reading.
     """
     chosen = tolerance or Tolerance()
-    left, right = _views(a), _views(b)
+    left, right = _views(a, model_prefix), _views(b, model_prefix)
     has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
     is_whole = not model_only and all(has_more)
     if not is_whole:
@@ -97,8 +98,10 @@ def _values(a: Source, b: Source) -> Iterator[Difference]:
             yield Difference(name, "value", f"{left!r:.60} and {right!r:.60}")
 
 
-def _views(source: Source) -> Mapping[tuple[str, str], TensorView]:
-    names = find_model(source).names
+def _views(source: Source, prefix: str | None) -> Mapping[tuple[str, str], TensorView]:
+    start = f"{prefix.rstrip('.')}." if prefix else ""
+    has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
+    names = find_model(source, prefix if has_prefix else None).names
     return {
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from vescale_fsdp.conversion.dtypes import DType
 from vescale_fsdp.conversion.hf_layout import INDEX_FILE, SINGLE_FILE, is_weight_file
+from vescale_fsdp.conversion.json_values import parse_json
 from vescale_fsdp.conversion.safetensors_file import read_header
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_numbers
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box
 
@@ -114,6 +115,8 @@ def open_shards(store: Store) -> Source:
         for name, tensor in tensors.items():
             shape = tensor.info.shape
             box = Box(starts.get(name, (0,) * len(shape)), shape)
+            if len(box.offsets) != len(shape):
+                raise _odd_shard(store, file, f"{len(shape)} offsets of {name}", box.offsets)
             if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
                 raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
             chunks.setdefault(name, []).extend(replace(chunk, box=box) for chunk in tensor.chunks)
@@ -136,14 +139,14 @@ def _joined(chunks: Mapping[str, list[StoredChunk]], dtypes: Mapping[str, DType]
 
 def _saved_offsets(store: Store, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
-        found = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        return {str(name): tuple(map(int, entry["saved_offsets"])) for name, entry in found.items()}
+        found = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
+        return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {error}"
         raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
 
 
-def _odd_shard(store: Store, file: str, expected: str, got: str) -> CorruptCheckpointError:
+def _odd_shard(store: Store, file: str, expected: str, got: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
             "the files of the ranks do not fit together",
@@ -179,7 +182,7 @@ def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
         CorruptCheckpointError: if the index is damaged or points outside of the folder.
     """
     try:
-        index = json.loads(store.read_file(index_file))
+        index = parse_json(store.read_file(index_file))
         found = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(

@@ -17,14 +17,17 @@ __all__ = ["describe", "draw", "format_description"]
 def describe(source: Source) -> dict[str, Any]:
     """Everything known about a source without reading its tensors, as plain values."""
     try:
-        prefix = find_model(source).prefix
+        model = find_model(source)
+        prefix = None if model.rivals else model.prefix
+        models = [f"{rival}." for rival in model.rivals] or [model.prefix]
     except ConversionError:
-        prefix = None
+        prefix, models = None, []
     kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())
     return {
         "kind": source.kind,
         "url": source.url,
         "model_prefix": prefix,
+        "models": models,
         "tensor_bytes": source.nbytes,
         "dtypes": dict(sorted(kinds.items())),
         **dict(source.facts),
@@ -92,9 +95,7 @@ def format_description(found: dict[str, Any]) -> str:
         "where": found["url"],
         "tensors": f"{len(found['tensors'])}, {format_bytes(found['tensor_bytes'])}",
         "dtypes": ", ".join(f"{name} x {count}" for name, count in found["dtypes"].items()) or "none",
-        "model prefix": "no model found"
-        if found["model_prefix"] is None
-        else found["model_prefix"] or "(root)",
+        "model prefix": ", ".join(prefix or "(root)" for prefix in found["models"]) or "no model found",
         "other values": str(len(found["values"])),
     }
     top = [f"{key + ':':<14}{value}" for key, value in head.items()]

@@ -1,4 +1,4 @@
-"""Values that are no tensors, as JSON that gives them back with their types.
+"""Reading JSON that others wrote; and values that are no tensors, as JSON that gives them back with their types.
 
 JSON stands for itself; what it lacks is an object with the single key ``$``: tuples, bytes, special floats,
 and dicts whose keys are no strings (or that look like such an object).
@@ -7,12 +7,33 @@ and dicts whose keys are no strings (or that look like such an object).
 from __future__ import annotations
 
 import base64
+import json
 import math
 from typing import Any
 
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["from_json", "parse_json", "to_json"]
+
+
+def parse_json(data: bytes | str) -> Any:
+    """What a JSON text stands for.
+
+    Raises:
+        ValueError: if it is none, nested deeper than a parser can follow, or has a key twice in one object, of
+            which readers may take one or the other.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key appears twice")
+    return table
 
 
 def to_json(value: Any, *, where: str) -> Any:

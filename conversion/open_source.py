@@ -14,7 +14,7 @@ from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import ConversionError, VescaleError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = ["KINDS", "open_source"]
 
@@ -34,8 +34,19 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         CorruptCheckpointError: if something known is there but damaged.
     """
     url = url.rstrip("/") if len(url) > 1 else url
-    with gc_paused():
-        return _open_as(kind, open_store(url), url, trust_pickle=trust_pickle)
+    try:
+        with gc_paused():
+            return _open_as(kind, open_store(url), url, trust_pickle=trust_pickle)
+    except RecursionError as error:
+        raise CorruptCheckpointError(
+            explain(
+                "the checkpoint cannot be read",
+                expected="a state of some levels",
+                got="one that is nested too deeply, or holds itself",
+                where=url,
+                todo="save it again as dicts and lists of tensors, or use another copy",
+            )
+        ) from error
 
 
 def _open_as(kind: str | None, folder: Store, url: str, *, trust_pickle: bool) -> Source:

@@ -42,18 +42,30 @@ def with_optimizer_form(state: State, form: str) -> State:
             paths=rest.paths,
             left_out=(*state.left_out, *mine),
         )
-    entries = _Parts(state, mine)
-    is_nested = all(len(path) - _depth(path) >= 3 for path in entries.paths.values())
-    if is_nested != (form == "nested"):
-        entries = _flattened(entries) if is_nested else _nested(entries, _model_fqns(state))
     others = [name for name in state.model.optimizer if name in rest.paths]
+    optimizers: dict[Path, list[str]] = {}
+    for name in mine:
+        optimizers.setdefault(state.path(name)[: _depth(state.path(name))], []).append(name)
+    found = [_in_form(_Parts(state, names), form, state) for names in optimizers.values()]
+    made = [name for entries in found for name in entries.paths]
     return replace(
         state,
-        model=replace(state.model, optimizer=(*others, *entries.paths)),
-        views={**rest.views, **entries.views},
-        values={**rest.values, **entries.values},
-        paths={**rest.paths, **entries.paths},
+        model=replace(state.model, optimizer=(*others, *made)),
+        views={**rest.views, **{name: view for entries in found for name, view in entries.views.items()}},
+        values={
+            **rest.values,
+            **{name: value for entries in found for name, value in entries.values.items()},
+        },
+        paths={**rest.paths, **{name: path for entries in found for name, path in entries.paths.items()}},
     )
+
+
+def _in_form(entries: _Parts, form: str, state: State) -> _Parts:
+    """One optimizer's entries in the other form, unless they have it."""
+    is_nested = all(len(path) - _depth(path) >= 3 for path in entries.paths.values())
+    if is_nested == (form == "nested"):
+        return entries
+    return _flattened(entries) if is_nested else _nested(entries, _model_fqns(state))
 
 
 class _Parts:

@@ -60,14 +60,14 @@ def stored_tensor(name: str, held: Sequence[RankPart]) -> StoredTensor:
 
 
 def differing_files(held: Sequence[RankPart]) -> tuple[str, ...]:
-    """Files whose copy of a whole tensor is not the first file's: other shape, type or checksum."""
+    """Files whose copy of a whole tensor is not the first file's: other shape, type, flags or checksum."""
     if not isinstance(held[0].ref, TensorRef):
         return ()
 
     def content(part: RankPart) -> tuple[Any, ...]:
         ref: TensorRef = part.ref
         crc = _crc(part.archive, ref.storage_key) if 0 not in ref.shape else 0
-        return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, crc)
+        return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
 
     expected = content(held[0])
     return tuple(part.file for part in held[1:] if content(part) != expected)
@@ -87,7 +87,7 @@ def _chunks(name: str, part: RankPart, ref: TensorRef, box: Box) -> Iterator[Sto
         offset = part.archive.tensor_offset(ref)
         checked = part.archive.checked_run(part.file, 0, ref.storage_key, f"tensor {name} in {part.file}")
         nbytes = box.numel * ref.dtype.itemsize
-        yield StoredChunk(box, part.file, offset, nbytes, ref.strides, checked=checked)
+        yield StoredChunk(box, part.file, offset, nbytes, ref.strides, checked=checked, signs=ref.signs)
 
 
 def _boxes(name: str, part: RankPart, held: Sequence[RankPart]) -> Iterator[tuple[Box, TensorRef]]:

@@ -20,7 +20,7 @@ from vescale_fsdp.conversion.tensors import TensorInfo
 from vescale_fsdp.conversion.view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["Applied", "apply_rules"]
+__all__ = ["Applied", "apply_rules", "some_names"]
 
 Key = tuple[tuple[str, int], ...]  # captures that make one group of a rule
 
@@ -107,24 +107,24 @@ class _Application:
                 self._add(name, self._views[name], (name,))
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
-            raise self._bad("rules for every key", f"none for {_some(unused)}", todo)
+            raise self._bad("rules for every key", f"none for {some_names(unused)}", todo)
         if self._idle:
             todo = (
                 "remove the rule or mark it optional = true; if the source is another model, take its rules"
             )
-            raise self._bad("rules that match something", f"nothing matches {_some(self._idle)}", todo)
+            raise self._bad("rules that match something", f"nothing matches {some_names(self._idle)}", todo)
         if not (self._to_hf or self._partial):
             self._add_zeros()
         warned = zip(drops, by_drop, strict=True)
         warnings = tuple(
-            f"{drop.warn}: left out {_some(names)}" for drop, names in warned if drop.warn and names
+            f"{drop.warn}: left out {some_names(names)}" for drop, names in warned if drop.warn and names
         )
         return Applied(self._made, self._origins, frozenset(self._twins), dropped, warnings)
 
     def _refuse(self) -> None:
         for refusal in () if self._to_hf else self._rules.refusals:
             if found := [name for name in self._views if refusal.pattern.match(name) is not None]:
-                raise self._bad(f"no {refusal.pattern.text}", _some(found), refusal.todo)
+                raise self._bad(f"no {refusal.pattern.text}", some_names(found), refusal.todo)
 
     def _add_zeros(self) -> None:
         for zeros in self._rules.zeros:
@@ -183,7 +183,7 @@ class _Application:
                 have = [name for row in found for name in row.values()]
                 raise self._bad(
                     f"all tensors of {pattern.text} with {captures or 'no captures'}",
-                    f"only {_some(have)}",
+                    f"only {some_names(have)}",
                     "the source is not complete, or the pattern of the rule is wrong",
                 )
         counts = rule.over is not None and not self._to_hf
@@ -196,7 +196,7 @@ class _Application:
         targets, over = rule.hf if self._to_hf else rule.ours, rule.over
         if len(made) != len(targets):
             raise self._bad(
-                f"{len(targets)} results", f"{len(made)} from {_some(origins)}", "correct the ops"
+                f"{len(targets)} results", f"{len(made)} from {some_names(origins)}", "correct the ops"
             )
         for pattern, node in zip(targets, made, strict=True):
             items = enumerate(node) if isinstance(node, list) else [(0, node)]
@@ -222,7 +222,9 @@ class _Application:
 
     def _add(self, name: str, view: TensorView, origins: tuple[str, ...]) -> None:
         if name in self._made:
-            raise self._bad("each result made once", f"{name} made twice", "make the patterns distinct")
+            first, second = some_names(self._origins.get(name, ())), some_names(origins)
+            got = f"{name} made twice, of {first or 'zeros'} and of {second or 'zeros'}"
+            raise self._bad("each result made once", got, "make the patterns distinct")
         self._made[name] = RenameView(view, name)
         if origins:
             self._origins[name] = origins
@@ -234,7 +236,8 @@ class _Application:
         )
 
 
-def _some(names: Iterable[str]) -> str:
+def some_names(names: Iterable[str]) -> str:
+    """The first few, and how many more there are."""
     found = list(names)
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 

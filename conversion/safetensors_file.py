@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.conversion.dtypes import DTYPES, dtype_from_code
+from vescale_fsdp.conversion.json_values import parse_json
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_box
+from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_box, whole_numbers
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["SafetensorsHeader", "make_header", "read_header"]
@@ -101,10 +102,10 @@ def read_header(store: Store, file: str) -> tuple[dict[str, StoredTensor], dict[
     if header_bytes > min(MAX_HEADER_BYTES, size - 8):
         raise _corrupt(f"a header inside the {size} bytes of the file", f"one of {header_bytes} bytes", where)
     try:
-        table = json.loads(store.read(file, 8, header_bytes), object_pairs_hook=_unique)
+        table = parse_json(store.read(file, 8, header_bytes))
         metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
         entries = {
-            str(name): (str(e["dtype"]), tuple(int(n) for n in e["shape"]), *map(int, e["data_offsets"]))
+            str(name): (str(e["dtype"]), whole_numbers(e["shape"]), *whole_numbers(e["data_offsets"], 2))
             for name, e in table.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -120,7 +121,7 @@ def _stored(
     for name, (code, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
         dtype = dtype_from_code(code)
         info = TensorInfo(name, dtype.from_header_shape(shape), dtype)
-        if start != position or stop - start != info.nbytes or min(shape, default=0) < 0:
+        if start != position or stop - start != info.nbytes:
             raise _corrupt(
                 f"{info.nbytes} bytes at {position}",
                 f"bytes {start} to {stop} for {code} {shape}",
@@ -133,13 +134,6 @@ def _stored(
     if base + position != size:
         raise _corrupt(f"a file of {base + position} bytes", f"{size} bytes", where)
     return {name: tensors[name] for name in entries}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key appears twice")
-    return table
 
 
 def _corrupt(expected: str, got: str, where: str, name: str | None = None) -> CorruptCheckpointError:

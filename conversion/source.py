@@ -83,11 +83,13 @@ class _Interval(NamedTuple):
 
 
 class _Located(NamedTuple):
-    """Where a chunk's first item lies in its file, its strides there, and the run with a checksum around it."""
+    """Where a chunk's first item lies in its file, its strides there, the run with a checksum around it, and
+    which bits of its items are flipped."""
 
     offset: int
     strides: tuple[int, ...]
     checked: CheckedRun | None
+    signs: int
 
 
 @dataclass
@@ -280,17 +282,18 @@ class Source:
             start = flat_start(tensor.info.shape, shape_strides, chunk.box)
             if start is None or not chunk.file:
                 return None
-            offset, strides = self.locate(tensor.info, chunk)
+            offset, strides, signs = self.locate(tensor.info, chunk)
             row_major = contiguous_strides(chunk.box.sizes)
-            if any(n > 1 and a != b for n, a, b in zip(chunk.box.sizes, strides, row_major, strict=True)):
+            is_run = all(n < 2 or a == b for n, a, b in zip(chunk.box.sizes, strides, row_major, strict=True))
+            if signs or not is_run:
                 return None
             found.append(_Interval(start, start + chunk.box.numel, chunk.file, offset))
         return sorted(found)
 
-    def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...]]:
-        """Byte offset of a chunk's first item in its file, and its strides there."""
+    def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...], int]:
+        """Byte offset of a chunk's first item in its file, its strides there, and the bits flipped in each item."""
         found = self._locate(info, chunk)
-        return found.offset, found.strides
+        return found.offset, found.strides, found.signs
 
     def _locate(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
         if chunk.is_archive:
@@ -300,7 +303,7 @@ class Source:
             found = self._located[key]
         else:
             strides = chunk.strides or contiguous_strides(chunk.box.sizes)
-            found = _Located(chunk.offset, strides, chunk.checked)
+            found = _Located(chunk.offset, strides, chunk.checked, chunk.signs)
         if found.checked is not None:
             self._runs.add(found.checked)
         return found
@@ -325,4 +328,4 @@ class Source:
                 )
             )
         checked = archive.checked_run(chunk.file, chunk.offset, ref.storage_key, where)
-        return _Located(chunk.offset + archive.tensor_offset(ref), ref.strides, checked)
+        return _Located(chunk.offset + archive.tensor_offset(ref), ref.strides, checked, ref.signs)

@@ -25,7 +25,8 @@ class State:
         views: the tensors.
         values: everything else.
         paths: where each name sits in the nested state.
-        model: how the source's names split into model, optimizer and others.
+        model: how the source's entries split into model, optimizer and others; ``model.names`` has this state's
+            names of the former, before rules.
         is_model: names (of this state) that belong to the model.
         left_out: names of the source that are not in this state.
         warnings: what people must know of those.
@@ -91,14 +92,18 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
 def model_state(source: Source, prefix: str | None = None) -> State:
     """The model alone, under its own names."""
     model = find_model(source, prefix)
+    model.require_one("a Hugging Face repository holds no more", source.url)
     views = {new: SourceView(source, old, new) for old, new in model.names.items()}
     left_out = (*model.optimizer, *model.others, *source.omitted)
-    return State(views, {}, {}, model, frozenset(views), left_out)
+    own = replace(model, names={name: name for name in views})
+    return State(views, {}, {}, own, frozenset(views), left_out)
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> State:
     """Everything in the source; the model's container renamed to ``new_prefix`` if that is given."""
     model = find_model(source, prefix)
+    if new_prefix is not None:
+        model.require_one("--prefix is the place of no more", source.url)
     if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
         new_prefix += "."
     names: dict[str, str] = {}
@@ -123,5 +128,5 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         )
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}
-    is_model = frozenset(names[name] for name in model.names)
-    return State(views, values, paths, model, is_model, source.omitted)
+    own = replace(model, names={names[name]: short for name, short in model.names.items()})
+    return State(views, values, paths, own, frozenset(own.names), source.omitted)

@@ -11,15 +11,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from vescale_fsdp.conversion.checked_runs import CheckedRun
 from vescale_fsdp.conversion.dtypes import DType
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
 
-__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "flat_start", "whole_box"]
+__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "flat_start", "whole_box", "whole_numbers"]
+
+_LIMIT = 2**63  # of sizes and offsets, as in every library that reads these files
 
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
+
+
+def whole_numbers(values: Sequence[Any], count: int | None = None) -> tuple[int, ...]:
+    """Sizes or offsets as a file has them: nothing is rounded, and true is no number.
+
+    Raises:
+        ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.
+    """
+    found = tuple(values)
+    if isinstance(values, str) or any(type(n) is not int or not 0 <= n < _LIMIT for n in found):
+        raise ValueError(f"{found!r:.80} are no sizes")
+    if count is not None and len(found) != count:
+        raise ValueError(f"{len(found)} numbers instead of {count}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,20 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     dtype: DType
+
+    def __post_init__(self) -> None:
+        try:
+            whole_numbers((*whole_numbers(self.shape), self.nbytes))
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                explain(
+                    "a tensor cannot have this shape",
+                    expected="whole numbers, and fewer than 2**63 bytes",
+                    got=f"{self.shape!r:.80}",
+                    where=f"tensor {self.name}",
+                    todo="copy the checkpoint again from where it was made",
+                )
+            ) from error
 
     @cached_property
     def numel(self) -> int:
@@ -53,6 +84,7 @@ class StoredChunk:
         strides: in items, of the box in the file; None for row-major.
         is_archive: the bytes at ``offset`` are a torch.save archive that holds the box.
         checked: the run of bytes with a checksum in which it lies; None if there is none, or an archive says.
+        signs: bits of every item that are stored flipped (`TensorRef.signs`).
     """
 
     box: Box
@@ -62,6 +94,7 @@ class StoredChunk:
     strides: tuple[int, ...] | None = None
     is_archive: bool = False
     checked: CheckedRun | None = None
+    signs: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,9 +108,13 @@ class StoredTensor:
         shape = self.info.shape
         for chunk in self.chunks:
             box = chunk.box
+            try:
+                numbers = (*box.offsets, *box.sizes, *(chunk.strides or ()), chunk.offset, chunk.nbytes)
+                whole_numbers(numbers)
+            except ValueError as error:
+                raise CorruptCheckpointError(self._bad_tiling(str(error))) from error
             fits = len(box.offsets) == len(shape) == len(box.sizes) and all(
-                o >= 0 and n >= 0 and o + n <= full
-                for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
+                o + n <= full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
             )
             if not fits:
                 raise CorruptCheckpointError(self._bad_tiling(f"chunk {_text(box)} outside of it"))

@@ -1,7 +1,7 @@
 """Planning a Hugging Face model repository from any source.
 
 What goes in: the model's tensors under their own names, an index if there are several files, and every
-settings file of ``assets`` (config, tokenizer, code, licence). What stays out, always reported: optimizer
+file of ``assets`` that goes along (config, tokenizer, code, licence). What stays out, always reported: optimizer
 state, other training state, and the twin of a tied weight.
 """
 

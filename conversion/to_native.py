@@ -72,15 +72,16 @@ def _plan_layouts(
     state: State, num_ranks: int, granularity: GranularityRule
 ) -> tuple[list[GroupLayout], dict[str, LayoutCut]]:
     """Layouts of all units, and which slot each of the model's names has."""
-    groups: dict[tuple[str, str], list[TensorSpec]] = {}
-    names: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[Path, str, str], list[TensorSpec]] = {}
+    names: dict[tuple[Path, str, str], list[str]] = {}
     for name, view in state.views.items():
         if name not in state.is_model:
             continue
         info = view.info
-        fqn = str(state.path(name)[-1])
+        *container, last = state.path(name)
+        fqn = str(last)
         unit = _UNIT.match(fqn)
-        key = (unit[1] if unit else "", info.dtype.name)
+        key = (tuple(container), unit[1] if unit else "", info.dtype.name)  # models may share names
         inside = fqn[unit.end() :] if unit else fqn  # as in training: equal layers have equal layouts
         block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
         spec = TensorSpec(inside, info.shape, info.dtype.name, block_numel)

@@ -72,11 +72,14 @@ class TorchArchive:
 
     def storage_range(self, key: str) -> tuple[int, int]:
         """(offset, nbytes) of a storage's bytes, within the archive."""
-        name = next((n for n in (f"{self._prefix}/data/{key}",) if n in self._records), None)
-        if name is None:
-            raise self._damaged(f"a record for storage {key}", "no such record")
-        record = self._records[name]
+        record = self._storage(key)
         return self._data_offset(record), record.nbytes
+
+    def _storage(self, key: str) -> _ZipRecord:
+        record = self._records.get(f"{self._prefix}/data/{key}")
+        if record is None:
+            raise self._damaged(f"a record for storage {key}", "no such record")
+        return record
 
     def storage_crc(self, key: str) -> int | None:
         """CRC-32 of a storage's bytes, as they were written; None in an archive without checksums.
@@ -84,7 +87,7 @@ class TorchArchive:
         ``torch.serialization.set_crc32_options(False)`` leaves a zero with every record, those that are never
         empty too.
         """
-        return self._records[f"{self._prefix}/data/{key}"].crc if self._has_crcs else None
+        return self._storage(key).crc if self._has_crcs else None
 
     @cached_property
     def _has_crcs(self) -> bool:

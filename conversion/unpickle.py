@@ -37,10 +37,15 @@ _DAMAGE = (
     KeyError,
     MemoryError,
     OverflowError,
+    RecursionError,
     TypeError,
     UnicodeDecodeError,
     ValueError,
 )
+
+
+class _NotDenseError(Exception):
+    """The pickle holds a tensor that no format here can."""
 
 
 class Record:
@@ -71,6 +76,7 @@ class TensorRef:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in items
     storage_offset: int  # in items
+    signs: int = 0  # bits of every item that a lazy conjugation or negation flips
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,8 @@ def _rebuild_typed(function: Any, kind: Any, args: tuple[Any, ...], state: Any) 
     """A tensor with Python attributes, which matter only if it is one rank's part of a tensor."""
     if function is not _rebuild_wrapper:
         return function(*args)
+    if kind is not _SHARDED_TENSOR and getattr(kind, "__name__", "") != "DTensor":
+        raise _NotDenseError(f"a {getattr(kind, '__qualname__', kind)}, which wraps other tensors")
     if kind is _SHARDED_TENSOR:
         shards, metadata = state[0], state[1]
         pieces = tuple((tuple(shard.metadata.shard_offsets), shard.tensor) for shard in shards)
@@ -138,16 +146,53 @@ def _layout(code: Any) -> Any:
     return code
 
 
-def _rebuild_v2(storage: _StorageRef, offset: int, shape: Any, strides: Any, *_: Any) -> TensorRef:
+def _rebuild_v2(
+    storage: _StorageRef, offset: int, shape: Any, strides: Any, grad: bool, hooks: Any, flags: Any = None
+) -> TensorRef:
     if storage.dtype is None:
         raise pickle.UnpicklingError("an untyped storage where a typed one belongs")
-    return TensorRef(storage.key, storage.dtype, tuple(shape), tuple(strides), offset)
+    return _tensor_ref(storage, storage.dtype, offset, shape, strides, flags)
 
 
 def _rebuild_v3(
-    storage: _StorageRef, offset: int, shape: Any, strides: Any, grad: bool, hooks: Any, dtype: DType, *_: Any
+    storage: _StorageRef,
+    offset: int,
+    shape: Any,
+    strides: Any,
+    grad: bool,
+    hooks: Any,
+    dtype: DType,
+    flags: Any = None,
 ) -> TensorRef:
-    return TensorRef(storage.key, dtype, tuple(shape), tuple(strides), offset)
+    return _tensor_ref(storage, dtype, offset, shape, strides, flags)
+
+
+def _tensor_ref(
+    storage: _StorageRef, dtype: DType, offset: int, shape: Any, strides: Any, flags: Any
+) -> TensorRef:
+    sizes, steps = tuple(shape), tuple(strides)
+    if len(sizes) != len(steps) or not all(type(n) is int and n >= 0 for n in (*sizes, *steps, offset)):
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes}, strides {steps} and offset {offset}")
+    return TensorRef(storage.key, dtype, sizes, steps, offset, _signs(dtype, flags or {}))
+
+
+def _signs(dtype: DType, flags: Any) -> int:
+    """Bits that differ between an item as it is stored and as torch would read it.
+
+    torch conjugates and negates lazily: the storage keeps the old values, and flags go with the tensor.
+    """
+    if unknown := set(flags) - {"conj", "neg"}:
+        raise _NotDenseError(f"a tensor with {', '.join(sorted(map(str, unknown)))} set")
+    conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
+    if (conj and dtype.kind != "complex") or (neg and dtype.kind not in ("float", "complex")):
+        raise _NotDenseError(f"a {dtype.name} tensor that is lazily conjugated or negated")
+    real, last = (
+        1 << (dtype.bits // 2 - 1),
+        1 << (dtype.bits - 1),
+    )  # little-endian: the imaginary part is last
+    if dtype.kind == "float":
+        return last if neg else 0
+    return (real if neg else 0) | (last if conj != neg else 0)
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -274,7 +319,11 @@ _NOT_DENSE = {
     ("torch._utils", "_rebuild_sparse_tensor"): "a sparse tensor",
     ("torch._utils", "_rebuild_qtensor"): "a tensor of a quantised type",
     ("torch._utils", "_rebuild_nested_tensor"): "a nested tensor",
+    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): "a nested tensor",
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): "a tensor on the meta device, which has no values",
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): "a tensor of a device that saves numpy arrays",
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): "a tensor of a device that saves copies",
+    ("torch._utils", "_rebuild_xla_tensor"): "a tensor of a device that saves numpy arrays",
 }
 
 
@@ -300,15 +349,7 @@ class _AllowListUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NOT_DENSE:
-            raise ConversionError(
-                explain(
-                    "the checkpoint holds a tensor that cannot be converted",
-                    expected="dense tensors of torch's plain types",
-                    got=_NOT_DENSE[module, name],
-                    where=self._where,
-                    todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
-                )
-            )
+            raise _NotDenseError(_NOT_DENSE[module, name])
         if self._trust and ((module, name) not in self._names or name == "getattr"):
             return super().find_class(module, name)
         if (module, name) in self._names:
@@ -329,12 +370,24 @@ class _AllowListUnpickler(pickle.Unpickler):
         dtype = pid[1]
         if dtype is not None and not isinstance(dtype, DType):
             raise pickle.UnpicklingError(f"unknown storage type {dtype!r}")
+        if len(pid) > 3 and pid[3] == "meta":
+            raise _NotDenseError("a tensor on the meta device, which has no values")
         return _StorageRef(str(pid[2]), dtype)
 
 
 def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
     try:
         return unpickler.load()
+    except _NotDenseError as error:
+        raise ConversionError(
+            explain(
+                "the checkpoint holds a tensor that cannot be converted",
+                expected="dense tensors of torch's plain types",
+                got=error,
+                where=where,
+                todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
+            )
+        ) from error
     except _DAMAGE as error:
         raise CorruptCheckpointError(
             explain(

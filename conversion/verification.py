@@ -8,7 +8,6 @@ disk has spoken.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.copying import Progress
 from vescale_fsdp.conversion.hf_layout import INDEX_FILE
+from vescale_fsdp.conversion.json_values import parse_json
 from vescale_fsdp.conversion.source import Source
 from vescale_fsdp.conversion.tensors import StoredTensor
 from vescale_fsdp.conversion.threads import Shared, in_threads
@@ -154,7 +154,7 @@ def _folder_problems(source: Source) -> list[str]:
     if stale:
         found.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
     if source.store.size(INDEX_FILE) is not None:
-        index = json.loads(source.store.read_file(INDEX_FILE))
+        index = parse_json(source.store.read_file(INDEX_FILE))
         total = (
             index.get("metadata", {}).get("total_size") if isinstance(index.get("metadata"), dict) else None
         )

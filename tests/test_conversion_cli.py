@@ -135,7 +135,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
 FLAGS = {
     "inspect": "--from --json --layout --svg --trust-pickle",
     "verify": "--from --json --quick --quiet --trust-pickle",
-    "diff": "--atol --ignore-dtype --json --model-only --quiet --rtol",
+    "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
 }
 CONVERT = (
     "--assets --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
@@ -148,7 +148,7 @@ def test_flags_are_these() -> None:
     """A new command or flag needs an edit here: each is a promise to people's scripts."""
     expected = {name: flags.split() for name, flags in FLAGS.items()}
     for name, more in {
-        "to-hf": "",
+        "to-hf": "--include-asset",
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,
