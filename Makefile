@@ -1,4 +1,5 @@
 # make test   the gate and all tests
+# make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
@@ -14,7 +15,7 @@ IN_VENV := $(VENV)/bin/python
 # up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
 TORCH_INDEX ?=
 
-.PHONY: venv test demo check clean
+.PHONY: venv test test-faults demo check clean
 
 venv: $(STAMP)
 
@@ -27,6 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 test: venv
 	$(IN_VENV) tools/check.py --skip fast-tests
 	$(IN_VENV) -m pytest
+
+test-faults: venv
+	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/test_checkpoint_fault_matrix.py
 
 demo: venv
 	$(IN_VENV) -m tools.demo

@@ -75,7 +75,8 @@ class SaveHandle:
         """Return when the checkpoint is committed and durable.
 
         Raises:
-            CheckpointError: what went wrong; nothing was committed then.
+            CheckpointError: if another rank failed, and how. A rank that failed itself raises what it met. What has
+                become of the checkpoint is said in either.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
         self._future.exception(timeout_s)

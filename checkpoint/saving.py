@@ -74,8 +74,9 @@ def save(
         process_group: the ranks that save; default: all.
 
     Raises:
-        CheckpointError: if another rank fails; nothing is committed then. A rank that fails itself raises what it
-            met (an OSError, a KeyboardInterrupt, ..), so all ranks raise.
+        CheckpointError: if another rank fails. A rank that fails itself raises what it met (an OSError, a
+            KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, except where the error says that
+            the new checkpoint is there: the disk failed behind the commit.
     """
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):

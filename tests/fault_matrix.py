@@ -41,7 +41,18 @@ from vescale_fsdp.dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.placement import RaggedShard
 
-__all__ = ["ERRORS", "SETTINGS", "Cell", "Setting", "all_cells", "pairwise", "record", "run_cells"]
+__all__ = [
+    "ERRORS",
+    "SETTINGS",
+    "Cell",
+    "Outcome",
+    "Setting",
+    "all_cells",
+    "judged",
+    "pairwise",
+    "record",
+    "run_cells",
+]
 
 WORLD = 2
 _GROUP_TIMEOUT_S = 15.0
@@ -266,7 +277,7 @@ def record(folder: Path, endpoint: str) -> dict[Setting, list[list[Call]]]:
     return found
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     """How one rank's part of a faulty run ended."""
 
     error: str | None  # kind of the error, None if it returned
@@ -312,7 +323,7 @@ def _run_cell(stage: _Stage, cell: Cell) -> list[str]:
         return _all_texts(f"before the fault:\n{traceback.format_exc()}")
     outcomes: list[Any] = [None] * WORLD
     dist.all_gather_object(outcomes, mine)
-    problems = _judged(cell, outcomes, last)
+    problems = judged(cell, outcomes, last)
     if problems:
         return problems
     returned = mine.error is None
@@ -332,7 +343,7 @@ def _run_cell(stage: _Stage, cell: Cell) -> list[str]:
     return _all_texts("")
 
 
-def _attempt(stage: _Stage, setting: Setting, step: int) -> _Outcome:
+def _attempt(stage: _Stage, setting: Setting, step: int) -> Outcome:
     start_s = time.monotonic()
     error: BaseException | None = None
     found = 0
@@ -345,10 +356,10 @@ def _attempt(stage: _Stage, setting: Setting, step: int) -> _Outcome:
         error = caught
     took_s = time.monotonic() - start_s
     if error is None:
-        return _Outcome(None, "", False, found, stage.watch.fired, took_s)
+        return Outcome(None, "", False, found, stage.watch.fired, took_s)
     notes = getattr(error, "__notes__", [])
     text = "\n".join([str(error), *notes])
-    return _Outcome(type(error).__name__, text, _is_injected(error), 0, stage.watch.fired, took_s)
+    return Outcome(type(error).__name__, text, _is_injected(error), 0, stage.watch.fired, took_s)
 
 
 def _is_injected(error: BaseException) -> bool:
@@ -359,7 +370,7 @@ def _is_injected(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) and cause is not None and _is_injected(cause)
 
 
-def _judged(cell: Cell, outcomes: list[_Outcome], last: int) -> list[str]:
+def judged(cell: Cell, outcomes: list[Outcome], last: int) -> list[str]:
     """What is wrong with how the ranks ended; the same on all."""
     told = "\n".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
     if not outcomes[cell.rank].fired:

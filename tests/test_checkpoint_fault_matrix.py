@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed import RankError, RankTimeout, run_ranks
-from tests.fault_matrix import SETTINGS, WORLD, Call, Cell, Setting, all_cells, pairwise, record, run_cells
+from tests.fault_matrix import (
+    SETTINGS,
+    WORLD,
+    Cell,
+    Outcome,
+    Setting,
+    all_cells,
+    judged,
+    pairwise,
+    record,
+    run_cells,
+)
 from tests.s3_server import Weather, s3_server
+from tests.watched_storage import Call
 
 # botocore still asks for naive UTC times, moto parses with deprecated calls.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -47,6 +61,44 @@ def test_runs_are_recorded_whole(calls: dict[Setting, list[list[Call]]]) -> None
     operations = {call.operation for ranks in calls.values() for own in ranks for call in own}
     written = {"lock", "create", "write_at", "close", "commit", "sync_folder", "remove"}
     assert operations == written | {"exists", "list_folder", "read_small", "open_file", "read_at", "view"}
+
+
+def test_the_sample_meets_every_pair(calls: dict[Setting, list[list[Call]]]) -> None:
+    """Every two values that meet in all faults meet in the sample, and every setting is in it."""
+    every = all_cells(calls)
+    sample = pairwise(every, _SAMPLE, _SEED)
+
+    def pairs(cells: list[Cell]) -> set[Any]:
+        return {pair for cell in cells for pair in combinations(cell.factors, 2)}
+
+    assert len(sample) <= _SAMPLE < len(every) and pairs(sample) == pairs(every)
+    assert {cell.setting for cell in sample} == set(SETTINGS)
+
+
+_CELL = Cell(SETTINGS[0], 0, Call("commit", "manifest.json", 0), False, "ctrl-c")
+_HIT = Outcome("KeyboardInterrupt", "injected fault", True, 0, True, 0.1)
+_TOLD = Outcome("CheckpointError", "rank 0: KeyboardInterrupt: injected fault", False, 0, False, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "complaint"),
+    [
+        (_HIT, _TOLD, None),
+        (_HIT, _TOLD._replace(error=None), "some ranks returned"),
+        (_HIT, _TOLD._replace(text="rank 0: hung up"), "not told who met what"),
+        (_HIT, _TOLD._replace(error="RuntimeError"), "not told who met what"),
+        (_HIT, _TOLD._replace(took_s=100.0), "longer than the time-out"),
+        (_HIT._replace(fired=False), _TOLD, "was not made"),
+        (_HIT._replace(is_injected=False), _TOLD, "another error than it met"),
+        (_HIT._replace(error=None), _TOLD._replace(error=None), "Ctrl-C was lost"),
+    ],
+)
+def test_a_fault_can_go_wrong(first: Outcome, second: Outcome, complaint: str | None) -> None:
+    """Each rule of the matrix has an ending that breaks it."""
+    problems = judged(_CELL, [first, second], 1)
+
+    assert len(problems) == (complaint is not None)
+    assert complaint is None or complaint in problems[0]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=_name)
