@@ -7,7 +7,7 @@ import re
 __all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "parse_step_name", "step_name"]
 
 FORMAT_NAME = "vescale-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest that is read; what each brought: FORMAT.md
 MANIFEST_NAME = "manifest.json"
 
 _STEP = re.compile(r"step-(\d{8,})")

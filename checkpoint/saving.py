@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import os
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.image import FileImage
 from vescale_fsdp.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -39,7 +40,7 @@ from vescale_fsdp.checkpoint.structure import dump_json
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.checkpoint.writing import write_rank_file
-from vescale_fsdp.checkpoint.zarr_layout import chunk_shape
+from vescale_fsdp.checkpoint.zarr_layout import as_arrays
 from vescale_fsdp.checkpoint.zarr_writing import write_arrays, write_groups
 from vescale_fsdp.errors import CheckpointError, explain
 
@@ -177,18 +178,17 @@ class Saver:
                 stripe_bytes=self.stripe_bytes,
                 split_bytes=None if self.every_node else self.split_bytes,
             )
-        if self.format == "native":
-            return manifest
-        chunks = tuple(chunk_shape(manifest, place) for place in range(len(manifest.entries)))
-        return replace(manifest, chunks=chunks)
+            return manifest if self.format == "native" else as_arrays(manifest)
 
     def _write_own(self, manifest: Manifest, taken: TakenState, blob: bytes) -> None:
         error = None
         try:
+            checksums: dict[Chunk, int] = {}
             if manifest.chunks is not None:
-                write_arrays(self.storage, manifest, taken.locals_by_name, self.coordinator)
+                checksums = write_arrays(self.storage, manifest, taken.locals_by_name, self.coordinator)
             with gc_paused():
-                image = FileImage(RankFile(manifest, self.coordinator.rank), taken.locals_by_name, blob)
+                file = RankFile(manifest, self.coordinator.rank)
+                image = FileImage(file, taken.locals_by_name, blob, file.chunk_table(checksums))
             write_rank_file(self.storage, image)
         except Exception as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught

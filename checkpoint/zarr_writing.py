@@ -5,52 +5,48 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import google_crc32c
 import torch
 
 from vescale_fsdp.checkpoint.agreement import Coordinator
+from vescale_fsdp.checkpoint.chunk_owners import Chunk, chunk_holders, hull, turn_of, wanted_of
 from vescale_fsdp.checkpoint.dtypes import carrier_of, dtype_named
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.region import Region, Run, overlaps
 from vescale_fsdp.checkpoint.storage import Storage
+from vescale_fsdp.checkpoint.zarr_chunks import CRC_BYTES
 from vescale_fsdp.checkpoint.zarr_layout import (
     array_json,
     array_path,
     chunk_boxes,
-    chunk_name,
-    clipped,
+    chunk_file,
     group_files,
 )
-from vescale_fsdp.geometry import Box, FlatRange, numel_of
+from vescale_fsdp.geometry import numel_of
 
 __all__ = ["write_arrays", "write_groups"]
 
 
-class _Holder(NamedTuple):
-    """Ranks that hold one region of a tensor."""
-
-    region: Region
-    ranks: list[int]
-
-
 def write_arrays(
     storage: Storage, manifest: Manifest, locals_by_name: Mapping[str, torch.Tensor], coordinator: Coordinator
-) -> None:
-    """Write the chunks and array metadata that are this rank's. A collective where chunks are shared.
+) -> dict[Chunk, int]:
+    """Write the chunks and array metadata that are this rank's; returns the chunks' crc32c. A collective where chunks
+    are shared.
 
     Raises:
         OSError: whatever the storage says.
     """
     error: OSError | None = None
+    checksums: dict[Chunk, int] = {}
     for places in manifest.places_by_name.values():
         try:  # further descriptions of the same tensor have the same values
-            _write_array(storage, manifest, places[0], locals_by_name, coordinator)
+            _write_array(storage, manifest, places[0], locals_by_name, coordinator, checksums)
         except OSError as caught:
             error = error or caught  # neighbours still wait for this rank's parts of later chunks
     if error is not None:
         raise error
+    return checksums
 
 
 def _write_array(
@@ -59,6 +55,7 @@ def _write_array(
     place: int,
     locals_by_name: Mapping[str, torch.Tensor],
     coordinator: Coordinator,
+    checksums: dict[Chunk, int],
 ) -> None:
     entry = manifest.entries[place]
     ranks = manifest.rank_sets[manifest.holders[place]].ranks
@@ -78,10 +75,11 @@ def _write_array(
     local = locals_by_name[entry.name].detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     with ThreadPoolExecutor(max(1, storage.write_threads), thread_name_prefix="checkpoint-zarr") as pool:
         work: list[Future[None]] = []
-        for name, chunk in _assemble(manifest, place, own, local, coordinator):
+        for chunk, data in _assemble(manifest, place, own, local, coordinator):
             # After an error nothing more is written, but neighbours still get what they wait for.
             if error is None:
-                work.append(pool.submit(_put_chunk, storage, f"{path}/{name}", chunk))
+                name = chunk_file(manifest, *chunk)
+                work.append(pool.submit(_put_chunk, storage, name, chunk, data, checksums))
             while len(work) > 2 * storage.write_threads:  # bounds the chunks in memory
                 error = error or _error_of(work.pop(0))
         for future in work:
@@ -100,20 +98,20 @@ def _error_of(future: Future[None]) -> OSError | None:
 
 def _assemble(
     manifest: Manifest, place: int, own: Region, local: torch.Tensor, coordinator: Coordinator
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[Chunk, torch.Tensor]]:
     """Chunks this rank owns, complete, one after the other; parts of others' chunks are sent on the way."""
     entry = manifest.entries[place]
     assert manifest.chunks is not None
     chunks = manifest.chunks[place]
     bits = local.view(carrier_of(local.dtype))
-    for box in chunk_boxes(entry.shape, chunks, _hull(own)):
-        number = sum(offset // size for offset, size in zip(box.offsets, chunks, strict=True))
-        inside = clipped(box, entry.shape)
-        wanted = Region(inside, FlatRange(0, inside.numel))
+    for box in chunk_boxes(entry.shape, chunks, hull(own)):
+        chunk = Chunk(place, box)
+        wanted = wanted_of(manifest, chunk)
         if not overlaps(own, wanted):
             continue
-        parts = _parts(manifest, place, wanted)
-        # Replicas take turns; parts of one chunk travel between ranks of the same turn.
+        inside, number = wanted.box, turn_of(manifest, chunk)
+        parts = chunk_holders(manifest, chunk)
+        # Parts of one chunk travel between replicas of the same turn.
         owner = parts[0].ranks[number % len(parts[0].ranks)]
         senders = [part.ranks[number % len(part.ranks)] for part in parts]
         if coordinator.rank == owner:
@@ -127,32 +125,9 @@ def _assemble(
                     coordinator.receive(mine.view(torch.uint8), sender)
                     _unpack(part.region, wanted, mine, flat)
             whole[tuple(slice(0, size) for size in inside.sizes)] = flat.view(inside.sizes)
-            yield chunk_name(box, chunks), whole
+            yield chunk, whole
         elif coordinator.rank in senders and own != parts[0].region:
             coordinator.send(_pack(own, bits, wanted).view(torch.uint8), owner)
-
-
-def _hull(region: Region) -> Box | None:
-    """The smallest box around a region."""
-    boxes = [box for box, _ in region.pieces()]
-    if not boxes:
-        return Box(region.box.offsets, (0,) * len(region.box.sizes)) if region.box.sizes else None
-    starts = tuple(min(offsets) for offsets in zip(*(box.offsets for box in boxes), strict=True))
-    stops = [[o + n for o, n in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
-    return Box(starts, tuple(max(s) - a for s, a in zip(zip(*stops, strict=True), starts, strict=True)))
-
-
-def _parts(manifest: Manifest, place: int, wanted: Region) -> list[_Holder]:
-    """Who holds a chunk's elements, in order of place; the first holds its first element."""
-    entry = manifest.entries[place]
-    holders = manifest.holders_of(place)
-    found = []
-    for coordinates, region in manifest.distribution(place).touching(
-        entry.shape, wanted, manifest.structure.layouts
-    ):
-        if overlaps(region, wanted):
-            found.append(_Holder(region, holders.ranks_at(coordinates)))
-    return found
 
 
 def _copy(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> None:
@@ -198,11 +173,13 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
             at += numel
 
 
-def _put_chunk(storage: Storage, name: str, chunk: torch.Tensor) -> None:
-    data = chunk.reshape(-1).view(torch.uint8).numpy()
-    checksum = struct.pack("<I", google_crc32c.value(data.tobytes()))
-    with storage.create(name, data.nbytes + len(checksum)) as writer:
-        writer.write_at(0, [data, checksum])
+def _put_chunk(
+    storage: Storage, name: str, chunk: Chunk, elements: torch.Tensor, checksums: dict[Chunk, int]
+) -> None:
+    data = elements.reshape(-1).view(torch.uint8).numpy()
+    checksums[chunk] = google_crc32c.value(data.tobytes())
+    with storage.create(name, data.nbytes + CRC_BYTES) as writer:
+        writer.write_at(0, [data, struct.pack("<I", checksums[chunk])])
 
 
 def _put(storage: Storage, name: str, data: bytes) -> None:
