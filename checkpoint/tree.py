@@ -21,7 +21,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.dtypes import dtype_named
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
-__all__ = ["Json", "decode", "has_tensors", "join_name"]
+__all__ = ["Json", "decode", "has_tensors", "join_name", "split_name"]
 
 Json = Any
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -31,6 +31,11 @@ def join_name(parent: str, key: object) -> str:
     """Name of a child: keys joined by ``/``, in which ``~`` and ``/`` are written ``~0`` and ``~1``."""
     text = str(key).replace("~", "~0").replace("/", "~1")
     return f"{parent}/{text}" if parent else text
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """The keys, as text, that `join_name` joined."""
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
 
 
 def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = "manifest") -> Any:
