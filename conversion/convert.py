@@ -170,6 +170,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         warnings += denied
         state = state.without(tied)
     state = state.filtered(options.include, options.exclude)
+    _require_text([*state.views, *state.values])
     changed: dict[str, tuple[str, str]] = {}
     if options.dtype:
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None)
@@ -183,6 +184,22 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     plan = _plan_files(state, target, kind, options, assets)
     dry_run = options.run.dry_run
     return ConvertReport(source, target, plan, state, Outcome(), tied, changed, tuple(warnings), dry_run)
+
+
+def _require_text(names: Sequence[str]) -> None:
+    """Refuse names that have no UTF-8, which plans, journals and most formats write."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ConversionError(
+                explain(
+                    "a name is no text",
+                    expected="names of whole Unicode characters",
+                    got=f"{name!r:.200}: {error.reason}",
+                    todo="leave it out with --exclude, or rename it in the source",
+                )
+            ) from error
 
 
 def _with_casts(
