@@ -89,7 +89,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
 
     try:
         reader = storage.open_file(name)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise corrupt(f"{nbytes + CRC_BYTES} bytes", "no file") from error
     try:
         if reader.size_bytes != nbytes + CRC_BYTES:
@@ -97,7 +97,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
         data = np.empty(nbytes, dtype=np.uint8)
         checksum = bytearray(CRC_BYTES)
         reader.read_at(0, [data, checksum])
-    except EOFError as error:
+    except (EOFError, ValueError) as error:
         raise corrupt(f"{nbytes + CRC_BYTES} bytes", str(error)) from error
     finally:
         reader.close()
