@@ -76,9 +76,16 @@ class FileImage:
         file: where everything lies.
         locals_by_name: this rank's tensors; each holds the elements of the rank's whole region.
         blob: per-rank values, at most as long as the file has room for.
+        chunk_table: checksums of the rank's chunks, in the zarr form.
     """
 
-    def __init__(self, file: RankFile, locals_by_name: Mapping[str, torch.Tensor], blob: bytes) -> None:
+    def __init__(
+        self,
+        file: RankFile,
+        locals_by_name: Mapping[str, torch.Tensor],
+        blob: bytes,
+        chunk_table: bytes = b"",
+    ) -> None:
         self.file = file
         self._starts: list[int] = [0]
         self._stops: list[int] = [len(file.header)]
@@ -87,6 +94,8 @@ class FileImage:
             entry = file.manifest.entries[piece.place]
             source = element_source(locals_by_name[entry.name])
             self._add(piece.start_bytes, piece.stop_bytes, source, piece.local_start * entry.itemsize)
+        if file.chunks:
+            self._add(len(file.header), file.blob_start, np.frombuffer(chunk_table, dtype=np.uint8), 0)
         if file.manifest.blob_bytes:
             padded = np.zeros(file.manifest.blob_bytes, dtype=np.uint8)
             padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)

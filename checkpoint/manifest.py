@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from vescale_fsdp.checkpoint.array_names import array_paths, array_paths_1
 from vescale_fsdp.checkpoint.distribution import (
     Axis,
     Cut,
@@ -79,6 +80,7 @@ class Manifest:
         split_bytes: replicas share the writing of a region of at least so many bytes; None lets every replica
             store all of it, for storage that ranks do not share.
         chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
+        version: of the format; a native checkpoint is of the first, so that older readers take it.
     """
 
     save_id: str
@@ -91,6 +93,7 @@ class Manifest:
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
+    version: int = 1
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -132,6 +135,18 @@ class Manifest:
             found.setdefault(entry.name, []).append(place)
         return found
 
+    @property
+    def has_chunk_table(self) -> bool:
+        """Whether ranks' files hold the checksums of the chunks that they wrote."""
+        return self.chunks is not None and self.version >= 2
+
+    @cached_property
+    def array_paths(self) -> dict[str, str]:
+        """Folder of each tensor's array in the zarr form, by name, relative to the checkpoint's."""
+        paths = array_paths_1 if self.version == 1 else array_paths
+        found = paths(self.places_by_name)
+        return {name: f"data-{self.save_id}/{path}" for name, path in found.items()}
+
     def file_name(self, rank: int) -> str:
         """A rank's file, relative to the checkpoint's folder."""
         return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
@@ -142,7 +157,7 @@ class Manifest:
         chunks = {} if self.chunks is None else {"chunks": [list(sizes) for sizes in self.chunks]}
         return {
             "format": FORMAT_NAME,
-            "version": FORMAT_VERSION,
+            "version": self.version,
             "save_id": self.save_id,
             "world_size": self.world_size,
             "stripe_bytes": self.stripe_bytes,
@@ -192,6 +207,7 @@ class Manifest:
                 data["stripe_bytes"],
                 data["split_bytes"],
                 tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
+                data["version"],
             )
             _prove(manifest, where)
             _prove_tree(manifest, where)
@@ -278,7 +294,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
                 todo="update vescale_fsdp",
             )
         )
-    if version != FORMAT_VERSION:
+    if version not in range(1, FORMAT_VERSION + 1):
         raise _corrupt(where, f"version {version!r}")
     return data
 

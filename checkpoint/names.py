@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "parse_step_name", "step_name"]
+__all__ = ["FORMAT_NAME", "FORMAT_VERSION", "MANIFEST_NAME", "ZARR_NAME", "parse_step_name", "step_name"]
 
 FORMAT_NAME = "vescale-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest that is read; what each brought: FORMAT.md
 MANIFEST_NAME = "manifest.json"
+ZARR_NAME = "zarr.json"  # metadata of an array or a group
 
 _STEP = re.compile(r"step-(\d{8,})")
 

@@ -4,6 +4,8 @@
             |u64 len | JSON, spaces | piece | piece | ... | piece |   per-rank  | checksums |
                                       dense, in the order of the manifest's tensors
 
+In the zarr form there are no pieces; the checksums of the chunks that the rank owns stand in their place.
+
 The header ends at a multiple of 64 bytes and pieces come with falling item size, so every piece is aligned.
 Checksums are the last entry of the safetensors file, so they travel with it, and every writer can append.
 """
@@ -13,19 +15,34 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import xxhash
+
+from vescale_fsdp.checkpoint.chunk_owners import Chunk, owned_chunks
 from vescale_fsdp.checkpoint.dtypes import storage_code
-from vescale_fsdp.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION, Manifest
+from vescale_fsdp.checkpoint.manifest import FORMAT_NAME, Manifest
 from vescale_fsdp.checkpoint.region import Region
 
-__all__ = ["BLOB_NAME", "CHECKSUM_BYTES", "RESERVED_NAMES", "TABLE_NAME", "FilePiece", "RankFile"]
+__all__ = [
+    "BLOB_NAME",
+    "CHECKSUM_BYTES",
+    "CHUNKS_NAME",
+    "RESERVED_NAMES",
+    "TABLE_NAME",
+    "FilePiece",
+    "RankFile",
+    "pack_table",
+]
 
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
+CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors
 RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are no tensors
 CHECKSUM_BYTES = 8  # xxh3-64
+_CRC_BYTES = 4  # crc32c of a chunk
 _HEADER_ALIGN_BYTES = 64
 
 
@@ -61,7 +78,10 @@ class RankFile:
             nbytes = region.numel * manifest.entries[place].itemsize
             relative.append((place, region, local_start, start, start + nbytes))
             start += nbytes
-        self._payload_bytes = start
+        self.chunks: tuple[Chunk, ...] = (
+            tuple(owned_chunks(manifest, rank)) if manifest.has_chunk_table else ()
+        )
+        self._payload_bytes = start or _CRC_BYTES * len(self.chunks)
         self._relative = relative
         self.header = self._build_header()
 
@@ -104,6 +124,10 @@ class RankFile:
         size = self.manifest.stripe_bytes
         return index * size, min((index + 1) * size, self.table_start)
 
+    def chunk_table(self, checksums: Mapping[Chunk, int]) -> bytes:
+        """The bytes that stand in the place of pieces: crc32c of the rank's chunks, as its file lists them."""
+        return struct.pack(f"<{len(self.chunks)}I", *(checksums[chunk] for chunk in self.chunks))
+
     def names_in(self, start: int, stop: int) -> list[str]:
         """Names of what lies in a range of the file's bytes, for messages."""
         names = ["the header"] if start < len(self.header) else []
@@ -113,6 +137,8 @@ class RankFile:
                 break
             if piece.stop_bytes > start:
                 names.append(self.manifest.entries[piece.place].name)
+        if self.chunks and start < self.blob_start and stop > len(self.header):
+            names.append("checksums of chunks")
         if self.manifest.blob_bytes and stop > self.blob_start:
             names.append("per-rank values")
         return names
@@ -120,7 +146,7 @@ class RankFile:
     def _build_header(self) -> bytes:
         metadata = {
             "format": FORMAT_NAME,
-            "version": str(FORMAT_VERSION),
+            "version": str(self.manifest.version),
             "save_id": self.manifest.save_id,
             "rank": str(self.rank),
             "world_size": str(self.manifest.world_size),
@@ -131,6 +157,8 @@ class RankFile:
             entry = entries[place]
             code, multiple = storage_code(entry.dtype)
             items.append(_item(entry.name, code, region.numel * multiple, start, stop))
+        if self.chunks:
+            items.append(_item(CHUNKS_NAME, "U32", len(self.chunks), 0, self._payload_bytes))
         end = self._payload_bytes + self.manifest.blob_bytes
         if self.manifest.blob_bytes:
             items.append(_item(BLOB_NAME, "U8", self.manifest.blob_bytes, self._payload_bytes, end))
@@ -144,6 +172,12 @@ class RankFile:
             if table_bytes == (stripes + 1) * CHECKSUM_BYTES:
                 return header
             table_bytes = (stripes + 1) * CHECKSUM_BYTES
+
+
+def pack_table(checksums: Sequence[int]) -> bytes:
+    """The table of a file's checksums, little-endian, followed by its own checksum."""
+    table = struct.pack(f"<{len(checksums)}Q", *checksums)
+    return table + struct.pack("<Q", xxhash.xxh3_64_intdigest(table))
 
 
 def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:

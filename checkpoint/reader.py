@@ -30,6 +30,7 @@ from vescale_fsdp.checkpoint.sinks import Bytes, Sink, Target, sinks_of
 from vescale_fsdp.checkpoint.sources import SourceFinder
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
 from vescale_fsdp.checkpoint.tree import Json, decode
+from vescale_fsdp.checkpoint.zarr_chunks import ChunkTables
 from vescale_fsdp.checkpoint.zarr_reading import ZarrReads
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, FlatRange
@@ -178,6 +179,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         self.manifest = read_manifest(storage)
         self.user: Json = self.manifest.user
         self._finder = SourceFinder(self.manifest, own_rank)
+        self._tables = ChunkTables(storage, self.manifest)
 
     def __getitem__(self, name: str) -> StoredTensor:
         places = self.manifest.places_by_name.get(name)
@@ -272,7 +274,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         """Add to a plan what fills ``tensor`` with a region of tensor number ``place``."""
         target = Target(tensor)
         if self.manifest.chunks is not None:
-            reads = ZarrReads(self.storage, self.manifest)
+            reads = ZarrReads(self.storage, self._tables)
             reads.add(place, region, target)
             plan.others.append(reads)
             return target

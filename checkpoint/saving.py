@@ -17,7 +17,7 @@ import json
 import os
 import warnings
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -41,7 +41,7 @@ from vescale_fsdp.checkpoint.structure import distinct_keys, dump_json
 from vescale_fsdp.checkpoint.taking import TakenState, take_state
 from vescale_fsdp.checkpoint.tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.writing import write_rank_file
-from vescale_fsdp.checkpoint.zarr_layout import chunk_shape
+from vescale_fsdp.checkpoint.zarr_layout import as_arrays
 from vescale_fsdp.checkpoint.zarr_writing import ArrayWriter, write_groups
 from vescale_fsdp.errors import CheckpointError, explain
 
@@ -182,10 +182,7 @@ class Saver:
                 stripe_bytes=self.stripe_bytes,
                 split_bytes=None if self.every_node else self.split_bytes,
             )
-        if self.format == "native":
-            return manifest
-        chunks = tuple(chunk_shape(manifest, place) for place in range(len(manifest.entries)))
-        return replace(manifest, chunks=chunks)
+            return manifest if self.format == "native" else as_arrays(manifest)
 
     def _alike(self, user: Json) -> dict[str, Json]:
         """What is written alike on all ranks, and what rank 0 alone would decide."""
@@ -214,7 +211,9 @@ class Saver:
                 if arrays is not None:
                     arrays.write()
                 with gc_paused():
-                    image = FileImage(RankFile(manifest, self.coordinator.rank), taken.locals_by_name, blob)
+                    file = RankFile(manifest, self.coordinator.rank)
+                    table = file.chunk_table(arrays.checksums if arrays is not None else {})
+                    image = FileImage(file, taken.locals_by_name, blob, table)
                 write_rank_file(self.storage, image)
         except BaseException as error:
             if self.coordinator.rank == 0:

@@ -21,7 +21,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.dtypes import dtype_named, is_numpy_dtype
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
-__all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name"]
+__all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name", "split_name"]
 
 Json = Any
 MAX_DEPTH = (
@@ -34,6 +34,11 @@ def join_name(parent: str, key: object) -> str:
     """Name of a child: keys joined by ``/``, in which ``~`` and ``/`` are written ``~0`` and ``~1``."""
     text = str(key).replace("~", "~0").replace("/", "~1")
     return f"{parent}/{text}" if parent else text
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """The keys, as text, that `join_name` joined."""
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
 
 
 def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = "manifest") -> Any:

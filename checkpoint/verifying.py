@@ -13,7 +13,7 @@ from vescale_fsdp.checkpoint.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.rankfile import RankFile
 from vescale_fsdp.checkpoint.reader import read_manifest
 from vescale_fsdp.checkpoint.storage import Storage, open_storage
-from vescale_fsdp.checkpoint.zarr_reading import verify_arrays
+from vescale_fsdp.checkpoint.zarr_chunks import ChunkTables, verify_arrays
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -59,8 +59,9 @@ def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
     problems = _incomplete(manifest)
     num_bytes = 0
     if manifest.chunks is not None:
-        found, num_bytes = verify_arrays(storage, manifest)
-        problems += [Problem(file, text) for file, text in found]
+        for file, problem, hashed in verify_arrays(ChunkTables(storage, manifest)):
+            problems += [] if problem is None else [Problem(file, problem)]
+            num_bytes += hashed
     with ThreadPoolExecutor(storage.read_threads, thread_name_prefix="checkpoint-verify") as pool:
         checks = pool.map(lambda rank: _verify_file(storage, manifest, rank), range(manifest.world_size))
         for of_file, hashed in checks:

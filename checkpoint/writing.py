@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import xxhash
 
 from vescale_fsdp.checkpoint.image import FileImage
-from vescale_fsdp.checkpoint.rankfile import RankFile
+from vescale_fsdp.checkpoint.rankfile import RankFile, pack_table
 from vescale_fsdp.checkpoint.storage import Buffer, FileWriter, Storage
 
-__all__ = ["checksum_of", "pack_table", "write_rank_file"]
+__all__ = ["checksum_of", "write_rank_file"]
 
 
 def checksum_of(buffers: Sequence[Buffer]) -> int:
@@ -23,12 +22,6 @@ def checksum_of(buffers: Sequence[Buffer]) -> int:
     for buffer in buffers:
         state.update(buffer)
     return state.intdigest()
-
-
-def pack_table(checksums: Sequence[int]) -> bytes:
-    """The table of a file's checksums, little-endian, followed by its own checksum."""
-    table = struct.pack(f"<{len(checksums)}Q", *checksums)
-    return table + struct.pack("<Q", xxhash.xxh3_64_intdigest(table))
 
 
 def write_rank_file(storage: Storage, image: FileImage) -> None:

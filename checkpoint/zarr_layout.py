@@ -11,11 +11,11 @@ owns it and gets the rest from its neighbours. Never do two ranks write one chun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from urllib.parse import quote
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from vescale_fsdp.checkpoint.distribution import LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.structure import dump_json
 from vescale_fsdp.checkpoint.tree import Json
 from vescale_fsdp.geometry import Box, numel_of
@@ -23,8 +23,9 @@ from vescale_fsdp.geometry import Box, numel_of
 __all__ = [
     "array_json",
     "array_path",
+    "as_arrays",
     "chunk_boxes",
-    "chunk_name",
+    "chunk_file",
     "chunk_shape",
     "clipped",
     "group_files",
@@ -40,6 +41,13 @@ _ZARR_DTYPES = {
     "complex64",
     "complex128",
 }
+
+
+def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = None) -> Manifest:
+    """The manifest of the same state in the zarr form; with these chunk sizes, if any are given."""
+    if chunks is None:
+        chunks = [chunk_shape(manifest, place) for place in range(len(manifest.entries))]
+    return replace(manifest, chunks=tuple(chunks), version=FORMAT_VERSION)
 
 
 def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
@@ -105,17 +113,15 @@ def clipped(box: Box, shape: tuple[int, ...]) -> Box:
 
 
 def array_path(manifest: Manifest, place: int) -> str:
-    """Folder of a tensor's array, relative to the checkpoint's. Keys that are no file names are escaped."""
-    parts = []
-    for part in manifest.entries[place].name.split("/"):
-        text = quote(part, safe=" !#$&'()+,;=@[]{}~-_.")
-        parts.append("%2E" * len(text) if text in (".", "..") else text or "%00")
-    return f"data-{manifest.save_id}/" + "/".join(parts)
+    """Folder of a tensor's array, relative to the checkpoint's."""
+    return manifest.array_paths[manifest.entries[place].name]
 
 
-def chunk_name(box: Box, chunks: tuple[int, ...]) -> str:
-    """Name of a chunk's file inside its array's folder."""
-    return "/".join(["c", *(str(o // c) for o, c in zip(box.offsets, chunks, strict=True))])
+def chunk_file(manifest: Manifest, place: int, box: Box) -> str:
+    """A chunk's file, relative to the checkpoint's folder."""
+    assert manifest.chunks is not None
+    index = (str(o // c) for o, c in zip(box.offsets, manifest.chunks[place], strict=True))
+    return "/".join([array_path(manifest, place), "c", *index])
 
 
 def array_json(manifest: Manifest, place: int) -> bytes:
@@ -123,6 +129,8 @@ def array_json(manifest: Manifest, place: int) -> bytes:
     entry = manifest.entries[place]
     stored = entry.dtype if entry.dtype in _ZARR_DTYPES else f"uint{8 * entry.itemsize}"
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
+    if manifest.version >= 2:
+        attributes["name"] = entry.name
     cut = entry.cuts[-1] if entry.cuts else None
     if isinstance(cut, LayoutCut):
         layout = manifest.structure.layouts[cut.layout]

@@ -12,6 +12,7 @@ import google_crc32c
 import torch
 
 from vescale_fsdp.checkpoint.agreement import Coordinator
+from vescale_fsdp.checkpoint.chunk_owners import Chunk, chunk_holders, hull, turn_of, wanted_of
 from vescale_fsdp.checkpoint.dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.region import Region, Run, overlaps
@@ -20,30 +21,21 @@ from vescale_fsdp.checkpoint.zarr_layout import (
     array_json,
     array_path,
     chunk_boxes,
-    chunk_name,
-    clipped,
+    chunk_file,
     group_files,
 )
-from vescale_fsdp.geometry import Box, FlatRange, numel_of
+from vescale_fsdp.geometry import numel_of
 
 __all__ = ["ArrayWriter", "write_groups"]
 
 T = TypeVar("T")
 
 
-class _Holder(NamedTuple):
-    """Ranks that hold one region of a tensor."""
-
-    region: Region
-    ranks: list[int]
-
-
 class _Step(NamedTuple):
     """A chunk that this rank has a share in: it puts the parts together, or sends its own to who does."""
 
-    place: int
+    chunk: Chunk
     own: Region  # what this rank holds of the tensor
-    box: Box
     wanted: Region  # the chunk, as far as it lies in the tensor
     owner: int
     regions: list[Region]  # of whoever holds a part
@@ -75,6 +67,7 @@ class ArrayWriter:
         self._storage = storage
         self._locals_by_name = locals_by_name
         self._coordinator = coordinator
+        self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
         self._error: BaseException | None = None
         self._bits: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
         # Further descriptions of the same tensor have the same values.
@@ -86,7 +79,7 @@ class ArrayWriter:
         ]
         self._steps = [step for place in places for step in _steps(manifest, place, coordinator.rank)]
         # Taken now: a rank that lacks memory later must still be able to answer.
-        nbytes = [step.part_numel * manifest.entries[step.place].itemsize for step in self._steps]
+        nbytes = [step.part_numel * manifest.entries[step.chunk.place].itemsize for step in self._steps]
         self._travelling = torch.empty(max(nbytes, default=0), dtype=torch.uint8)
 
     def write(self) -> None:
@@ -106,10 +99,8 @@ class ArrayWriter:
             for step in self._steps:
                 chunk = self._exchanged(step)
                 if chunk is not None and self._error is None:
-                    path = array_path(self.manifest, step.place)
-                    assert self.manifest.chunks is not None
-                    names.append(f"{path}/{chunk_name(step.box, self.manifest.chunks[step.place])}")
-                    work.append(pool.submit(_put_chunk, self._storage, names[-1], chunk))
+                    names.append(chunk_file(self.manifest, *step.chunk))
+                    work.append(pool.submit(self._put_chunk, names[-1], step.chunk, chunk))
                 while len(work) > 2 * threads:  # bounds the chunks in memory
                     self._attempt(work.pop(0).result)
             for future in work:
@@ -160,21 +151,29 @@ class ArrayWriter:
 
     def _room(self, step: _Step, index: int) -> torch.Tensor:
         """Where a part lies while it travels."""
-        entry = self.manifest.entries[step.place]
+        entry = self.manifest.entries[step.chunk.place]
         nbytes = step.numels[index] * entry.itemsize
         return self._travelling[:nbytes].view(carrier_of(dtype_named(entry.dtype)))
 
+    def _put_chunk(self, name: str, chunk: Chunk, elements: torch.Tensor) -> None:
+        data = elements.reshape(-1).view(torch.uint8).numpy()
+        checksum = google_crc32c.value(data.tobytes())
+        _put(self._storage, name, data, struct.pack("<I", checksum))
+        self.checksums[chunk] = checksum
+
     def _local(self, step: _Step) -> torch.Tensor:
         """The elements of the tensor that this rank holds, 1D."""
-        if self._bits is None or self._bits[0] != step.place:
-            plain = dense(self._locals_by_name[self.manifest.entries[step.place].name]).view(-1)
-            self._bits = (step.place, plain.view(carrier_of(plain.dtype)))
+        if self._bits is None or self._bits[0] != step.chunk.place:
+            plain = dense(self._locals_by_name[self.manifest.entries[step.chunk.place].name]).view(-1)
+            self._bits = (step.chunk.place, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
 
 def _empty_chunk(manifest: Manifest, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for a chunk, and room for its elements that lie in the tensor, 1D."""
-    whole = torch.zeros(step.box.sizes, dtype=carrier_of(dtype_named(manifest.entries[step.place].dtype)))
+    whole = torch.zeros(
+        step.chunk.box.sizes, dtype=carrier_of(dtype_named(manifest.entries[step.chunk.place].dtype))
+    )
     return whole, torch.empty(step.wanted.numel, dtype=whole.dtype)
 
 
@@ -194,44 +193,19 @@ def _steps(manifest: Manifest, place: int, rank: int) -> Iterator[_Step]:
         return
     own = manifest.distribution(place).region(entry.shape, held[0], manifest.structure.layouts)
     assert manifest.chunks is not None
-    chunks = manifest.chunks[place]
-    for box in chunk_boxes(entry.shape, chunks, _hull(own)):
-        number = sum(offset // size for offset, size in zip(box.offsets, chunks, strict=True))
-        inside = clipped(box, entry.shape)
-        wanted = Region(inside, FlatRange(0, inside.numel))
+    for box in chunk_boxes(entry.shape, manifest.chunks[place], hull(own)):
+        chunk = Chunk(place, box)
+        wanted = wanted_of(manifest, chunk)
         if not overlaps(own, wanted):
             continue
-        parts = _parts(manifest, place, wanted)
+        parts, number = chunk_holders(manifest, chunk), turn_of(manifest, chunk)
         regions = [part.region for part in parts]
         # Replicas take turns; parts of one chunk travel between ranks of the same turn.
         owner = parts[0].ranks[number % len(parts[0].ranks)]
         senders = [part.ranks[number % len(part.ranks)] for part in parts]
         if rank == owner or (rank in senders and own != regions[0]):
             numels = [_shared_numel(region, wanted) for region in regions]
-            yield _Step(place, own, box, wanted, owner, regions, senders, numels)
-
-
-def _hull(region: Region) -> Box | None:
-    """The smallest box around a region."""
-    boxes = [box for box, _ in region.pieces()]
-    if not boxes:
-        return Box(region.box.offsets, (0,) * len(region.box.sizes)) if region.box.sizes else None
-    starts = tuple(min(offsets) for offsets in zip(*(box.offsets for box in boxes), strict=True))
-    stops = [[o + n for o, n in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
-    return Box(starts, tuple(max(s) - a for s, a in zip(zip(*stops, strict=True), starts, strict=True)))
-
-
-def _parts(manifest: Manifest, place: int, wanted: Region) -> list[_Holder]:
-    """Who holds a chunk's elements, in order of place; the first holds its first element."""
-    entry = manifest.entries[place]
-    holders = manifest.holders_of(place)
-    found = []
-    for coordinates, region in manifest.distribution(place).touching(
-        entry.shape, wanted, manifest.structure.layouts
-    ):
-        if overlaps(region, wanted):
-            found.append(_Holder(region, holders.ranks_at(coordinates)))
-    return found
+            yield _Step(chunk, own, wanted, owner, regions, senders, numels)
 
 
 def _copy(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> None:
@@ -275,12 +249,6 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
             numel = share.target_box.numel
             inner[share.target_box.slices()] = packed[at : at + numel].view(share.target_box.sizes)
             at += numel
-
-
-def _put_chunk(storage: Storage, name: str, chunk: torch.Tensor) -> None:
-    data = chunk.reshape(-1).view(torch.uint8).numpy()
-    checksum = struct.pack("<I", google_crc32c.value(data.tobytes()))
-    _put(storage, name, data, checksum)
 
 
 def _put(storage: Storage, name: str, *buffers: Buffer) -> None:

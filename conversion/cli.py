@@ -328,7 +328,7 @@ def to_torch_command(**arguments: Any) -> None:
 @_convert_options
 @_state_options
 def to_zarr_command(**arguments: Any) -> None:
-    """Write SRC to OUT as a zarr v3 group, one array per tensor."""
+    """Write SRC to OUT as a native checkpoint in its zarr v3 form, one array per tensor."""
     _convert("zarr", **arguments)
 
 

@@ -179,6 +179,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     uncast: tuple[str, ...] = ()
     quantized = _find_quantized(state, assets, source) if options.dtype else frozenset()
     state = state.filtered(options.include, options.exclude)
+    _require_text([*state.views, *state.values])
     if options.dtype:
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
@@ -201,6 +202,22 @@ def _find_quantized(state: State, assets: Assets, source: Source) -> frozenset[s
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     return find_quantized(infos, assets.config or _own_config(source))
+
+
+def _require_text(names: Sequence[str]) -> None:
+    """Refuse names that have no UTF-8, which plans, journals and most formats write."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ConversionError(
+                explain(
+                    "a name is no text",
+                    expected="names of whole Unicode characters",
+                    got=f"{name!r:.200}: {error.reason}",
+                    todo="leave it out with --exclude, or rename it in the source",
+                )
+            ) from error
 
 
 def _with_casts(

@@ -231,6 +231,7 @@ class _Run:
         staged: dict[str, StagedFile] = {}
         committed: list[str] = []
         try:
+            self._plan.when_written(self._read_written)
             for closing in self._plan.closing:  # what may fail comes before the first final name
                 staged[closing.name] = self._store.stage(closing.name, closing.pieces(), str(part.index))
             self._remove_old(leftovers=True)
@@ -250,6 +251,12 @@ class _Run:
         for journal in self._journals:
             self._store.remove(journal.name)
         return True
+
+    def _read_written(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Bytes of a file under its partial name, or its final one: another part may be publishing."""
+        working = self._store.working_name(name)
+        found = name if self._store.size(working) is None else working
+        return self._store.read(found, offset, nbytes)
 
     @cached_property
     def _staged_names(self) -> set[str]:

@@ -9,12 +9,12 @@ which was which: a plain int in a path is a key of a dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["ListIndex", "flatten", "name_of", "nest"]
+__all__ = ["ListIndex", "claim_name", "flatten", "name_of", "nest"]
 
 Path = tuple[str | int, ...]
 
@@ -70,6 +70,23 @@ def _flatten(value: Any, path: Path, is_tensor: Callable[[Any], bool], found: di
 
 def _is_entered(value: Any, is_tensor: Callable[[Any], bool]) -> bool:
     return any(isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value)
+
+
+def claim_name(name: str, taken: Collection[str]) -> None:
+    """Refuse a tensor's name in a native checkpoint that another has: keys joined by ``/``, an empty one left out.
+
+    Raises:
+        ConversionError: if it is taken.
+    """
+    if name in taken:
+        raise ConversionError(
+            explain(
+                "two tensors would have one name",
+                expected="keys that differ when they are joined, as text",
+                got=f"two times {name!r}",
+                todo="leave one of them out with --exclude, or rename it in the source",
+            )
+        )
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from vescale_fsdp.checkpoint.names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.quiet import gc_paused
 from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.conversion.source import Source
@@ -156,10 +156,9 @@ def _folder_kind(files: list[str]) -> str | None:
         return "dcp"
     from vescale_fsdp.conversion.hf_source import is_shard_file
     from vescale_fsdp.conversion.ranks_source import rank_files
-    from vescale_fsdp.conversion.to_zarr import ROOT_FILE
     from vescale_fsdp.conversion.torch_source import BIN_FILE, BIN_INDEX_FILE
 
-    if ROOT_FILE in files:
+    if ZARR_NAME in files:
         return "zarr"
     if any(is_shard_file(file) for file in files):
         return "shards"

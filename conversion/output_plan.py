@@ -16,7 +16,11 @@ import xxhash
 from vescale_fsdp.conversion.file_plan import FilePlan, TensorPart
 from vescale_fsdp.conversion.store import OutputFile
 
-__all__ = ["ClosingFile", "OutputPlan"]
+__all__ = ["ClosingFile", "OutputPlan", "Written"]
+
+
+Written = Callable[[str, int, int], bytes]
+"""Bytes of a data file of the plan by its name, offset and number, once it is written."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class OutputPlan:
         is_stale: whether an old file in the target must go when this plan is published.
         wrap: put around each output file, which is then written front to back.
         single_file: the target is this one file rather than a folder.
+        when_written: called when all data files are written, in whatever run or process, before the closing files are
+            made.
     """
 
     kind: str
@@ -46,6 +52,7 @@ class OutputPlan:
     is_stale: Callable[[str], bool]
     single_file: bool = False
     wrap: Callable[[str, OutputFile], OutputFile] | None = None
+    when_written: Callable[[Written], None] = lambda _: None
 
     @cached_property
     def tensor_nbytes(self) -> int:

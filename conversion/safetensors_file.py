@@ -47,13 +47,23 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     """Header of a file with these tensors; ``metadata`` defaults to what Hugging Face loaders expect.
 
     Raises:
-        ConversionError: for a type the format lacks, a shape it cannot record, or too many tensors.
+        ConversionError: for a type the format lacks, a shape it cannot record, a name of the format's own, or too many
+            tensors.
     """
     ordered = sorted(infos, key=lambda info: (-_RANK_OF_DTYPE[info.dtype], info.name))
     table: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     starts: dict[str, int] = {}
     position = 0
     for info in ordered:
+        if info.name in table:
+            raise ConversionError(
+                explain(
+                    "a tensor has a name that safetensors files keep for themselves",
+                    expected="names other than __metadata__, each once",
+                    got=info.name,
+                    todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
+                )
+            )
         if info.dtype.code is None:
             raise ConversionError(
                 explain(

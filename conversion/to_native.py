@@ -20,11 +20,11 @@ from vescale_fsdp.checkpoint.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.encoding import TreeSink, encode
 from vescale_fsdp.checkpoint.manifest import MANIFEST_NAME, Manifest, build_manifest
 from vescale_fsdp.checkpoint.per_rank import PerRank
-from vescale_fsdp.checkpoint.rankfile import CHECKSUM_BYTES, RankFile
+from vescale_fsdp.checkpoint.rankfile import CHECKSUM_BYTES, RESERVED_NAMES, RankFile
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.structure import Entry, Structure, renumber
 from vescale_fsdp.conversion.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
-from vescale_fsdp.conversion.nesting import Path, nest
+from vescale_fsdp.conversion.nesting import Path, claim_name, nest
 from vescale_fsdp.conversion.output_plan import ClosingFile, OutputPlan
 from vescale_fsdp.conversion.state import State
 from vescale_fsdp.conversion.store import OutputFile
@@ -104,8 +104,11 @@ class _Sink(TreeSink):
 
     names: Mapping[int, str]  # id of a stand-in -> name in the state
     found: list[tuple[str, str]] = field(default_factory=list)  # (name in the format, name in the state)
+    taken: set[str] = field(default_factory=lambda: set(RESERVED_NAMES))
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Any:
+        claim_name(name, self.taken)
+        self.taken.add(name)
         self.found.append((name, self.names[id(tensor)]))
         return {"$": "tensor", "i": len(self.found) - 1}
 

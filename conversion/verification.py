@@ -70,20 +70,21 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
 
 
 def _verify_native(source: Source, progress: Progress) -> VerifyReport:
-    """Every stripe of every rank's file, against the checksums beside it."""
-    from vescale_fsdp.conversion.native_source import rank_files
+    """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
+    from vescale_fsdp.conversion.native_source import array_problems, rank_files
 
     problems: list[str] = []
-    done: list[int] = []  # bytes of each stripe
+    done: list[int] = []  # bytes of each stripe of tensors
 
     def check(stripes: Shared[tuple[OpenRankFile, int]]) -> None:
         scratch = bytearray(_SCRATCH_BYTES)
         for opened, index in stripes:
             with _noting(problems, opened.file.name):
                 opened.prove_stripe(index, opened.hash_stripe(index, scratch))
-            start, stop = opened.file.stripe(index)
-            done.append(stop - start)
-            progress(stop - start)
+            if opened.file.pieces:
+                start, stop = opened.file.stripe(index)
+                done.append(stop - start)
+                progress(stop - start)
 
     def stripes() -> Iterator[tuple[OpenRankFile, int]]:
         for name, open_file in rank_files(source.store).items():
@@ -92,6 +93,11 @@ def _verify_native(source: Source, progress: Progress) -> VerifyReport:
                 yield from ((opened, index) for index in range(opened.file.num_stripes))
 
     in_threads(_THREADS, check, stripes())
+    for name, problem, nbytes in array_problems(source.store):
+        problems += [] if problem is None else [f"{name}: {problem}"]
+        if nbytes:
+            done.append(nbytes)
+            progress(nbytes)
     return VerifyReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
 
 

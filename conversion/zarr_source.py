@@ -2,7 +2,8 @@
 
 Arrays whose chunks are plain bytes (with or without crc32c) are read by range like any other file.
 Compressed, sharded and other arrays are decoded by the zarr library, chunk by chunk. zarr leaves out chunks
-that are all fill value; those of zeros are known here without a file.
+that are all fill value; those of zeros are known here without a file. Where a manifest lies beside, the folder is
+a native checkpoint and read as one.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from urllib.parse import unquote
 
 import numpy as np
 
+from vescale_fsdp.checkpoint.names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.tree import split_name
 from vescale_fsdp.conversion.checked_runs import CheckedRun
 from vescale_fsdp.conversion.crc import CRC32C
 from vescale_fsdp.conversion.dtypes import DType, dtype_from_torch
-from vescale_fsdp.conversion.json_values import from_json
-from vescale_fsdp.conversion.nesting import ListIndex
+from vescale_fsdp.conversion.json_values import from_json_1
+from vescale_fsdp.conversion.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.conversion.tensors import StoredChunk, StoredTensor, TensorInfo, whole_box
-from vescale_fsdp.conversion.to_zarr import ATTRIBUTE, ROOT_FILE
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.geometry import Box, contiguous_strides
 
 __all__ = ["open_zarr"]
 
 _CRC_BYTES = 4
+_ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
 
@@ -41,30 +44,38 @@ def open_zarr(store: Store) -> Source:
     Raises:
         CorruptCheckpointError: if metadata is damaged or a chunk file has the wrong size.
     """
+    root = _metadata(store, ZARR_NAME)
+    if "manifest" in (root.get("attributes") or {}) and store.size(MANIFEST_NAME) is not None:
+        from vescale_fsdp.conversion.native_source import open_native
+
+        return open_native(store)
     files = set(store.list_files())
     tensors: dict[str, StoredTensor] = {}
     readers: dict[str, BoxReader] = {}
-    root = _metadata(store, ROOT_FILE)
-    for file in sorted(name for name in files if name.endswith(ROOT_FILE)):
-        found = root if file == ROOT_FILE else _metadata(store, file)
+    paths: dict[str, Path] = {}
+    for file in sorted(name for name in files if name.endswith(ZARR_NAME)):
+        found = root if file == ZARR_NAME else _metadata(store, file)
         if found.get("node_type") != "array":
             continue
-        node = file.removesuffix(ROOT_FILE).rstrip("/")
+        node = file.removesuffix(ZARR_NAME).rstrip("/")
         try:
             array = _Array(store, node, found)
             tensors[array.info.name] = array.stored(files)
+            if array.path is not None:
+                paths[array.info.name] = array.path
             if not array.is_plain:
                 readers[array.info.name] = array.reader()
         except _DAMAGE as error:
             raise _damaged(store, file, error) from error
     try:
-        content = (root.get("attributes") or {}).get(ATTRIBUTE) or {}
+        content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}
         values: dict[str, StoredValue] = {
-            str(name): constant(from_json(value)) for name, value in (content.get("values") or {}).items()
+            str(name): constant(from_json_1(value)) for name, value in (content.get("values") or {}).items()
         }
-        paths = {str(name): tuple(map(_part, parts)) for name, parts in (content.get("paths") or {}).items()}
+        stored_paths = content.get("paths") or {}
+        paths |= {str(name): tuple(map(_part, parts)) for name, parts in stored_paths.items()}
     except _DAMAGE as error:
-        raise _damaged(store, ROOT_FILE, error) from error
+        raise _damaged(store, ZARR_NAME, error) from error
     # Files are listed by name; what is planned from here depends on the order of the state that was saved.
     tensors = {name: tensors[name] for name in (*filter(tensors.__contains__, paths), *tensors)}
     facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
@@ -104,10 +115,18 @@ class _Array:
         self._store, self._node = store, node
         attributes = metadata.get("attributes") or {}
         stored_as = dtype_from_torch(str(metadata["data_type"]))
-        dtype = dtype_from_torch(str(attributes.get("dtype", stored_as.name)))
+        dtype = dtype_from_torch(
+            str(attributes.get("logical_dtype", attributes.get("dtype", stored_as.name)))
+        )
         if dtype.itemsize != stored_as.itemsize:
             raise ValueError(f"dtype {dtype.name} in {stored_as.name}")
         name = str(attributes.get("name") or unquote(node).replace("/", "."))
+        self.path: Path | None = None
+        if (
+            "logical_dtype" in attributes and "name" in attributes
+        ):  # of a native checkpoint without its manifest
+            self.path = split_name(name)
+            name = name_of(self.path)
         self.info = TensorInfo(name, tuple(map(int, metadata["shape"])), dtype)
         self._stored_as: DType = stored_as
         self._codecs = [codec["name"] for codec in metadata["codecs"]]
@@ -200,7 +219,7 @@ class _Array:
             try:
                 values = np.ascontiguousarray(array[box.slices()]).reshape(box.sizes)
             except _UNDECODED as error:
-                raise _damaged(self._store, f"{self._node}/{ROOT_FILE}", error) from error
+                raise _damaged(self._store, f"{self._node}/{ZARR_NAME}", error) from error
             return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
         return read

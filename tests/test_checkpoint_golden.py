@@ -32,7 +32,8 @@ from vescale_fsdp.checkpoint.taking import take_state
 from vescale_fsdp.geometry import boxes_of_range
 
 GOLDEN = Path(__file__).parent / "golden"
-FOLDERS = sorted(path for path in GOLDEN.iterdir() if path.is_dir()) if GOLDEN.exists() else []
+FOLDERS = sorted(GOLDEN.glob("v*-*"))
+CURRENT: dict[Format, int] = {"native": 1, "zarr": FORMAT_VERSION}  # the version that each form is written in
 
 
 def _plain_leaves() -> dict[str, Any]:
@@ -53,14 +54,15 @@ def _state() -> dict[str, Any]:
 
 def _write(path: Path, form: Format) -> None:
     saver = Saver(open_storage(path), coordinator_for(), format=form, stripe_bytes=256, split_bytes=16)
-    saver.save(_state(), user={"written by": f"format version {FORMAT_VERSION}"})
+    saver.save(_state(), user={"written by": f"format version {CURRENT[form]}"})
 
 
 def test_there_are_golden_checkpoints() -> None:
     """Both forms of the current version are kept."""
     names = [path.name for path in FOLDERS]
 
-    assert {f"v{FORMAT_VERSION}-native", f"v{FORMAT_VERSION}-zarr"} <= set(names)
+    assert {f"v{version}-{form}" for form, version in CURRENT.items()} <= set(names)
+    assert "v1-zarr" in names
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
@@ -165,8 +167,8 @@ def test_offsets_follow_from_the_manifest_alone(tmp_path: Path) -> None:
 
 def main() -> None:
     """Write the current version's folders, where they are missing."""
-    for form in ("native", "zarr"):
-        folder = GOLDEN / f"v{FORMAT_VERSION}-{form}"
+    for form, version in CURRENT.items():
+        folder = GOLDEN / f"v{version}-{form}"
         if not folder.exists():
             with tempfile.TemporaryDirectory() as temporary:
                 run_ranks(3, _write, Path(temporary) / "c", form)

@@ -21,12 +21,11 @@ from tools.bench_checkpoint import Settings, Shards, counted_collectives, peak_g
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint.distribution import Axis, Cut, ShardCut
 from vescale_fsdp.checkpoint.manifest import Manifest, build_manifest
-from vescale_fsdp.checkpoint.rankfile import RankFile
+from vescale_fsdp.checkpoint.rankfile import RankFile, pack_table
 from vescale_fsdp.checkpoint.rankset import RankSet
 from vescale_fsdp.checkpoint.region import Patch, Run, whole_region
 from vescale_fsdp.checkpoint.sources import SourceFinder
 from vescale_fsdp.checkpoint.structure import Entry, Structure
-from vescale_fsdp.checkpoint.writing import pack_table
 
 
 def _manifest(world: int) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zarr
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.checkpoint_states import SHAPES, assert_equal, erase, full, mixed_state, plain
 from tests.distributed import run_ranks
 from tests.faulty_storage import FaultyStorage
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, load, read_state, save, verify
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, load, read_state, save, verify, zarr_layout
 from vescale_fsdp.checkpoint.agreement import coordinator_for
 from vescale_fsdp.checkpoint.distribution import Axis, LayoutCut
 from vescale_fsdp.checkpoint.local import LocalStorage
@@ -160,6 +163,99 @@ def test_names_that_are_no_file_names(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["c"]
     assert {stored.shape.numel() for stored in read_state(tmp_path / "in" / "c").values()} == {2, 3, 4, 5}
     assert all(stored.read().eq(1).all() for stored in read_state(tmp_path / "in" / "c").values())
+
+
+def _pairs(folder: Path) -> list[tuple[Path, Path]]:
+    """Files of an equal size and different bytes: neighbours in the list of all."""
+    files = sorted(path for path in folder.glob("data-*/**/*") if path.is_file())
+    by_size: dict[int, list[Path]] = {}
+    for file in files:
+        by_size.setdefault(file.stat().st_size, []).append(file)
+    return [
+        (a, b) for alike in by_size.values() for a, b in pairwise(alike) if a.read_bytes() != b.read_bytes()
+    ]
+
+
+def _exchange(a: Path, b: Path) -> None:
+    left, right = a.read_bytes(), b.read_bytes()
+    a.write_bytes(right)
+    b.write_bytes(left)
+
+
+def _assert_found(path: Path, saved: Path) -> None:
+    """verify names the file; a load raises and leaves the state alone, or did not need the file."""
+    names = {problem.file for problem in verify(path).problems}
+    assert str(saved.relative_to(path)) in names
+    state = {
+        stored.name: torch.full(stored.shape, 7, dtype=stored.dtype) for stored in read_state(path).values()
+    }
+    if saved.name == "zarr.json":
+        return
+    with pytest.raises(CorruptCheckpointError, match=r"chunk of tensor|another checkpoint's file"):
+        load(path, state, strict=False)
+    assert all(bool((tensor == 7).all()) for tensor in state.values())
+
+
+def _equal_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Flat names; tensors of one shape, one of several chunks."""
+    values = torch.Generator().manual_seed(seed)
+    shapes = {"a": (9, 10), "b": (9, 10), "c": (9, 10), "long": (64, 10)}
+    return {name: torch.randn(shape, generator=values) for name, shape in shapes.items()}
+
+
+def test_files_that_changed_places_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sound chunks of one size, of two tensors or of one, and two arrays' metadata, each pair exchanged."""
+    monkeypatch.setattr(zarr_layout, "_TARGET_BYTES", 400)
+    save(tmp_path / "c", _equal_tensors(0), format="zarr")
+    pairs = _pairs(tmp_path / "c")
+    tensors = [[file.relative_to(tmp_path / "c").parts[1] for file in pair] for pair in pairs]
+    kinds = {
+        (one == other, a.name == "zarr.json") for (one, other), (a, _) in zip(tensors, pairs, strict=True)
+    }
+
+    assert {(True, False), (False, False), (False, True)} <= kinds and len(pairs) > 8
+    for a, b in pairs:
+        _exchange(a, b)
+        _assert_found(tmp_path / "c", a)
+        _exchange(a, b)
+    assert verify(tmp_path / "c").ok
+
+
+def _save_equal(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {name: distribute_tensor(value, mesh, [Shard(1)]) for name, value in _equal_tensors(0).items()}
+    save(path, state, format="zarr")
+
+
+def test_changed_places_between_ranks_are_found(tmp_path: Path) -> None:
+    """As above for chunks that several ranks wrote, from each of which a table comes."""
+    run_ranks(3, _save_equal, tmp_path / "c")
+    pairs = [pair for pair in _pairs(tmp_path / "c") if pair[0].name != "zarr.json"]
+
+    assert len(pairs) > 8
+    for a, b in pairs[::3]:
+        _exchange(a, b)
+        _assert_found(tmp_path / "c", a)
+        _exchange(a, b)
+    assert verify(tmp_path / "c").ok
+
+
+def test_chunks_of_an_older_save_are_found(tmp_path: Path) -> None:
+    """Sound chunks, and the file with their checksums, that went from one step to the next."""
+    for step in range(2):
+        save(tmp_path / f"{step}", _equal_tensors(step), format="zarr")
+    files = sorted(path for path in (tmp_path / "1").glob("data-*/**/*") if path.is_file())
+
+    for file in files:
+        (older,) = (tmp_path / "0").glob(f"data-*/{file.relative_to(next((tmp_path / '1').glob('data-*')))}")
+        good = file.read_bytes()
+        if older.read_bytes() == good:
+            assert file.name == "zarr.json"  # says nothing of the step
+            continue
+        file.write_bytes(older.read_bytes())
+        _assert_found(tmp_path / "1", file)
+        file.write_bytes(good)
+    assert verify(tmp_path / "1").ok and len(files) > 8
 
 
 def _fails(path: Path) -> str:

@@ -44,7 +44,8 @@ def _save(kind: str, folder: Path) -> tuple[Path, Path]:
     if kind == "dcp":
         return folder / "dcp", folder / "dcp" / "__0_0.distcp"
     convert(open_source(str(folder / "dcp")), str(folder / "zarr"), "zarr")
-    return folder / "zarr", folder / "zarr" / "model.w" / "c" / "0" / "0"
+    (chunk,) = (folder / "zarr").glob("data-*/model/w/c/0/0")
+    return folder / "zarr", chunk
 
 
 def _flip(file: Path) -> None:

@@ -12,20 +12,23 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import load_file
 
+from tests.checkpoint_states import full
 from tests.dtype_zoo import same_bytes, zoo
+from vescale_fsdp.checkpoint import verify as native_verify
 from vescale_fsdp.conversion import to_zarr
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.copying import CopyLimits
-from vescale_fsdp.conversion.dtypes import dtype_from_torch
-from vescale_fsdp.conversion.execution import RunOptions
+from vescale_fsdp.conversion.difference import diff
+from vescale_fsdp.conversion.execution import Part, RunOptions
 from vescale_fsdp.conversion.open_source import open_source
-from vescale_fsdp.conversion.to_zarr import zarr_dtype
+from vescale_fsdp.conversion.verification import verify
 from vescale_fsdp.errors import CorruptCheckpointError
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's bytes as the array type zarr stores."""
-    kind = zarr_dtype(dtype_from_torch(str(tensor.dtype)))
+    name = str(tensor.dtype).removeprefix("torch.")
+    kind = name if name in np.sctypeDict else f"uint{8 * tensor.dtype.itemsize}"
     flat = (
         tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
     )
@@ -38,6 +41,20 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(to_zarr, "_CHUNK_BYTES", 40)
 
 
+def _arrays(folder: Path) -> zarr.Group:
+    """The group that holds the arrays, found as anybody finds it who knows zarr only."""
+    root = zarr.open_group(str(folder), mode="r")
+    found = root[str(root.attrs["arrays"])]
+    assert isinstance(found, zarr.Group)
+    return found
+
+
+def _folder(folder: Path, name: str) -> Path:
+    """The folder of one array."""
+    (found,) = folder.glob(f"data-*/{name}")
+    return found
+
+
 def _save(state: dict[str, Any], path: Path) -> None:
     dcp.save(state, checkpoint_id=path, no_dist=True)
 
@@ -47,12 +64,13 @@ def test_the_zarr_library_reads_every_tensor(tmp_path: Path, small_chunks: None)
     tensors = {**zoo(), "tall": torch.arange(35.0).view(7, 5)}
     _save({"model": tensors, "step": 3}, tmp_path / "dcp")
     convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
-    group = zarr.open_group(str(tmp_path / "zarr"), mode="r")
-    assert group["model.tall"].nchunks == 4 and group["model.tall"].chunks == (2, 5)
+    group = _arrays(tmp_path / "zarr")
+    assert group["model/tall"].nchunks == 4 and group["model/tall"].chunks == (2, 5)
     for name, tensor in tensors.items():
-        array = group[f"model.{name}"]
+        array = group[f"model/{name}"]
         assert array.shape == tuple(tensor.shape)
-        assert array.attrs["dtype"] == str(tensor.dtype).removeprefix("torch.")
+        assert array.attrs["name"] == f"model/{name}"
+        assert array.attrs["logical_dtype"] == str(tensor.dtype).removeprefix("torch.")
         assert np.asarray(array[...]).tobytes() == _raw(tensor).tobytes(), name
 
 
@@ -62,13 +80,14 @@ def test_a_flipped_bit_is_seen_by_zarr(tmp_path: Path) -> None:
     limits = CopyLimits(memory_budget_bytes=4 * 2**20, threads=1)
     options = ConvertOptions(run=RunOptions(limits=limits))
     convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr", options)
-    assert np.asarray(zarr.open_array(str(tmp_path / "zarr" / "w"), mode="r")[...]).shape == (300, 1000)
-    chunk = tmp_path / "zarr" / "w" / "c" / "0" / "0"
+    array = _folder(tmp_path / "zarr", "w")
+    assert np.asarray(zarr.open_array(str(array), mode="r")[...]).shape == (300, 1000)
+    chunk = array / "c" / "0" / "0"
     raw = bytearray(chunk.read_bytes())
     raw[500_000] ^= 1
     chunk.write_bytes(raw)
     with pytest.raises(ValueError, match="checksum"):
-        zarr.open_array(str(tmp_path / "zarr" / "w"), mode="r")[...]
+        zarr.open_array(str(array), mode="r")[...]
 
 
 def test_a_whole_state_through_zarr(tmp_path: Path, small_chunks: None) -> None:
@@ -126,9 +145,10 @@ def test_arrays_made_by_the_zarr_library(tmp_path: Path, compressors: str | None
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """A truncated chunk and broken metadata are errors that name the file."""
-    _save({"w": torch.randn(30, 10)}, tmp_path / "dcp")
-    convert(open_source(str(tmp_path / "dcp")), str(tmp_path / "zarr"), "zarr")
+    """A truncated chunk and broken metadata are errors that name the file, in arrays of whatever origin."""
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array("w", shape=(30, 10), dtype="float32", chunks=(30, 10), compressors=None)
+    array[...] = np.arange(300, dtype=np.float32).reshape(30, 10)
     chunk = tmp_path / "zarr" / "w" / "c" / "0" / "0"
     good = chunk.read_bytes()
     chunk.write_bytes(good[:-1])
@@ -164,3 +184,61 @@ def test_damage_in_what_zarr_decodes_is_named(tmp_path: Path) -> None:
     settings.write_text(settings.read_text().replace("zstd", "zsdt"))
     with pytest.raises(CorruptCheckpointError, match="zsdt"):
         open_source(str(tmp_path / "zarr"))
+
+
+def test_folders_of_before_are_read(tmp_path: Path) -> None:
+    """What to-zarr wrote before it wrote native checkpoints: names, types, nesting and values come back."""
+    source = open_source(str(Path(__file__).parent / "golden" / "to-zarr-v1"))
+    assert source.kind == "zarr" and verify(source).problems == ()
+    convert(source, str(tmp_path / "a.pt"), "torch")
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    expected = {
+        "layers.0.w": full("w", (13, 10)),
+        "layers.0.b": full("b", (7,), torch.bfloat16),
+        "scalar": torch.tensor(4.5),
+        "empty": torch.empty(0, 4),
+        "fp8": full("fp8", (3, 5)).to(torch.float8_e4m3fn),
+        "flags": full("f", (2, 3)) > 60,
+        "a/b%": full("ab", (2,), torch.int64),
+    }
+    assert list(found["model"]) == list(expected)
+    assert all(same_bytes(found["model"][name], tensor) for name, tensor in expected.items())
+    moments = found["optimizer"]["state"]["layers.0.w"]
+    assert same_bytes(moments["exp_avg"], full("m", (13, 10))) and same_bytes(
+        moments["step"], torch.tensor(3.0)
+    )
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["layers.0.w"]}]
+    assert found["extra"] == {
+        "blob": b"\x00\xff",
+        "inf": float("inf"),
+        "by_step": {1: "a", 2: None},
+        "names": ["x", ("y", 2)],
+        "$": "dollar",
+    }
+
+
+def test_an_interrupted_run_and_parts_know_all_checksums(tmp_path: Path, small_chunks: None) -> None:
+    """Chunks written by an earlier run, or by other processes, are in the table that the last one writes."""
+    _save({"w": torch.randn(35, 5), "v": torch.randn(9)}, tmp_path / "dcp")
+    source, out = str(tmp_path / "dcp"), tmp_path / "out"
+
+    def stop(_: int) -> None:
+        if len(list(out.rglob("*.partial"))) > 4:
+            raise KeyboardInterrupt
+
+    one = CopyLimits(threads=1)
+    with pytest.raises(KeyboardInterrupt):
+        convert(
+            open_source(source), str(out), "zarr", ConvertOptions(run=RunOptions(limits=one)), progress=stop
+        )
+    report = convert(
+        open_source(source), str(out), "zarr", ConvertOptions(run=RunOptions(resume=True, limits=one))
+    )
+    assert report.outcome.kept and report.outcome.written
+    for index in (2, 0, 1):
+        options = ConvertOptions(run=RunOptions(part=Part(index, 3)))
+        convert(open_source(source), str(tmp_path / "parts"), "zarr", options)
+    for path in (out, tmp_path / "parts"):
+        assert native_verify(path).ok and verify(open_source(str(path))).problems == ()
+        found, compared = diff(open_source(source), open_source(str(path)))
+        assert found == () and compared == 2
