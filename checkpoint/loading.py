@@ -118,7 +118,7 @@ class Loader:
         plan = ReadPlan(self.storage)
         alike: dict[str, Json] = {
             "strict": strict,
-            "include": include and list(include),
+            "include": include,
             "verify": self.verify,
         }
         try:

@@ -191,7 +191,7 @@ class CheckpointManager:
             prove_verify(verify)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
-            alike |= {"step": wanted, "include": patterns and list(patterns)}
+            alike |= {"step": wanted, "include": patterns}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
         while (found := search.newest()) is not None:
             stored, storage = found
