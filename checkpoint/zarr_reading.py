@@ -131,19 +131,22 @@ def verify_arrays(storage: Storage, manifest: Manifest) -> tuple[list[tuple[str,
     problems: list[tuple[str, str]] = []
     checked = 0
 
-    def compare(name: str, expected: bytes, of: str) -> None:
+    def compare(name: str, expected: bytes, of: str) -> bool:
         try:
             if storage.read_small(name, limit_bytes=len(expected)) != expected:
                 raise ValueError(f"{name} is not the metadata that follows from the manifest")
         except (OSError, ValueError) as error:
             problems.append((name, f"{of}: {error}"))
+            return False
+        return True
 
     for name, expected in group_files(manifest).items():
         compare(name, expected, "a group")
     for places in manifest.places_by_name.values():
         place = places[0]
         name = f"{array_path(manifest, place)}/zarr.json"
-        compare(name, array_json(manifest, place), f"tensor {manifest.entries[place].name}")
+        if not compare(name, array_json(manifest, place), f"tensor {manifest.entries[place].name}"):
+            continue  # which chunks it has is what is wrong
         assert manifest.chunks is not None
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunks[place]):
             try:
