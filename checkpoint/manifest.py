@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import xxhash
@@ -53,6 +54,7 @@ SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
 _MAX_NUMEL = 1 << 62
+_MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 
 class NoCheckpointError(CheckpointError):
@@ -391,7 +393,8 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
     if manifest.chunks is not None and problem is None:
         chunks = manifest.chunks[place]
         fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
-        if len(chunks) != len(entry.shape) or not fits:
+        count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
+        if len(chunks) != len(entry.shape) or not fits or count > _MAX_CHUNKS:
             problem = f"chunks {chunks} of shape {entry.shape}"
     for axis, cut in zip(structure.axes[entry.axes] if problem is None else (), entry.cuts, strict=False):
         if not _cut_fits(manifest, entry, axis, cut):

@@ -75,10 +75,11 @@ class Entry:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
         """Inverse of `to_json`."""
+        name, dtype = data["name"], data["dtype"]
+        if not (isinstance(name, str) and isinstance(dtype, str)):
+            raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
-        return cls(
-            str(data["name"]), str(data["dtype"]), tuple(map(int, data["shape"])), int(data["axes"]), cuts
-        )
+        return cls(name, dtype, tuple(map(int, data["shape"])), int(data["axes"]), cuts)
 
 
 @dataclass(frozen=True)

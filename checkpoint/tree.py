@@ -4,12 +4,13 @@ Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` k
 
     {"$": "tensor", "i": 7}     leaf number 7 of the tensors         {"$": "per_rank", "name": "rng"}
     {"$": "tuple", "v": [..]}   also set, frozenset                  {"$": "dict", "v": [[key, value], ..]}
-    {"$": "float", "v": "nan"}  also "inf", "-inf"                   {"$": "bytes", "v": base64}   ("array": true for a bytearray)
+    {"$": "float", "v": "nan"}  also "inf", "-inf"                   {"$": "bytes", "v": base64}
     {"$": "complex", "v": [re, im]}   {"$": "dtype", "v": "int8"}    {"$": "device", "v": "cpu"}
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
-Nothing is pickled, so nothing runs when a checkpoint is opened. `decode` reads nodes, `encoding.encode` makes
-them. Values that are not of Python's own types are imported only where one occurs.
+A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so nothing runs when a checkpoint is opened.
+`decode` reads nodes, `encoding.encode` makes them. Values that are not of Python's own types are imported only where
+one occurs.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import google_crc32c
 import numpy as np
@@ -87,20 +88,18 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
             )
         )
 
+    size = f"{nbytes + CRC_BYTES} bytes"
     try:
-        reader = storage.open_file(name)
+        with closing(storage.open_file(name)) as reader:
+            if reader.size_bytes != nbytes + CRC_BYTES:
+                raise corrupt(size, f"{reader.size_bytes} bytes")
+            data = np.empty(nbytes, dtype=np.uint8)
+            checksum = bytearray(CRC_BYTES)
+            reader.read_at(0, [data, checksum])
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise corrupt(f"{nbytes + CRC_BYTES} bytes", "no file") from error
-    try:
-        if reader.size_bytes != nbytes + CRC_BYTES:
-            raise corrupt(f"{nbytes + CRC_BYTES} bytes", f"{reader.size_bytes} bytes")
-        data = np.empty(nbytes, dtype=np.uint8)
-        checksum = bytearray(CRC_BYTES)
-        reader.read_at(0, [data, checksum])
+        raise corrupt(size, "no file") from error
     except (EOFError, ValueError) as error:
-        raise corrupt(f"{nbytes + CRC_BYTES} bytes", str(error)) from error
-    finally:
-        reader.close()
+        raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
     found = google_crc32c.value(data.tobytes())
     if found != stored:
@@ -123,9 +122,12 @@ def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
     for tensor, places in manifest.places_by_name.items():
         place = places[0]
         name = f"{array_path(manifest, place)}/zarr.json"
-        yield name, _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}"), 0
+        problem = _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}")
+        yield name, problem, 0
+        if problem is not None:
+            continue  # which chunks it has is what is wrong
         for box in chunk_boxes(manifest.entries[place].shape, manifest.chunks[place]):
-            problem, nbytes = None, 0
+            nbytes = 0
             try:
                 nbytes = len(read_chunk(tables, Chunk(place, box)))
             except (CheckpointError, OSError) as error:
@@ -136,13 +138,10 @@ def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
 def _json_problem(storage: OpensFiles, name: str, expected: bytes, of: str) -> str | None:
     """What is wrong with a small file that follows from the manifest."""
     try:
-        reader = storage.open_file(name)
-        try:
+        with closing(storage.open_file(name)) as reader:
             found = bytearray(min(reader.size_bytes, len(expected)))
             is_same = reader.size_bytes == len(expected)
             reader.read_at(0, [found])
-        finally:
-            reader.close()
-    except (CheckpointError, OSError, EOFError) as error:
+    except (CheckpointError, OSError, EOFError, ValueError) as error:
         return f"{of}: {error}"
     return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"

@@ -100,7 +100,9 @@ class ArrayWriter:
                 chunk = self._exchanged(step)
                 if chunk is not None and self._error is None:
                     names.append(chunk_file(self.manifest, *step.chunk))
-                    work.append(pool.submit(self._put_chunk, names[-1], step.chunk, chunk))
+                    work.append(
+                        pool.submit(_put_chunk, self._storage, step.chunk, chunk, names[-1], self.checksums)
+                    )
                 while len(work) > 2 * threads:  # bounds the chunks in memory
                     self._attempt(work.pop(0).result)
             for future in work:
@@ -154,12 +156,6 @@ class ArrayWriter:
         entry = self.manifest.entries[step.chunk.place]
         nbytes = step.numels[index] * entry.itemsize
         return self._travelling[:nbytes].view(carrier_of(dtype_named(entry.dtype)))
-
-    def _put_chunk(self, name: str, chunk: Chunk, elements: torch.Tensor) -> None:
-        data = elements.reshape(-1).view(torch.uint8).numpy()
-        checksum = google_crc32c.value(data.tobytes())
-        _put(self._storage, name, data, struct.pack("<I", checksum))
-        self.checksums[chunk] = checksum
 
     def _local(self, step: _Step) -> torch.Tensor:
         """The elements of the tensor that this rank holds, 1D."""
@@ -249,6 +245,15 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
             numel = share.target_box.numel
             inner[share.target_box.slices()] = packed[at : at + numel].view(share.target_box.sizes)
             at += numel
+
+
+def _put_chunk(
+    storage: Storage, chunk: Chunk, elements: torch.Tensor, name: str, checksums: dict[Chunk, int]
+) -> None:
+    data = elements.reshape(-1).view(torch.uint8).numpy()
+    checksum = google_crc32c.value(data.tobytes())
+    _put(storage, name, data, struct.pack("<I", checksum))
+    checksums[chunk] = checksum
 
 
 def _put(storage: Storage, name: str, *buffers: Buffer) -> None:

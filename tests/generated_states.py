@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ def _sharded(draw: Random) -> DTensor:
         mesh = cpu_mesh()
         cuts = sorted(draw.randint(0, full.numel()) for _ in range(world - 1))
         bounds = [0, *cuts, full.numel()]
-        numels = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        numels = [b - a for a, b in pairwise(bounds)]
         if full.numel():
             placement = RaggedShard.from_piece_numels(shape, numels)
             start, stop = placement.piece(shape, dist.get_rank())
@@ -185,7 +186,7 @@ def _array(draw: Random) -> np.ndarray:  # type: ignore[type-arg]
     dtype = np.dtype(draw.choice(NUMPY_DTYPES))
     shape = draw.choice(SHAPES)
     data = bytes(
-        draw.randrange(2) if dtype == bool else draw.randrange(256)
+        draw.randrange(2) if dtype.kind == "b" else draw.randrange(256)
         for _ in range(math.prod(shape) * dtype.itemsize)
     )
     array = np.frombuffer(data, dtype=dtype).reshape(shape)
@@ -206,28 +207,11 @@ def _plain(draw: Random) -> Any:
     text = "".join(draw.choice(letters) for _ in range(draw.randrange(5)))
     data = bytes(draw.randrange(256) for _ in range(draw.randrange(4)))
     number = draw.choice(NUMBERS)
-    return draw.choice(
-        [
-            None,
-            True,
-            False,
-            number,
-            number,
-            text,
-            data,
-            bytearray(data),
-            complex(draw.choice([0.0, -0.0, math.inf]), 1.5),
-        ]
-        + [_number_of_numpy(draw), draw.choice(DTYPES), torch.device(draw.choice(["cpu", "cuda:1", "meta"]))]
-        + [
-            {1, 2.5, "x"},
-            frozenset({None, b"k", (1, "a")}),
-            {np.float32(1.5)},
-            set(),
-            torch.Size((2, 3)),
-            torch.Size(()),
-        ]
-    )
+    members: list[Any] = [{1, 2.5, "x"}, frozenset({None, b"k", (1, "a")}), {np.float32(1.5)}, set()]
+    sizes = [torch.Size((2, 3)), torch.Size(())]
+    kinds: list[Any] = [draw.choice(DTYPES), torch.device(draw.choice(["cpu", "cuda:1", "meta"]))]
+    numbers = [number, number, _number_of_numpy(draw), complex(draw.choice([0.0, -0.0, math.inf]), 1.5)]
+    return draw.choice([None, True, False, text, data, bytearray(data), *numbers, *kinds, *members, *sizes])
 
 
 def _leaf(draw: Random, sharded: bool) -> Any:
@@ -251,7 +235,7 @@ def _nested(draw: Random, depth: int, leaf: Callable[[], Any]) -> Any:
     if kind == "tuple":
         return tuple(items)
     if kind == "pair":
-        return Pair(*(items + [None, None])[:2])
+        return Pair(*[*items, None, None][:2])
     if kind == "box":  # none in another, which a PerRank does not take
         return Box(leaf() if depth == 1 else {"in": leaf()})
     keyed = dict(zip(draw.sample(KEYS, len(items)), items, strict=True))

@@ -87,7 +87,6 @@ CASES: dict[str, Callable[[Path, int], Any]] = {
     "include  ": lambda path, rank: _load(path, rank, include=("w", "step")),
     "include": lambda path, rank: _load(path, rank, include=("w", None)),
     "verify": lambda path, rank: _load(path, rank, verify=("before", "never")),
-    "checkpoint": lambda path, rank: _load(path, rank, folder=("one", "two")),
     "step ": lambda path, rank: _restore(path, rank, step=(2, 99)),
     "step  ": lambda path, rank: _restore(path, rank, step=(None, 1)),
     "include ": lambda path, rank: _restore(path, rank, include=("*", None)),
@@ -115,6 +114,20 @@ def test_arguments_that_differ_between_ranks(tmp_path: Path) -> None:
         for name, text in said.items():
             assert f"where: the argument `{name.strip()}`" in text, (name, text)
             assert "on ranks [0]" in text and "on ranks [1]" in text, (name, text)
+
+
+def _different_checkpoints(path: Path) -> str:
+    try:
+        _load(path, dist.get_rank(), folder=("one", "two"))
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_ranks_that_open_different_checkpoints(tmp_path: Path) -> None:
+    """A path that means two checkpoints is refused on all ranks."""
+    for text in run_ranks(2, _different_checkpoints, tmp_path):
+        assert text.startswith("Ranks found different checkpoints at this path.")
 
 
 def _alike(path: Path) -> Any:
