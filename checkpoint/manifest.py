@@ -391,6 +391,7 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
     elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
         problem = f"ranks {manifest.holders[place]}"
     if manifest.chunks is not None and problem is None:
+        entry.name.encode()  # raises for half a surrogate pair, of which no folder's name is made
         chunks = manifest.chunks[place]
         fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))

@@ -51,7 +51,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
         raise CheckpointError(
             explain(
                 "The state is nested too deeply.",
-                expected="a few hundred levels at most, and no container inside itself",
+                expected="at most 100 levels, and no container inside itself",
                 got=str(error),
                 where="the state itself",
                 todo="flatten it, or break the circle",

@@ -25,9 +25,8 @@ from vescale_fsdp.errors import CorruptCheckpointError, explain
 __all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name", "split_name"]
 
 Json = Any
-MAX_DEPTH = (
-    200  # levels of containers: a load needs more of the interpreter's stack for each than a save does
-)
+# Levels of containers. A load needs more of the interpreter's stack for each than a save does.
+MAX_DEPTH = 100
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 

@@ -69,7 +69,7 @@ REFUSED: dict[str, Any] = {
     "mask": np.ma.masked_array([1.0, 2.0], [True, False]),
     "own tuple": Odd(1, 2),
     "long number": 10**5000,
-    "deep": _deep(101),
+    "deep": _deep(51),
     "object in an object": PerRank(Box({"in": Box(1)})),
 }
 
@@ -94,10 +94,10 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 def test_the_deepest_state_that_is_taken(tmp_path: Path) -> None:
     """What is nested as deeply as a save takes is loaded."""
-    save(tmp_path / "c", {"a": _deep(99)})
+    save(tmp_path / "c", {"a": _deep(49)})
     state = {"a": 0}
     load(tmp_path / "c", state)
-    assert state == {"a": _deep(99)}
-    nested = {"a": _deep(99)}
+    assert state == {"a": _deep(49)}
+    nested = {"a": _deep(49)}
     load(tmp_path / "c", nested)
     assert nested == state
