@@ -30,7 +30,7 @@ test: venv
 	$(IN_VENV) -m pytest
 
 test-faults: venv
-	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/test_checkpoint_fault_matrix.py
+	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
 
 demo: venv
 	$(IN_VENV) -m tools.demo

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.async_saving import SaveHandle, async_save
-    from vescale_fsdp.checkpoint.dcp import RaggedLoadPlanner, RaggedReader, RaggedSavePlanner, RaggedWriter
-    from vescale_fsdp.checkpoint.loading import LoadReport, load
-    from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
-    from vescale_fsdp.checkpoint.per_rank import PerRank
-    from vescale_fsdp.checkpoint.ram_tier import RamTier
-    from vescale_fsdp.checkpoint.reader import CheckpointReader, StoredTensor, read_state
-    from vescale_fsdp.checkpoint.saving import save
-    from vescale_fsdp.checkpoint.state_dict import (
+    from vescale_fsdp.checkpoint.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
         get_state_dict,
@@ -26,7 +18,20 @@ if TYPE_CHECKING:
         set_optimizer_state_dict,
         set_state_dict,
     )
-    from vescale_fsdp.checkpoint.verifying import Problem, VerifyReport, verify
+    from vescale_fsdp.checkpoint.dcp.writer import (
+        RaggedLoadPlanner,
+        RaggedReader,
+        RaggedSavePlanner,
+        RaggedWriter,
+    )
+    from vescale_fsdp.checkpoint.loading.load import LoadReport, load
+    from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, StoredTensor, read_state
+    from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
+    from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
+    from vescale_fsdp.checkpoint.ram_tier import RamTier
+    from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
+    from vescale_fsdp.checkpoint.saving.save import save
+    from vescale_fsdp.checkpoint.state.per_rank import PerRank
 
 __all__ = [
     "CheckpointManager",
@@ -59,16 +64,16 @@ __all__ = [
 lazily_export(
     __name__,
     {
-        "vescale_fsdp.checkpoint.async_saving": "SaveHandle async_save",
-        "vescale_fsdp.checkpoint.dcp": "RaggedLoadPlanner RaggedReader RaggedSavePlanner RaggedWriter",
-        "vescale_fsdp.checkpoint.loading": "LoadReport load",
+        "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
+        "vescale_fsdp.checkpoint.dcp.writer": "RaggedLoadPlanner RaggedReader RaggedSavePlanner RaggedWriter",
+        "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
-        "vescale_fsdp.checkpoint.per_rank": "PerRank",
+        "vescale_fsdp.checkpoint.state.per_rank": "PerRank",
         "vescale_fsdp.checkpoint.ram_tier": "RamTier",
-        "vescale_fsdp.checkpoint.reader": "CheckpointReader StoredTensor read_state",
-        "vescale_fsdp.checkpoint.saving": "save",
-        "vescale_fsdp.checkpoint.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
+        "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader StoredTensor read_state",
+        "vescale_fsdp.checkpoint.saving.save": "save",
+        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
-        "vescale_fsdp.checkpoint.verifying": "Problem VerifyReport verify",
+        "vescale_fsdp.checkpoint.loading.verify": "Problem VerifyReport verify",
     },
 )

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.agreement import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.async_saving import AsyncSaver, SaveHandle
-from vescale_fsdp.checkpoint.loading import Loader, LoadReport, Verify, prove_verify
-from vescale_fsdp.checkpoint.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.names import step_name
+from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, prove_verify
+from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ram_tier import RamTier
-from vescale_fsdp.checkpoint.saving import Saver
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
+from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
 from vescale_fsdp.checkpoint.step_search import StepSearch
-from vescale_fsdp.checkpoint.storage import Storage, open_storage
-from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
 __all__ = ["CheckpointManager", "Restored"]

@@ -13,15 +13,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.checkpoint.agreement import Coordinator
-from vescale_fsdp.checkpoint.local import LocalStorage
-from vescale_fsdp.checkpoint.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.names import step_name
-from vescale_fsdp.checkpoint.reader import read_manifest
-from vescale_fsdp.checkpoint.saving import Saver, is_node_leader
+from vescale_fsdp.checkpoint.loading.read_state import read_manifest
+from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.saving.save import Saver, is_node_leader
 from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
-from vescale_fsdp.checkpoint.storage import Storage
-from vescale_fsdp.checkpoint.tree import Json
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["RamTier"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 
-from vescale_fsdp.checkpoint.names import MANIFEST_NAME, parse_step_name, step_name
-from vescale_fsdp.checkpoint.storage import Storage
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name, step_name
+from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["StepFolder", "committed_steps", "list_steps", "no_longer_kept", "retire"]
 

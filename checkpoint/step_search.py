@@ -19,11 +19,11 @@ import warnings
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
-from vescale_fsdp.checkpoint.agreement import Coordinator
-from vescale_fsdp.checkpoint.names import step_name
+from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.ram_tier import RamTier
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.step_folders import committed_steps
-from vescale_fsdp.checkpoint.storage import Storage
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, explain
 
 __all__ = ["StepSearch", "StoredStep"]

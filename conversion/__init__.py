@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
+    from vescale_fsdp.conversion.checks.diff import Difference, Tolerance, diff
+    from vescale_fsdp.conversion.checks.verify import VerifyReport, verify
     from vescale_fsdp.conversion.convert import TARGETS, ConvertOptions, ConvertReport, convert
-    from vescale_fsdp.conversion.copying import CopyLimits
-    from vescale_fsdp.conversion.difference import Difference, Tolerance, diff
-    from vescale_fsdp.conversion.execution import Part, RunOptions
-    from vescale_fsdp.conversion.key_rules import RuleSet, load_rules, shipped_rules
-    from vescale_fsdp.conversion.open_source import KINDS, open_source
-    from vescale_fsdp.conversion.source import Source
-    from vescale_fsdp.conversion.verification import VerifyReport, verify
+    from vescale_fsdp.conversion.formats.detect import KINDS, open_source
+    from vescale_fsdp.conversion.output.copying import CopyLimits
+    from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
+    from vescale_fsdp.conversion.rules.rule_file import RuleSet, load_rules, shipped_rules
+    from vescale_fsdp.conversion.source.source import Source
 
 __all__ = [
     "KINDS",
@@ -46,12 +46,12 @@ lazily_export(
     __name__,
     {
         "vescale_fsdp.conversion.convert": "TARGETS ConvertOptions ConvertReport convert",
-        "vescale_fsdp.conversion.copying": "CopyLimits",
-        "vescale_fsdp.conversion.difference": "Difference Tolerance diff",
-        "vescale_fsdp.conversion.execution": "Part RunOptions",
-        "vescale_fsdp.conversion.key_rules": "RuleSet load_rules shipped_rules",
-        "vescale_fsdp.conversion.open_source": "KINDS open_source",
-        "vescale_fsdp.conversion.source": "Source",
-        "vescale_fsdp.conversion.verification": "VerifyReport verify",
+        "vescale_fsdp.conversion.output.copying": "CopyLimits",
+        "vescale_fsdp.conversion.checks.diff": "Difference Tolerance diff",
+        "vescale_fsdp.conversion.output.run_plan": "Part RunOptions",
+        "vescale_fsdp.conversion.rules.rule_file": "RuleSet load_rules shipped_rules",
+        "vescale_fsdp.conversion.formats.detect": "KINDS open_source",
+        "vescale_fsdp.conversion.source.source": "Source",
+        "vescale_fsdp.conversion.checks.verify": "VerifyReport verify",
     },
 )

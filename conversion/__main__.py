@@ -8,7 +8,7 @@ __all__ = ["main"]
 def main() -> None:
     """Entry point. Ctrl-C while the command is still being imported ends without a traceback, as later."""
     try:
-        from vescale_fsdp.conversion.cli import main as run
+        from vescale_fsdp.conversion.cli.main import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()

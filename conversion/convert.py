@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vescale_fsdp.checkpoint.quiet import gc_paused
-from vescale_fsdp.conversion.assets import CONFIG_FILE, Assets
-from vescale_fsdp.conversion.copying import Progress
-from vescale_fsdp.conversion.execution import Outcome, RunOptions, run_plan
-from vescale_fsdp.conversion.output_plan import OutputPlan
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
+from vescale_fsdp.conversion.output.copying import Progress
+from vescale_fsdp.conversion.output.output_plan import OutputPlan
+from vescale_fsdp.conversion.output.run_plan import Outcome, RunOptions, run_plan
 from vescale_fsdp.conversion.places import split_file
-from vescale_fsdp.conversion.source import Source
-from vescale_fsdp.conversion.state import State, model_state, whole_state
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.state.carried_state import State, model_state, whole_state
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "ConvertReport", "convert"]
@@ -162,7 +162,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     if kind == "hf":
         state = model_state(source, options.model_prefix)
     else:
-        from vescale_fsdp.conversion.optimizer_form import with_optimizer_form
+        from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
 
         state = whole_state(source, options.model_prefix, options.prefix)
         state = with_optimizer_form(state, options.optimizer)
@@ -170,7 +170,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         state = _with_rules(state, kind, options, assets.config or _own_config(source))
         warnings += state.warnings
     if kind == "hf" and assets.config is not None:
-        from vescale_fsdp.conversion.ties import find_tied_twins
+        from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
 
         tied, denied = find_tied_twins(state.views, assets.config)
         warnings += denied
@@ -198,7 +198,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
 
 
 def _find_quantized(state: State, assets: Assets, source: Source) -> frozenset[str]:
-    from vescale_fsdp.conversion.quantized import find_quantized
+    from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     return find_quantized(infos, assets.config or _own_config(source))
@@ -224,7 +224,7 @@ def _with_casts(
     state: State, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
 ) -> tuple[State, dict[str, tuple[str, str]]]:
     """The state with floats cast, the settings told, and the types before and after."""
-    from vescale_fsdp.conversion.casting import CastRules
+    from vescale_fsdp.conversion.views.casting import CastRules
 
     casts = CastRules.parse(dtype)
     cast = state.with_model_views(lambda views: casts.apply(views, quantized))
@@ -235,8 +235,8 @@ def _with_casts(
 
 
 def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[str, Any]) -> State:
-    from vescale_fsdp.conversion.key_rules import load_rules
-    from vescale_fsdp.conversion.rules_on_state import state_with_rules
+    from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
+    from vescale_fsdp.conversion.rules.rule_file import load_rules
 
     assert options.rules is not None
     to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
@@ -246,24 +246,24 @@ def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[s
 def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, assets: Assets) -> OutputPlan:
     """The files of one format, planned by its own module."""
     if kind == "hf":
-        from vescale_fsdp.conversion.to_hf import plan_hf
+        from vescale_fsdp.conversion.formats.huggingface.write import plan_hf
 
         return plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
     if kind == "dcp":
-        from vescale_fsdp.conversion.to_dcp import plan_dcp
+        from vescale_fsdp.conversion.formats.dcp.write import plan_dcp
 
         return plan_dcp(state, options.max_shard_bytes)
     if kind == "native":
-        from vescale_fsdp.conversion.to_native import plan_native
-        from vescale_fsdp.granularity import parse_granularities
+        from vescale_fsdp.conversion.formats.native.write import plan_native
+        from vescale_fsdp.layout.granularity import parse_granularities
 
         return plan_native(state, options.ranks, parse_granularities(options.granularity))
     if kind == "zarr":
-        from vescale_fsdp.conversion.to_zarr import plan_zarr
+        from vescale_fsdp.conversion.formats.zarr.write import plan_zarr
 
         return plan_zarr(state)
     if kind == "torch":
-        from vescale_fsdp.conversion.to_torch import plan_torch
+        from vescale_fsdp.conversion.formats.torch_save.write import plan_torch
 
         return plan_torch(state, split_file(target)[1])
     raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from vescale_fsdp.conversion.made_folders import MadeFolders
-from vescale_fsdp.conversion.reserve import reserve
+from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
+from vescale_fsdp.checkpoint.storage.preallocate import reserve
 from vescale_fsdp.conversion.store import OutputFile, StagedFile, Store, partial_name
 
 __all__ = ["LocalStore"]

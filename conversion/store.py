@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
-from vescale_fsdp.conversion.made_folders import MadeFolders
+from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 
 __all__ = ["OutputFile", "StagedFile", "Store", "partial_name"]

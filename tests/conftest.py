@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.distributed import close_pool
+from tests.support.distributed import close_pool
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
 # is not limited, because the machine may be busy.

@@ -26,7 +26,7 @@ STEPS: dict[str, list[str]] = {
     "format": [PYTHON, "-m", "ruff", "format", "--check", "--quiet", "."],
     "lint": [PYTHON, "-m", "ruff", "check", "--quiet", "."],
     "types": [PYTHON, "-m", "mypy"],
-    "layering": [PYTHON, "-m", "pytest", "-q", "tests/test_layering.py"],
+    "layering": [PYTHON, "-m", "pytest", "-q", "tests/house/test_layering.py"],
     "fast-tests": [
         PYTHON,
         "-m",

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.jobs import Job, JobFailed, losses_of
+from tools.torchrun_job import Job, JobFailed, losses_of
 
 # Two runs differ in the order in which floats are added up, and in nothing else. At the first step after
 # the restart that is the order of fp32 sums over ranks. Later it also is the rounding of each rank's bf16
@@ -62,7 +62,9 @@ def heading(text: str) -> None:
 
 def train(out: Path, ranks: int, steps: range, *arguments: str, title: str) -> None:
     """One training job from start to end."""
-    job = Job("tools.train", ranks, ["--out", str(out), "--steps", str(steps.stop), *arguments], out / "log")
+    job = Job(
+        "examples.train", ranks, ["--out", str(out), "--steps", str(steps.stop), *arguments], out / "log"
+    )
     job.follow(out, title, steps)
     job.wait()
 
@@ -72,7 +74,7 @@ def train_with_a_kill(out: Path, steps: int, save_at: int, report: Report) -> No
     heading(f"1. Train on 2 ranks, save at step {save_at}, kill all ranks {STEPS_LOST} steps later")
     killed, restarted = out / "killed", out / "restarted"
     arguments = ["--out", str(killed), "--steps", str(steps), "--save-at", str(save_at)]
-    job = Job("tools.train", 2, arguments, killed / "log")
+    job = Job("examples.train", 2, arguments, killed / "log")
     last = job.follow(killed, "2 ranks", range(steps), until=lambda step: step >= save_at + STEPS_LOST)
     if job.process.poll() is not None:
         job.wait()  # it ended by itself: say why
@@ -112,7 +114,7 @@ def compare_losses(out: Path, steps: int, save_at: int, report: Report) -> None:
 
 def export(run: Path, target: Path, report: Report) -> None:
     """Convert the final checkpoint with the command people use."""
-    from tools.train import SHAPE
+    from examples.train import SHAPE
 
     heading("5. vescale-convert to-hf")
     assets = run / "assets"
@@ -131,7 +133,7 @@ def load_with_transformers(run: Path, repository: Path, summary: dict[str, Any],
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
-    from tools.train import PROMPT, digests
+    from examples.train import PROMPT, digests
 
     heading("6. transformers loads it")
     torch.set_num_threads(1)  # as in training: the order of sums in a matmul depends on it
@@ -161,7 +163,7 @@ def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report
     """Stock FSDP2 reads the same checkpoint, without any of our code."""
     heading("7. Stock FSDP2 loads the same checkpoint")
     found = out / "fsdp2_digests.json"
-    Job("tools.load_with_fsdp2", 2, [str(checkpoint), str(found)], out / "fsdp2_log").wait()
+    Job("examples.load_with_fsdp2", 2, [str(checkpoint), str(found)], out / "fsdp2_log").wait()
     same = json.loads(found.read_text()) == summary["digests"]
     report.check(same, f"all {len(summary['digests'])} weights are bit by bit the same")
     report.row("weights loaded by FSDP2", "equal, bit by bit")
@@ -169,8 +171,8 @@ def load_with_fsdp2(out: Path, checkpoint: Path, summary: dict[str, Any], report
 
 def draw(run: Path) -> Path:
     """The layout of the first block as a picture beside the checkpoint."""
-    from vescale_fsdp.drawing import layout_svg
-    from vescale_fsdp.layout import ModelLayout
+    from vescale_fsdp.layout.group_layout import ModelLayout
+    from vescale_fsdp.layout.report.pictures import layout_svg
 
     layout = ModelLayout.from_json(json.loads((run / "layout.json").read_text()))
     name, block = next((name, group) for name, group in layout.groups if "layers.0" in name)

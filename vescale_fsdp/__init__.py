@@ -12,8 +12,9 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    from vescale_fsdp.data_mesh import DataParallelMeshDims
-    from vescale_fsdp.dtensor import (
+    from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
+    from vescale_fsdp.dtensor.operators.table import is_supported
+    from vescale_fsdp.dtensor.ragged_dtensor import (
         PendingTensor,
         RaggedDTensor,
         distribute_tensor,
@@ -21,16 +22,20 @@ if TYPE_CHECKING:
         redistribute,
         redistribute_async,
     )
-    from vescale_fsdp.fully_shard import fully_shard
-    from vescale_fsdp.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
-    from vescale_fsdp.layout import GroupLayout, ModelLayout, TensorSlot
-    from vescale_fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-    from vescale_fsdp.operators import is_supported
-    from vescale_fsdp.padding import PaddingPolicy, PaddingWarning
-    from vescale_fsdp.placement import RaggedShard, StridedRaggedShard
-    from vescale_fsdp.planner import TensorSpec, plan_group
-    from vescale_fsdp.random import get_rng_state, manual_seed, set_rng_state
-    from vescale_fsdp.report import PlanReport, plan_report
+    from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
+    from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, TensorSlot
+    from vescale_fsdp.layout.padding import PaddingPolicy, PaddingWarning
+    from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+    from vescale_fsdp.layout.planner import TensorSpec, plan_group
+    from vescale_fsdp.layout.report.plan_report import PlanReport, plan_report
+    from vescale_fsdp.runtime.fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from vescale_fsdp.runtime.fully_shard import fully_shard
+    from vescale_fsdp.runtime.setup.data_mesh import DataParallelMeshDims
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -75,18 +80,18 @@ lazily_export(
     __name__,
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
-        "vescale_fsdp.data_mesh": "DataParallelMeshDims",
-        "vescale_fsdp.dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
+        "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",
-        "vescale_fsdp.fully_shard": "fully_shard",
-        "vescale_fsdp.granularity": "Element Flat Granularity Rows Tiles Whole",
-        "vescale_fsdp.layout": "GroupLayout ModelLayout TensorSlot",
-        "vescale_fsdp.module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
-        "vescale_fsdp.operators": "is_supported",
-        "vescale_fsdp.padding": "PaddingPolicy PaddingWarning",
-        "vescale_fsdp.placement": "RaggedShard StridedRaggedShard",
-        "vescale_fsdp.planner": "TensorSpec plan_group",
-        "vescale_fsdp.random": "get_rng_state manual_seed set_rng_state",
-        "vescale_fsdp.report": "PlanReport plan_report",
+        "vescale_fsdp.runtime.fully_shard": "fully_shard",
+        "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole",
+        "vescale_fsdp.layout.group_layout": "GroupLayout ModelLayout TensorSlot",
+        "vescale_fsdp.runtime.fsdp_module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
+        "vescale_fsdp.dtensor.operators.table": "is_supported",
+        "vescale_fsdp.layout.padding": "PaddingPolicy PaddingWarning",
+        "vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard",
+        "vescale_fsdp.layout.planner": "TensorSpec plan_group",
+        "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
+        "vescale_fsdp.layout.report.plan_report": "PlanReport plan_report",
     },
 )

@@ -5,7 +5,7 @@ Every function starts its collective and returns the work to wait on; the buffer
 gloo's own all-gather and reduce-scatter work on copies: they need the whole buffer a second time and more time
 than what gloo does in place. So an in-place gather is a broadcast of every rank's slice there, and a reduction
 is an all-reduce of the buffer of which each rank keeps its slice. Measured on two ranks of one idle machine
-(torch 2.13, 30 MB, ``python tools/bench_collectives.py``): gather 9 instead of 29 ms, reduction 22 instead of
+(torch 2.13, 30 MB, ``python tools/bench/collectives.py``): gather 9 instead of 29 ms, reduction 22 instead of
 35 ms, and at most 2 MB of extra memory instead of 30. A gather whose shard lies elsewhere (fp32 shards under
 fp32 compute) is still gloo's own: ours would need a copy of the shard.
 

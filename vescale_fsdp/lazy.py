@@ -1,9 +1,9 @@
 """Packages whose public names load on first use, so that a tool which needs no torch does not import it.
 
-    lazily_export(__name__, {"vescale_fsdp.planner": "TensorSpec plan_group"})
+    lazily_export(__name__, {"vescale_fsdp.layout.planner": "TensorSpec plan_group"})
 
 ``import vescale_fsdp`` then costs milliseconds instead of torch's seconds, and ``from vescale_fsdp import
-plan_group`` imports `vescale_fsdp.planner` alone. Type checkers read the same names from imports under
+plan_group`` imports `vescale_fsdp.layout.planner` alone. Type checkers read the same names from imports under
 ``TYPE_CHECKING``.
 
 A function may share its name with the submodule that holds it (``fully_shard``). The import system binds every

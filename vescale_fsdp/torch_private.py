@@ -1,6 +1,6 @@
 """Every private name of torch that this package uses, with the versions it was seen in and the reason.
 
-No other module imports a name with a leading underscore from torch (tests/test_layering.py holds this).
+No other module imports a name with a leading underscore from torch (tests/house/test_layering.py holds this).
 When a new torch release moves one, this is the only file to touch.
 """
 

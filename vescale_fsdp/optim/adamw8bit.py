@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from vescale_fsdp.dtensor.piece_map import contiguous_holding_of, local_grad, local_tensor, zeros_beside
 from vescale_fsdp.errors import LayoutError, explain
-from vescale_fsdp.geometry import numel_of
-from vescale_fsdp.granularity import Element, Flat, Granularity, Tiles
-from vescale_fsdp.holding import contiguous_holding_of, local_grad, local_tensor, zeros_beside
-from vescale_fsdp.optim.base import AdamWOptions, StructuredOptimizer, check_rates
-from vescale_fsdp.quantize.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
-from vescale_fsdp.quantize.grid import BlockGrid, grid_of
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
+from vescale_fsdp.optim.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
+from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
+from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 
 __all__ = ["AdamW8bit"]
 

@@ -21,8 +21,8 @@ from typing import ClassVar
 import torch
 
 from vescale_fsdp.errors import LayoutError, explain
-from vescale_fsdp.granularity import Tiles
-from vescale_fsdp.quantize.grid import BlockGrid, grid_of
+from vescale_fsdp.layout.granularity import Tiles
+from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 
 __all__ = ["BlockCodec", "Fp8Blocks", "Mxfp8"]
 

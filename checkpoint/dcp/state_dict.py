@@ -1,0 +1,189 @@
+"""torch's ``get_*_state_dict`` and ``set_*_state_dict`` with one gap closed: full state into any sharding.
+
+The getters are torch's own. torch's setters, given ``full_state_dict=True``, call its ``distribute_tensor``,
+which refuses foreign placements. Those here cut full tensors by this rank's own region first, tensor by
+tensor, and hand torch a state that is sharded already. Signatures are torch's.
+
+    options                                what each rank brings             what travels
+    full_state_dict                        the whole state                   nothing
+    full_state_dict, broadcast_from_rank0  rank 0: the whole state           one tensor at a time
+    neither                                a sharded state                   nothing
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as _torch_set_model
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.checkpoint.state.describe import Describer
+from vescale_fsdp.errors import CheckpointError, explain
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Load a model's state, full or sharded, into a model of any sharding.
+
+    Raises:
+        CheckpointError: if a full tensor has another shape than the parameter.
+    """
+    plain, full = _split_options(options)
+    if full is not None:
+        model_state_dict = _cut(model.state_dict(), model_state_dict, full.broadcast_from_rank0)
+    return _torch_set_model(model, model_state_dict, options=plain)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: dict[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Load optimizers' state, full or sharded, nested or flattened, into optimizers of any sharding.
+
+    Raises:
+        CheckpointError: if a full tensor has another shape than the optimizer's.
+    """
+    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    plain, full = _split_options(options)
+    if full is not None:
+        template = get_optimizer_state_dict(model, optimizers, options=plain)
+        optim_state_dict = _cut(template, optim_state_dict, full.broadcast_from_rank0)
+    _torch_set_optimizer(model, optimizers, optim_state_dict, options=plain)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Load the state of a model and its optimizers; see the two functions above."""
+    result = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return result
+
+
+def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, StateDictOptions | None]:
+    """Options for torch, told that the state is sharded; and the caller's, if the state is full."""
+    options = options if options is not None else StateDictOptions()
+    if not (options.full_state_dict or options.broadcast_from_rank0):
+        return options, None
+    plain = dataclasses.replace(options, full_state_dict=False, broadcast_from_rank0=False, cpu_offload=False)
+    return plain, options
+
+
+class _Stub(NamedTuple):
+    """A tensor of rank 0, before its values have come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _cut(template: Any, full: Any, broadcast: bool) -> Any:
+    """The full state with every tensor cut as the template's is."""
+    describer = Describer()
+    if not broadcast or not dist.is_initialized() or dist.get_world_size() == 1:
+        return _walk(describer, template, full, full, "", broadcast=False)
+    skeleton = [_stubs(full) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(skeleton, src=0)
+    return _walk(describer, template, skeleton[0], full if dist.get_rank() == 0 else None, "", broadcast=True)
+
+
+def _stubs(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Stub(tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return {key: _stubs(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_stubs, value))
+    return value
+
+
+def _walk(
+    describer: Describer, template: Any, skeleton: Any, full: Any, name: str, *, broadcast: bool
+) -> Any:
+    if isinstance(skeleton, Mapping):
+        known = template if isinstance(template, Mapping) else {}
+        return {
+            key: _walk(
+                describer,
+                known.get(key),
+                item,
+                None if full is None else full[key],
+                f"{name}.{key}" if name else str(key),
+                broadcast=broadcast,
+            )
+            for key, item in skeleton.items()
+        }
+    if not isinstance(skeleton, (_Stub, torch.Tensor)):
+        return skeleton
+    if broadcast:
+        device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
+        if device.type == "cpu" and dist.get_backend() == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        value = (
+            full.detach().to(device)
+            if full is not None
+            else torch.empty(skeleton.shape, dtype=skeleton.dtype, device=device)
+        )
+        value = value.contiguous()
+        dist.broadcast(value, src=0)
+    else:
+        value = full
+    if isinstance(template, DTensor) and not isinstance(value, DTensor):
+        return _cut_tensor(describer, template, value, name)
+    return value
+
+
+def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor sharded like the template, with this rank's region of the full values."""
+    if tuple(template.shape) != tuple(full.shape):
+        raise CheckpointError(
+            explain(
+                "A full tensor has another shape than the one it is loaded into.",
+                expected=tuple(template.shape),
+                got=tuple(full.shape),
+                where=name,
+                todo="load the state of the same model",
+            )
+        )
+    result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
+    described = describer.describe(name, result)
+    if described.local is None:
+        return result
+    coordinates = [axis.coordinates([dist.get_rank()])[0] for axis in described.distribution.axes]
+    region = described.distribution.region(described.shape, coordinates, describer.layouts)
+    into = described.local.view(-1)
+    for box, at in region.pieces():
+        into[at : at + box.numel].view(box.sizes).copy_(full[box.slices()])
+    return result

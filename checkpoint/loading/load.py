@@ -1,0 +1,360 @@
+"""`load`: fill a state in place, from whatever layout and world size a checkpoint was saved with.
+
+1  read the manifest, match the state with it: missing, unexpected, shapes, dtypes
+2  compute the ranges to read; open every file, prove size, header and checksum table
+3  verify="before": hash every stripe that will be read
+4  meet: any error so far is raised on all ranks, and nothing has been overwritten
+5  read, straight into the tensors where memory allows
+6  meet; then plain values and Stateful objects take theirs
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan
+from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
+from vescale_fsdp.checkpoint.loading.targets import Target
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.state.describe import Describer
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
+from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.torch_private import local_of
+
+__all__ = ["LoadReport", "Loader", "Verify", "load", "prove_verify"]
+
+Verify = Literal["before", "while", "never"]
+Strict = bool | Literal["missing"]
+_NOTHING_LOADED = "nothing was overwritten"
+_HALF_LOADED = "tensors may hold some of what was to be loaded"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did not touch, and the JSON that was saved with the state.
+
+    Attributes:
+        missing: leaves of the state that the checkpoint lacks; they keep their values.
+        unexpected: leaves of the checkpoint that the state lacks.
+        user: the ``user`` argument of `save`.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    user: Json
+
+
+def load(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    strict: bool = True,
+    include: str | Sequence[str] | None = None,
+    verify: Verify = "before",
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Fill a state in place from a checkpoint. A collective.
+
+    Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
+    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``.
+
+    Args:
+        path: folder or fsspec URL of a checkpoint.
+        state: nested like the state that was saved.
+        strict: raise if leaves are missing or unexpected, or a name pattern fits none; False reports what is
+            missing or unexpected instead.
+        include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
+        verify: "before" hashes all bytes before the first tensor is overwritten on any rank. "while" hashes
+            what has been read: bytes come from the disk's cache or over the network once instead of twice,
+            and damage is found all the same, but tensors may hold some of it when the error is raised.
+            "never" trusts the disk; names, sizes and headers of files are checked all the same.
+        process_group: the ranks that load together; default: all.
+
+    Returns:
+        What was missing or unexpected.
+
+    Raises:
+        CheckpointError: on all ranks, if the checkpoint does not fit the state.
+        CorruptCheckpointError: on all ranks, if any of them finds damage. Whatever else a rank meets, such as a
+            lost connection, it raises itself, and the others a CheckpointError that names it.
+        ValueError: if there is no such way to verify.
+    """
+    patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+    coordinator = coordinator_for(process_group)
+    with coordinator.together(f"opening {path}"):
+        loader = Loader(open_storage(path), coordinator, verify)
+    return loader.load(state, strict=strict, include=patterns)
+
+
+@dataclass
+class Loader:
+    """The steps of a load."""
+
+    storage: Storage
+    coordinator: Coordinator
+    verify: Verify = "before"
+
+    def __post_init__(self) -> None:
+        prove_verify(self.verify)
+
+    @torch.no_grad()
+    def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
+        """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
+        plan = ReadPlan(self.storage)
+        alike: dict[str, Json] = {
+            "strict": strict,
+            "include": include,
+            "verify": self.verify,
+        }
+        try:
+            reader = self._open()
+            with (
+                self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED, alike),
+                self._reading(reader),
+            ):
+                with gc_paused():
+                    found, targets = self._prepare(reader, plan, state, strict, include)
+                if self.verify == "before":
+                    plan.prove()
+            with (
+                self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
+                self._reading(reader),
+            ):
+                plan.run(verify=self.verify == "while")
+                for target in targets:
+                    target.finish()
+                found.finish()
+        finally:
+            plan.close()
+        return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
+
+    def _open(self) -> CheckpointReader:
+        """The checkpoint, proven to be one and the same for all ranks: it may be replaced between two reads."""
+        with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
+            reader = CheckpointReader(self.storage, own_rank=self.coordinator.rank)
+        save_ids = self.coordinator.everyone(reader.manifest.save_id)
+        first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
+        if len(first_ranks) > 1:
+            raise NoCheckpointError(
+                explain(
+                    "Ranks found different checkpoints at this path.",
+                    expected="one checkpoint, which stays until it is read",
+                    got=", ".join(f"{save_id} on rank {rank}" for save_id, rank in first_ranks.items()),
+                    where=self.storage.where,
+                    todo="load again when the save that replaces it is done",
+                )
+            )
+        return reader
+
+    @contextmanager
+    def _reading(self, reader: CheckpointReader) -> Iterator[None]:
+        """Tell a checkpoint that is removed meanwhile from damage, and from errors that say nothing of its bytes."""
+        try:
+            yield
+        except (CorruptCheckpointError, OSError) as error:
+            if self._is_gone(reader.manifest.save_id):
+                raise _gone(self.storage, error) from error
+            raise
+
+    def _is_gone(self, save_id: str) -> bool:
+        """Whether the checkpoint is surely not there any more."""
+        try:
+            return read_manifest(self.storage).save_id != save_id
+        except NoCheckpointError:
+            return True
+        except (CheckpointError, OSError):
+            return False  # the error that led here says more
+
+    def _prepare(
+        self,
+        reader: CheckpointReader,
+        plan: ReadPlan,
+        state: Any,
+        strict: Strict,
+        include: tuple[str, ...] | None,
+    ) -> tuple[Match, list[Target]]:
+        """Everything else that can fail before a byte is overwritten."""
+        found = match(state, reader.manifest.structure.tree, include)
+        self._prove_match(found, strict)
+        describer = Describer(self.coordinator.rank_of)
+        wanted: dict[object, tuple[int, Region, torch.Tensor]] = {}
+        for read in found.reads:
+            region, local = self._wanted(reader, describer, read)
+            if region is not None and local is not None:
+                # Tensors that were two and are one now: the last one counts, as in load_state_dict, and
+                # not which of them a thread happens to bring later.
+                memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
+                wanted[memory] = (read.place, region, local)
+        targets = [reader.ask(plan, *asked) for asked in wanted.values()]
+        for place in found.fresh:
+            found.fresh[place] = self._fresh(reader, plan, targets, place)
+        self._per_rank(reader, found)
+        return found, targets
+
+    def _prove_match(self, found: Match, strict: Strict) -> None:
+        if found.problems:
+            name, expected, got = found.problems[0]
+            raise CheckpointError(
+                explain(
+                    f"{len(found.problems)} leaves of the state are of another kind than in the checkpoint.",
+                    expected=f"{expected} (as saved)",
+                    got=got,
+                    where=f"{name} in {self.storage.where}",
+                    todo="build the state as it was when it was saved",
+                )
+            )
+        if strict and found.unused:
+            raise CheckpointError(
+                explain(
+                    "A name pattern fits no leaf.",
+                    expected="patterns for names of leaves: their keys, joined by '/'",
+                    got=", ".join(map(repr, sorted(found.unused))),
+                    where=self.storage.where,
+                    todo="'model/*' fits all that lies in 'model'; strict=False allows patterns for nothing",
+                )
+            )
+        if strict and (found.missing or (strict != "missing" and found.unexpected)):
+            raise CheckpointError(
+                explain(
+                    "The state and the checkpoint do not hold the same leaves.",
+                    expected="equal names",
+                    got=f"missing in the checkpoint: {_some(found.missing)}; "
+                    f"unexpected, only in the checkpoint: {_some(found.unexpected)}",
+                    where=self.storage.where,
+                    todo="pass strict=False to load what both have, or include= with name patterns",
+                )
+            )
+
+    def _wanted(
+        self, reader: CheckpointReader, describer: Describer, read: TensorRead
+    ) -> tuple[Region | None, torch.Tensor | None]:
+        """This rank's region of a tensor of the state, and its local tensor, proven to fit what was saved."""
+        entry = reader.manifest.entries[read.place]
+        local = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
+        if local.device.type == "meta":
+            raise _cannot_fill(read.name, "a tensor on the meta device", "call to_empty() on the model first")
+        described = describer.describe(read.name, read.tensor)
+        if (described.shape, described.dtype) != (entry.shape, entry.dtype):
+            raise CheckpointError(
+                explain(
+                    "A tensor has another shape or dtype than in the checkpoint.",
+                    expected=f"{entry.dtype} {list(entry.shape)} (as saved)",
+                    got=f"{described.dtype} {list(described.shape)}",
+                    where=f"{read.name} in {self.storage.where}",
+                    todo="build the state as it was saved; cast after loading",
+                )
+            )
+        if described.local is None:
+            return None, None
+        _prove_writable(read.name, described.local)
+        return describer.region(described, self.coordinator.rank), described.local
+
+    def _fresh(
+        self, reader: CheckpointReader, plan: ReadPlan, targets: list[Target], place: int
+    ) -> torch.Tensor:
+        """A tensor that a Stateful object did not have: made in full if it was not sharded."""
+        entry = reader.manifest.entries[place]
+        if entry.cuts:
+            raise CheckpointError(
+                explain(
+                    "An object lacks a sharded tensor that the checkpoint has for it.",
+                    expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
+                    got="nothing under that name",
+                    where=f"{entry.name} in {self.storage.where}",
+                    todo="for an optimizer, pass get_optimizer_state_dict(model, optimizer) in its place",
+                )
+            )
+        tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        targets.append(reader.ask(plan, place, whole_region(entry.shape), tensor))
+        return tensor
+
+    def _per_rank(self, reader: CheckpointReader, found: Match) -> None:
+        """This rank's per-rank values: its own, or merged from all saved ranks."""
+        if not found.per_rank:
+            return
+        rank, world, saved = self.coordinator.rank, self.coordinator.world_size, reader.manifest.world_size
+        merging = {name for name, leaf in found.per_rank.items() if leaf.merge is not None and world != saved}
+        if rank < saved:
+            (own,) = reader.per_rank_values([rank])
+            found.per_rank_values.update({name: own[name] for name in found.per_rank if name in own})
+        elif merging != set(found.per_rank):
+            lacking = sorted(set(found.per_rank) - merging)
+            warnings.warn(
+                f"rank {rank} keeps its own value of {', '.join(lacking)}: {saved} ranks saved. "
+                "Give PerRank a merge function to derive one.",
+                stacklevel=5,
+            )
+        if merging:
+            everyone = reader.per_rank_values()
+            for name in merging:
+                values = [values[name] for values in everyone if name in values]
+                merge = found.per_rank[name].merge
+                assert merge is not None
+                found.per_rank_values[name] = merge(values, rank, world)
+
+
+def prove_verify(verify: str) -> None:
+    """Refuse what is no way to verify."""
+    if verify not in get_args(Verify):
+        raise ValueError(
+            explain(
+                "There is no such way to verify.", expected="'before', 'while' or 'never'", got=repr(verify)
+            )
+        )
+
+
+def _prove_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what `expand` and `unfold` make: many elements in one place cannot take different values."""
+    reach = 0  # of the elements along all dims of smaller strides
+    overlap = False
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        overlap = overlap or (size > 1 and step <= reach)
+        reach += step * (size - 1)
+    if overlap and tensor.numel():
+        raise _cannot_fill(
+            name, f"strides {tensor.stride()} of sizes {tuple(tensor.shape)}", "clone() it before loading"
+        )
+
+
+def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "A tensor of the state cannot be filled.",
+            expected="memory of its own for every element",
+            got=got,
+            where=name,
+            todo=todo,
+        )
+    )
+
+
+def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
+    return NoCheckpointError(
+        explain(
+            "The checkpoint was removed or replaced while it was read.",
+            expected="one that stays until it is read",
+            got=f"{type(error).__name__}: {error}",
+            where=storage.where,
+            todo="load a newer one",
+        )
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -1,0 +1,93 @@
+"""Which bytes of which rank's file hold a region of a tensor: arithmetic on the manifest, no reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
+from vescale_fsdp.checkpoint.manifest.region import Patch, Region, Run, overlaps
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+
+__all__ = ["Source", "SourceFinder"]
+
+
+class Source(NamedTuple):
+    """What a region takes from one piece of one file."""
+
+    rank: int
+    piece: FilePiece
+    share: Run | Patch
+
+
+class SourceFinder:
+    """Finds the sources of regions; rank files are computed once each, when first needed.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        own_rank: whose file to take where every replica stores all and this is one of them; else the first's.
+    """
+
+    def __init__(self, manifest: Manifest, own_rank: int | None = None) -> None:
+        self.manifest = manifest
+        self._own_rank = own_rank
+        self._files: dict[int, RankFile] = {}
+        self._shares: dict[tuple[object, ...], list[tuple[int, Run | Patch]]] = {}
+
+    def file(self, rank: int) -> RankFile:
+        """Where everything lies in a rank's file."""
+        found = self._files.get(rank)
+        if found is None:
+            found = self._files[rank] = RankFile(self.manifest, rank)
+        return found
+
+    def sources(self, place: int, wanted: Region) -> list[Source]:
+        """Sources that together hold every element of a region of tensor number ``place``.
+
+        Raises:
+            CorruptCheckpointError: if they do not, naming the tensor.
+        """
+        entry = self.manifest.entries[place]
+        # Weights and their moments are cut alike: one computation answers for all of them.
+        key = (wanted, entry.shape, entry.itemsize, entry.axes, entry.cuts, self.manifest.holders[place])
+        shares = self._shares.get(key)
+        if shares is None:
+            shares = self._shares[key] = self._complete_shares(place, wanted)
+        return [Source(rank, self.file(rank).piece_of[place], share) for rank, share in shares]
+
+    def _complete_shares(self, place: int, wanted: Region) -> list[tuple[int, Run | Patch]]:
+        found = list(self._find_shares(place, wanted))
+        numel = sum(_numel(share) for _, share in found)
+        if numel != wanted.numel:
+            entry = self.manifest.entries[place]
+            raise CorruptCheckpointError(
+                explain(
+                    "The checkpoint does not hold all of a tensor.",
+                    expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
+                    got=f"{numel}",
+                    where=entry.name,
+                    todo="restore an older step",
+                )
+            )
+        return found
+
+    def _find_shares(self, place: int, wanted: Region) -> Iterator[tuple[int, Run | Patch]]:
+        """Ranks that store parts of a region, and what it takes from each."""
+        if not wanted.numel:
+            return
+        manifest, entry = self.manifest, self.manifest.entries[place]
+        holders = manifest.holders_of(place)
+        touching = manifest.distribution(place).touching(entry.shape, wanted, manifest.structure.layouts)
+        for coordinates, region in touching:
+            ranks = holders.ranks_at(coordinates)
+            if manifest.split_bytes is None:
+                ranks = [self._own_rank] if self._own_rank in ranks else ranks[:1]
+            for replica, rank in enumerate(ranks):
+                share = manifest.split(place, region, replica, len(ranks))
+                for part in overlaps(share, wanted) if share.numel else ():
+                    yield rank, part
+
+
+def _numel(share: Run | Patch) -> int:
+    return share.numel if isinstance(share, Run) else share.source_box.numel

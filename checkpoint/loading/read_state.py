@@ -1,0 +1,289 @@
+"""`read_state`: any tensor of a checkpoint, or any box of one, without a process group and without the rest.
+
+    state = read_state("ckpt/step-1000")
+    state.names()                                   every tensor's name
+    state["model/layers.0.weight"].read()           a torch tensor
+    state["model/layers.0.weight"].read(Box((0, 0), (128, 64)))
+    state.tree(read=True)                           the whole state as it was nested, in full tensors
+
+This is what converters and tools build on: opening costs one small file, each read only the ranges needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vescale_fsdp.checkpoint.loading.locate import SourceFinder
+from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan
+from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink, Target, sinks_of
+from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
+from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
+from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
+from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import Box, FlatRange
+
+__all__ = ["CheckpointReader", "StoredTensor", "read_manifest", "read_state"]
+
+_MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """The proven manifest of a checkpoint.
+
+    Raises:
+        NoCheckpointError: if there is none.
+        CheckpointError: if a newer version wrote it.
+        CorruptCheckpointError: if it is damaged.
+    """
+    where = f"{storage.where}/{MANIFEST_NAME}"
+    try:
+        raw = storage.read_small(MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _no_checkpoint(storage) from error
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            explain(
+                "The manifest cannot be read as one.",
+                expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
+                got=str(error),
+                where=where,
+            )
+        ) from error
+    return Manifest.from_bytes(raw, where=where)
+
+
+def _no_checkpoint(storage: Storage) -> NoCheckpointError:
+    """The error for a path without a manifest; says what lies there instead, where that can be told."""
+    got, todo = "no manifest.json", "give the path of a complete checkpoint"
+    names = storage.list_folder("")
+    steps = [name for name in names if parse_step_name(name)]
+    if steps:
+        got += f", but {steps[-1]}"
+        todo = "for a folder of steps, CheckpointManager(path).restore(state); or give the path of one step"
+    elif ".metadata" in names:
+        got += ", but .metadata of torch.distributed.checkpoint"
+        todo = "dcp.load reads it, and vescale-convert to-vescale brings it into this format"
+    elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
+        got += ", but files of weights"
+        todo = "vescale-convert to-vescale brings them into this format"
+    return NoCheckpointError(
+        explain(
+            "There is no checkpoint at this path.",
+            expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
+            got=got,
+            where=storage.where,
+            todo=todo,
+        )
+    )
+
+
+def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
+    """Open a checkpoint for reading by name; nothing but the manifest is read.
+
+    Raises:
+        CheckpointError: if the path holds no complete checkpoint.
+    """
+    return CheckpointReader(open_storage(path))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint; its values stay where they are until `read`."""
+
+    reader: CheckpointReader
+    place: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's name: its keys in the state, joined by ``/``."""
+        return self.reader.manifest.entries[self.place].name
+
+    @property
+    def shape(self) -> torch.Size:
+        """Global shape."""
+        return torch.Size(self.reader.manifest.entries[self.place].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that was saved."""
+        return dtype_named(self.reader.manifest.entries[self.place].dtype)
+
+    def read(
+        self, box: Box | None = None, *, out: torch.Tensor | None = None, verify: bool = True
+    ) -> torch.Tensor:
+        """Values of the tensor or of one box of it, read with only the ranges needed.
+
+        Args:
+            box: what to read; default: all.
+            out: filled in place and returned; of the box's shape and the tensor's dtype.
+            verify: compare checksums (whole stripes of 4 MiB are read then).
+
+        Raises:
+            CorruptCheckpointError: if the bytes are not those that were written.
+            CheckpointError: if the box does not lie inside the tensor, or ``out`` does not fit it.
+        """
+        wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
+        self._check(wanted.box, out)
+        result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype)
+        self.reader.fill([(self.place, wanted, result)], verify=verify)
+        return result
+
+    def read_flat(self, start: int, stop: int, *, verify: bool = True) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor, 1-D."""
+        whole = whole_region(self.shape)
+        if not 0 <= start <= stop <= whole.numel:
+            raise self._misfit(f"a range inside [0, {whole.numel})", f"[{start}, {stop})")
+        result = torch.empty(stop - start, dtype=self.dtype)
+        self.reader.fill([(self.place, Region(whole.box, FlatRange(start, stop)), result)], verify=verify)
+        return result
+
+    def _check(self, box: Box, out: torch.Tensor | None) -> None:
+        inside = len(box.sizes) == len(self.shape) and all(
+            0 <= start <= start + size <= full
+            for start, size, full in zip(box.offsets, box.sizes, self.shape, strict=True)
+        )
+        if not inside:
+            raise self._misfit(f"a box inside {tuple(self.shape)}", f"{box}")
+        if out is not None and (tuple(out.shape) != box.sizes or out.dtype != self.dtype):
+            raise self._misfit(f"{box.sizes} of {self.dtype}", f"{tuple(out.shape)} of {out.dtype}")
+
+    def _misfit(self, expected: str, got: str) -> CheckpointError:
+        return CheckpointError(
+            explain("This cannot be read from the tensor.", expected=expected, got=got, where=self.name)
+        )
+
+
+class CheckpointReader(Mapping[str, StoredTensor]):
+    """A checkpoint as a mapping from tensor name to `StoredTensor`. Needs no process group.
+
+    Attributes:
+        manifest: layouts, state tree and everything else that is known without reading data.
+        user: the JSON given to `save`.
+    """
+
+    def __init__(self, storage: Storage, *, own_rank: int | None = None) -> None:
+        self.storage = storage
+        self.manifest = read_manifest(storage)
+        self.user: Json = self.manifest.user
+        self._finder = SourceFinder(self.manifest, own_rank)
+        self._tables = ChunkTables(storage, self.manifest)
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        places = self.manifest.places_by_name.get(name)
+        if places is None:
+            raise KeyError(f"no tensor {name!r} in {self.storage.where}")
+        return StoredTensor(self, places[0])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.places_by_name)
+
+    def __len__(self) -> int:
+        return len(self.manifest.places_by_name)
+
+    def names(self) -> list[str]:
+        """Names of all tensors, in file order."""
+        return list(self.manifest.places_by_name)
+
+    def tree(self, *, read: bool = False) -> Any:
+        """The state as it was nested, with `StoredTensor` leaves, or with full CPU tensors if ``read``.
+
+        Per-rank leaves become lists of the values of all ranks if ``read``, else None.
+        """
+        per_rank = self.per_rank_values() if read and self.manifest.blob_bytes else []
+        tensors: dict[int, Any] = {}
+
+        def leaf(node: Mapping[str, Any]) -> Any:
+            if node["$"] == "per_rank":
+                return (
+                    [values[node["name"]] for values in per_rank if node["name"] in values] if read else None
+                )
+            if node["$"] == "absent":
+                return None
+            place = int(node["i"])
+            if place not in tensors:
+                stored = StoredTensor(self, place)
+                tensors[place] = stored.read() if read else stored
+            value = tensors[place]
+            return value.numpy() if read and node.get("numpy") else value
+
+        return decode(self.manifest.structure.tree, leaf, self.storage.where)
+
+    def per_rank_values(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+        """Decoded per-rank values of some ranks (default: all), each by name."""
+        chosen = range(self.manifest.world_size) if ranks is None else ranks
+        if not self.manifest.blob_bytes:
+            return [{} for _ in chosen]
+        blobs: list[Bytes] = [np.empty(self.manifest.blob_bytes, dtype=np.uint8) for _ in chosen]
+        plan = ReadPlan(self.storage)
+        try:
+            for rank, blob in zip(chosen, blobs, strict=True):
+                file = self._finder.file(rank)
+                plan.add(file, Sink(file.blob_start, file.table_start, blob))
+            plan.run(verify=True)
+        finally:
+            plan.close()
+        return [
+            self._unpack(memoryview(blob.data), self._finder.file(rank).name)
+            for rank, blob in zip(chosen, blobs, strict=True)
+        ]
+
+    def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
+        where = f"{self.storage.where}/{file_name}"
+        found = unpack_blob(blob, where=where) if any(blob[:8]) else {}
+        values = {}
+        for name, (tree, tensors) in found.items():
+            try:
+                values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
+            except (LookupError, TypeError, ValueError, RecursionError) as error:
+                raise CorruptCheckpointError(
+                    explain(
+                        "A per-rank value is not what was written.",
+                        expected="a tree of FORMAT.md",
+                        got=f"{type(error).__name__}: {error}",
+                        where=f"{name} in {where}",
+                        todo="restore an older step",
+                    )
+                ) from error
+        return values
+
+    def fill(self, wanted: list[tuple[int, Region, torch.Tensor]], *, verify: bool) -> None:
+        """Fill local tensors with regions of stored ones."""
+        plan = ReadPlan(self.storage)
+        try:
+            targets = [self.ask(plan, place, region, tensor) for place, region, tensor in wanted]
+            plan.run(verify=verify)
+        finally:
+            plan.close()
+        for target in targets:
+            target.finish()
+
+    def ask(self, plan: ReadPlan, place: int, region: Region, tensor: torch.Tensor) -> Target:
+        """Add to a plan what fills ``tensor`` with a region of tensor number ``place``."""
+        target = Target(tensor)
+        if self.manifest.chunks is not None:
+            reads = ZarrReads(self.storage, self._tables)
+            reads.add(place, region, target)
+            plan.others.append(reads)
+            return target
+        for source in self._finder.sources(place, region):
+            for sink in sinks_of(source, target, max_gap_bytes=self.storage.max_gap_bytes):
+                plan.add(self._finder.file(source.rank), sink)
+        return target
+
+
+def _per_rank_leaf(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
+    tensor = tensors[int(node["i"])]
+    return tensor.numpy() if node.get("numpy") else tensor

@@ -1,0 +1,129 @@
+"""Where bytes that are read go: into a tensor's memory itself, or there by one copy.
+
+A `Target` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
+
+    direct      contiguous in the file and in CPU memory: a file can be read into the tensor itself
+    copied      contiguous in both, but on a device
+    patch       a box that is strided on either side: copied box by box
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vescale_fsdp.checkpoint.loading.locate import Source
+from vescale_fsdp.checkpoint.manifest.region import Patch, Run, runs_of_box
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, range_of_box
+
+__all__ = ["Bytes", "Sink", "Target", "sinks_of"]
+
+Bytes = npt.NDArray[np.uint8]
+Deliver = Callable[[int, Bytes], None]
+
+
+class Target:
+    """A tensor to be filled in place, whatever its device and strides.
+
+    Args:
+        tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it says
+        direct = tensor.is_contiguous() and not self._is_lazy
+        self._filled = (
+            tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        )
+        self.itemsize = tensor.dtype.itemsize
+        self.memory: Bytes | None = None  # 1D [nbytes], None on a device
+        if tensor.device.type == "cpu":
+            self.memory = bytes_of(self._filled).numpy()
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """1D [numel], under a dtype that every copy kernel knows."""
+        return self._filled.view(-1).view(carrier_of(self._filled.dtype))
+
+    def finish(self) -> None:
+        """Bring what was read to where it belongs, once all of it is there."""
+        if self._is_lazy:
+            self._tensor.copy_(self._filled)
+        elif self._filled is not self._tensor:
+            self._tensor.view(carrier_of(self._tensor.dtype)).copy_(self.flat.view(self._tensor.shape))
+
+
+class Sink(NamedTuple):
+    """A half-open byte range of a file and its destination.
+
+    Attributes:
+        memory: the destination itself, as long as the range; None if the bytes must be delivered.
+        deliver: called with (first byte's place in the file, bytes) for parts of the range that together
+            make it up; bytes hold whole elements, and must be neither changed nor kept.
+    """
+
+    start: int
+    stop: int
+    memory: Bytes | None
+    deliver: Deliver | None = None
+
+    def take(self, at: int, data: Bytes) -> None:
+        """Bring bytes from file position ``at`` on to where they belong."""
+        if self.memory is not None:
+            self.memory[at - self.start : at - self.start + len(data)] = data
+        elif self.deliver is not None:
+            self.deliver(at, data)
+
+
+def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[Sink]:
+    """The sinks that bring one source into a target."""
+    itemsize, share = target.itemsize, source.share
+    if isinstance(share, Run):
+        start = source.piece.start_bytes + share.source * itemsize
+        stop = start + share.numel * itemsize
+        if target.memory is None:
+            yield Sink(start, stop, None, functools.partial(_copy_run, target, share.target, start))
+            return
+        first = share.target * itemsize
+        yield Sink(start, stop, target.memory[first : first + stop - start])
+        return
+    base = source.piece.start_bytes + share.source * itemsize
+    deliver = functools.partial(_copy_patch, target, share, base)
+    for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_bytes // itemsize):
+        yield Sink(base + run.start * itemsize, base + run.stop * itemsize, None, deliver)
+
+
+def _elements(target: Target, data: Bytes) -> torch.Tensor:
+    # Some stores answer with read-only bytes, which torch does not take.
+    return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
+
+
+def _copy_run(target: Target, place: int, start: int, at: int, data: Bytes) -> None:
+    """Bytes from file position ``at`` into the target, whose element ``place`` comes from ``start``."""
+    first = place + (at - start) // target.itemsize
+    elements = _elements(target, data)
+    target.flat[first : first + elements.numel()].copy_(elements)
+
+
+def _copy_patch(target: Target, patch: Patch, base: int, at: int, data: Bytes) -> None:
+    """What a range of the source's elements has in common with the patch, box by box."""
+    elements = _elements(target, data)
+    first = (at - base) // target.itemsize
+    stop = patch.target + functools.reduce(lambda a, b: a * b, patch.target_sizes, 1)
+    into = target.flat[patch.target : stop].view(patch.target_sizes)
+    for box in boxes_of_range(patch.source_sizes, first, first + elements.numel()):
+        shared = box.intersect(patch.source_box)
+        if shared is None:
+            continue
+        start, end = range_of_box(patch.source_sizes, box).shift(-first)
+        values = elements[start:end].view(box.sizes)[shared.slices(box.offsets)]
+        moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
+        into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()].copy_(values)

@@ -1,0 +1,175 @@
+"""A rank's file opened for reading: proven against the manifest, then able to prove each of its stripes.
+
+Needs neither torch nor a `Storage`, only something that opens files by name, so that the converter and
+`verify` can use it as a load does.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RankFile
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+
+__all__ = ["OpenRankFile", "OpensFiles"]
+
+_GONE = (FileNotFoundError, NotADirectoryError)
+
+
+class OpensFiles(Protocol):
+    """The part of `Storage` that reading needs."""
+
+    @property
+    def where(self) -> str:
+        """The folder, for messages."""
+
+    def open_file(self, name: str) -> FileReader:
+        """An existing file, read at any offset.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if a folder, a pipe or anything else that is no file has its name.
+        """
+
+
+class OpenRankFile:
+    """A rank's file, open, with its size, header and checksum table proven against the manifest.
+
+    Raises:
+        CorruptCheckpointError: if the file is missing, or not the one the manifest describes.
+    """
+
+    def __init__(self, storage: OpensFiles, file: RankFile) -> None:
+        self.file = file
+        self.where = f"{storage.where}/{file.name}"
+        try:
+            self.reader: FileReader = storage.open_file(file.name)
+        except (*_GONE, ValueError) as error:
+            raise self._unlike_a_file(error) from error
+        try:
+            self._prove_size()
+            self._prove_header()
+            self.checksums = self._read_table()
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _names(self) -> list[str]:
+        return self.file.names_in(len(self.file.header), self.file.table_start)
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        """Fill writable buffers one after another from an offset on.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before, or is gone.
+        """
+        try:
+            self.reader.read_at(offset_bytes, buffers)
+        except (*_GONE, EOFError) as error:
+            raise self._unlike_a_file(error) from error
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        """Bytes [start, stop) to look at, as `FileReader.view` gives them.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before, or is gone.
+        """
+        try:
+            return self.reader.view(start_bytes, stop_bytes)
+        except (*_GONE, EOFError) as error:
+            raise self._unlike_a_file(error) from error
+
+    def _unlike_a_file(self, error: Exception) -> CorruptCheckpointError:
+        """What it means that a file cannot be read: of all errors, those that prove damage."""
+        if isinstance(error, EOFError):
+            return self.corrupt("A file ended early.", f"{self.file.total_bytes} bytes", str(error))
+        return self.corrupt(
+            "A file of the checkpoint is missing.",
+            f"{self.file.total_bytes} bytes that hold {_some(self._names())}",
+            "no file" if isinstance(error, _GONE) else str(error),
+        )
+
+    def _prove_size(self) -> None:
+        size, expected = self.reader.size_bytes, self.file.total_bytes
+        if size != expected:
+            lost = self.file.names_in(min(size, expected), self.file.table_start)
+            raise self.corrupt(
+                "A file of the checkpoint has another size than the manifest says.",
+                f"{expected} bytes",
+                f"{size} bytes" + (f"; lost: {_some(lost)}" if size < expected else ""),
+            )
+
+    def _prove_header(self) -> None:
+        expected = self.file.header
+        found = bytearray(len(expected))
+        self.read_at(0, [found])
+        if found == expected:
+            return
+        at = next(place for place, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+        start = max(0, at - 60)
+        raise self.corrupt(
+            "A file's header is not the one that follows from the manifest: it is damaged, or another "
+            "checkpoint's file.",
+            f".. {expected[start : at + 60]!r} ..",
+            f".. {bytes(found[start : at + 60])!r} ..; from byte {at} on; holds {_some(self._names())}",
+        )
+
+    def _read_table(self) -> tuple[int, ...]:
+        table = bytearray((self.file.num_stripes + 1) * CHECKSUM_BYTES)
+        self.read_at(self.file.table_start, [table])
+        (own,) = struct.unpack("<Q", table[-CHECKSUM_BYTES:])
+        if xxhash.xxh3_64_intdigest(table[:-CHECKSUM_BYTES]) != own:
+            raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
+        return struct.unpack(f"<{self.file.num_stripes}Q", table[:-CHECKSUM_BYTES])
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Size of a stripe; the last may be short."""
+        return self.file.manifest.stripe_bytes
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the file's start that stripes cover."""
+        return self.file.table_start
+
+    def prove_stripe(self, index: int, checksum: int) -> None:
+        """Compare a stripe's checksum with the table's.
+
+        Raises:
+            CorruptCheckpointError: naming the file, the bytes and the tensors in them.
+        """
+        if checksum != self.checksums[index]:
+            start, stop = self.file.stripe(index)
+            raise self.corrupt(
+                f"Bytes [{start}, {stop}) are not those that were written.",
+                f"checksum {self.checksums[index]:016x}",
+                f"{checksum:016x}; in them: {_some(self.file.names_in(start, stop))}",
+            )
+
+    def hash_stripe(self, index: int, scratch: Buffer) -> int:
+        """Checksum of a stripe, read through a small buffer."""
+        start, stop = self.file.stripe(index)
+        state = xxhash.xxh3_64()
+        for at in range(start, stop, len(scratch)):
+            part = memoryview(scratch)[: min(len(scratch), stop - at)]
+            self.read_at(at, [part])
+            state.update(part)
+        return state.intdigest()
+
+    def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
+        """An error that names this file."""
+        todo = "restore an older step; verify(path) lists all that is wrong"
+        return CorruptCheckpointError(
+            explain(problem, expected=expected, got=got, where=self.where, todo=todo)
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few names, for messages."""
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown or "nothing"

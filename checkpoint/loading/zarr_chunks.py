@@ -1,0 +1,153 @@
+"""Chunks of zarr arrays, proven: by the checksum in the chunk, and by the one in its owner's file.
+
+A chunk's own checksum shows that its bytes are those of some chunk; the owner's table, which belongs to one save,
+shows that they are those of this one. Needs no torch, so that the converter looks as a load does.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, OpensFiles
+from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, owner_of
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    array_json,
+    array_path,
+    chunk_boxes,
+    chunk_file,
+    group_files,
+)
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import numel_of
+
+__all__ = ["CRC_BYTES", "ChunkTables", "read_chunk", "verify_arrays"]
+
+CRC_BYTES = 4
+_SCRATCH_BYTES = 1 << 20  # 1 MiB
+
+
+class ChunkTables:
+    """Checksums of chunks as their owners' files have them; each file is read once. Safe from several threads."""
+
+    def __init__(self, storage: OpensFiles, manifest: Manifest) -> None:
+        self.storage = storage
+        self.manifest = manifest
+        self._lock = threading.Lock()
+        self._tables: dict[int, dict[Chunk, int]] = {}
+
+    def checksum(self, chunk: Chunk) -> int | None:
+        """The crc32c that a chunk was written with; None in checkpoints of version 1, which do not tell.
+
+        Raises:
+            CorruptCheckpointError: if the owner's file is missing or damaged.
+        """
+        if not self.manifest.has_chunk_table:
+            return None
+        owner = owner_of(self.manifest, chunk)
+        with self._lock:
+            if owner not in self._tables:
+                self._tables[owner] = self._read(RankFile(self.manifest, owner))
+            return self._tables[owner][chunk]
+
+    def _read(self, file: RankFile) -> dict[Chunk, int]:
+        opened = OpenRankFile(self.storage, file)
+        try:
+            for index in range(-(-file.blob_start // opened.stripe_bytes)):
+                opened.prove_stripe(index, opened.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+            table = bytearray(CRC_BYTES * len(file.chunks))
+            opened.reader.read_at(len(file.header), [table])
+        except EOFError as error:
+            raise opened.corrupt("A file ended early.", f"{file.total_bytes} bytes", str(error)) from error
+        finally:
+            opened.reader.close()
+        return dict(zip(file.chunks, struct.unpack(f"<{len(file.chunks)}I", table), strict=True))
+
+
+def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
+    """A chunk's bytes, proven.
+
+    Raises:
+        CorruptCheckpointError: if it is missing, of another size, damaged, or another chunk's; names file and tensor.
+    """
+    storage, manifest = tables.storage, tables.manifest
+    entry = manifest.entries[chunk.place]
+    name = chunk_file(manifest, *chunk)
+    nbytes = numel_of(chunk.box.sizes) * entry.itemsize
+
+    def corrupt(expected: str, got: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            explain(
+                f"A chunk of tensor {entry.name} is not what was written.",
+                expected=expected,
+                got=got,
+                where=f"{storage.where}/{name}",
+                todo="restore an older step; verify(path) lists all that is wrong",
+            )
+        )
+
+    size = f"{nbytes + CRC_BYTES} bytes"
+    try:
+        with closing(storage.open_file(name)) as reader:
+            if reader.size_bytes != nbytes + CRC_BYTES:
+                raise corrupt(size, f"{reader.size_bytes} bytes")
+            data = np.empty(nbytes, dtype=np.uint8)
+            checksum = bytearray(CRC_BYTES)
+            reader.read_at(0, [data, checksum])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise corrupt(size, "no file") from error
+    except (EOFError, ValueError) as error:
+        raise corrupt(size, str(error)) from error
+    (stored,) = struct.unpack("<I", checksum)
+    found = google_crc32c.value(data.tobytes())
+    if found != stored:
+        raise corrupt(f"crc32c {stored:08x}", f"{found:08x}")
+    written = tables.checksum(chunk)
+    if written is not None and found != written:
+        raise corrupt(
+            f"crc32c {written:08x}, as this save has written",
+            f"{found:08x}: sound, but the chunk of another place or another save",
+        )
+    return data
+
+
+def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
+    """Every file of the arrays: its name, what is wrong with it if anything is, and bytes that were checked."""
+    manifest = tables.manifest
+    for name, expected in group_files(manifest).items():
+        yield name, _json_problem(tables.storage, name, expected, "a group"), 0
+    assert manifest.chunks is not None
+    for tensor, places in manifest.places_by_name.items():
+        place = places[0]
+        name = f"{array_path(manifest, place)}/zarr.json"
+        problem = _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}")
+        yield name, problem, 0
+        if problem is not None:
+            continue  # which chunks it has is what is wrong
+        for box in chunk_boxes(manifest.entries[place].shape, manifest.chunks[place]):
+            nbytes = 0
+            try:
+                nbytes = len(read_chunk(tables, Chunk(place, box)))
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            yield chunk_file(manifest, place, box), problem, nbytes
+
+
+def _json_problem(storage: OpensFiles, name: str, expected: bytes, of: str) -> str | None:
+    """What is wrong with a small file that follows from the manifest."""
+    try:
+        with closing(storage.open_file(name)) as reader:
+            found = bytearray(min(reader.size_bytes, len(expected)))
+            is_same = reader.size_bytes == len(expected)
+            reader.read_at(0, [found])
+    except (CheckpointError, OSError, EOFError, ValueError) as error:
+        return f"{of}: {error}"
+    return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"

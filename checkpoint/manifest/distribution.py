@@ -1,0 +1,350 @@
+"""Distributions: the rule that says which ranks hold which region of a tensor. O(1) in ranks.
+
+A rule has *axes* (how a rank's coordinate on a mesh axis follows from its number) and *cuts* (what each
+sharding axis does to the tensor, in order of application). Replicated axes are simply left out: ranks with
+equal coordinates on the axes that cut are replicas of each other.
+
+    8 ranks, mesh (replicate=2, shard=4), ragged        axes: (size 4, stride 1)     coordinate = rank % 4
+    8 ranks, FSDP=4 on dim 0 over TP=2 on dim 1         axes: (4, 2), (2, 1)         rank // 2 % 4, rank % 2
+    a plain tensor                                      axes: none                   all ranks are replicas
+
+Strided shards (FSDP inside TP on one dim) need no kind of their own: TP's cut is applied first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import Box, FlatRange, contiguous_strides
+from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+
+if TYPE_CHECKING:
+    from vescale_fsdp.layout.placement import RaggedShard
+
+__all__ = [
+    "Axes",
+    "Axis",
+    "Cut",
+    "Distribution",
+    "Holders",
+    "LayoutCut",
+    "ShardCut",
+    "UnitsCut",
+    "cut_from_json",
+]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How a rank's coordinate on one mesh axis follows from its number.
+
+    Args:
+        size: ranks along the axis.
+        stride: the coordinate is ``(rank - base) // stride % size``.
+        base: lowest rank of the mesh, for meshes that do not start at a multiple of their extent.
+        table: (rank, coordinate) of every rank of a mesh that follows no such rule, else None.
+    """
+
+    size: int
+    stride: int
+    base: int = 0
+    table: tuple[tuple[int, int], ...] | None = None
+
+    def coordinates(self, ranks: Sequence[int]) -> list[int]:
+        """Coordinate of each rank; -1 for ranks that a table leaves out."""
+        if self.table is None:
+            base, stride, size = self.base, self.stride, self.size
+            return [(rank - base) // stride % size for rank in ranks]
+        known = dict(self.table)
+        return [known.get(rank, -1) for rank in ranks]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss."""
+        data: dict[str, Any] = {"size": self.size, "stride": self.stride}
+        if self.base:
+            data["base"] = self.base
+        if self.table is not None:
+            data["table"] = [list(pair) for pair in self.table]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Axis:
+        """Inverse of `to_json`."""
+        table = data.get("table")
+        pairs = None if table is None else tuple((int(rank), int(place)) for rank, place in table)
+        return cls(int(data["size"]), int(data["stride"]), int(data.get("base", 0)), pairs)
+
+
+Axes = tuple[Axis, ...]
+
+
+class Cut(ABC):
+    """What one sharding axis does to the region that earlier cuts have left."""
+
+    @abstractmethod
+    def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
+        """The part of ``region`` at a coordinate of an axis of ``size`` ranks."""
+
+    @abstractmethod
+    def touching(
+        self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
+    ) -> Iterator[int]:
+        """Coordinates whose part of ``region`` may share elements with ``wanted``."""
+
+    @abstractmethod
+    def to_json(self) -> list[Any]:
+        """Plain values that `cut_from_json` reads back without loss."""
+
+
+@dataclass(frozen=True)
+class ShardCut(Cut):
+    """Cut a dim of the box into chunks of ceil(n / size), as ``Shard(dim)`` does; the last may be short."""
+
+    dim: int
+
+    def _chunk(self, region: Region, size: int) -> int:
+        return max(1, -(-region.box.sizes[self.dim] // size))
+
+    def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
+        full, chunk = region.box.sizes[self.dim], self._chunk(region, size)
+        start, stop = min(full, coordinate * chunk), min(full, (coordinate + 1) * chunk)
+        offsets, sizes = list(region.box.offsets), list(region.box.sizes)
+        offsets[self.dim] += start
+        sizes[self.dim] = stop - start
+        box = Box(tuple(offsets), tuple(sizes))
+        return Region(box, FlatRange(0, box.numel))
+
+    def touching(
+        self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
+    ) -> Iterator[int]:
+        chunk, corner = self._chunk(region, size), region.box.offsets[self.dim]
+        boxes = [box for box, _ in wanted.pieces()]
+        if not boxes:
+            return
+        first = min(box.offsets[self.dim] for box in boxes) - corner
+        last = max(box.offsets[self.dim] + box.sizes[self.dim] for box in boxes) - corner - 1
+        yield from range(max(0, first // chunk), min(size - 1, last // chunk) + 1)
+
+    def to_json(self) -> list[Any]:
+        return ["shard", self.dim]
+
+
+class _FlatCut(Cut):
+    """Cut the region's flat elements into one range per coordinate."""
+
+    @abstractmethod
+    def flat_range(
+        self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
+    ) -> FlatRange:
+        """Range of the region's box at a coordinate."""
+
+    @abstractmethod
+    def coordinates_of(
+        self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
+    ) -> Iterator[int]:
+        """Coordinates whose ranges share elements with ``flat``."""
+
+    def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
+        return Region(region.box, self.flat_range(region, coordinate, size, layouts))
+
+    def touching(
+        self, region: Region, size: int, wanted: Region, layouts: Sequence[GroupLayout]
+    ) -> Iterator[int]:
+        if region.box == wanted.box:
+            flat = wanted.span
+        else:
+            strides = contiguous_strides(region.box.sizes)
+            places = []
+            for box, _ in wanted.pieces():
+                shared = box.intersect(region.box)
+                if shared is not None:
+                    first = sum(
+                        (a - b) * s
+                        for a, b, s in zip(shared.offsets, region.box.offsets, strides, strict=True)
+                    )
+                    last = first + sum((n - 1) * s for n, s in zip(shared.sizes, strides, strict=True))
+                    places.append((first, last + 1))
+            if not places:
+                return
+            flat = FlatRange(min(a for a, _ in places), max(b for _, b in places))
+        if flat.numel:
+            yield from self.coordinates_of(region, size, flat, layouts)
+
+
+@dataclass(frozen=True)
+class LayoutCut(_FlatCut):
+    """The pieces that a group layout gives: ``layout`` and ``slot`` are places in the manifest's tables."""
+
+    layout: int
+    slot: int
+
+    def flat_range(
+        self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
+    ) -> FlatRange:
+        layout = layouts[self.layout]
+        return layout.piece(layout.slots[self.slot], coordinate).range
+
+    def coordinates_of(
+        self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
+    ) -> Iterator[int]:
+        layout = layouts[self.layout]
+        slot = layout.slots[self.slot]
+        if slot.is_scattered:
+            yield from self._scattered_coordinates(slot, flat)
+            return
+        first, last = slot.offset + flat.start, slot.offset + flat.stop - 1
+        yield from range(first // layout.shard_numel, last // layout.shard_numel + 1)
+
+    def _scattered_coordinates(self, slot: TensorSlot, flat: FlatRange) -> Iterator[int]:
+        start = 0
+        for run in slot.runs:
+            shared = flat.intersect(FlatRange(start, start + run.numel)).shift(-start)
+            if shared.numel:
+                first, last = shared.start // run.piece_numel, (shared.stop - 1) // run.piece_numel
+                yield from range(run.first_rank + first, run.first_rank + last + 1)
+            start += run.numel
+
+    def to_json(self) -> list[Any]:
+        return ["layout", self.layout, self.slot]
+
+
+@dataclass(frozen=True)
+class UnitsCut(_FlatCut):
+    """A `RaggedShard` that no layout is known for: its units, run-length coded as (count, units)."""
+
+    dims: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def placement(self) -> RaggedShard:
+        """The placement itself."""
+        from vescale_fsdp.layout.placement import RaggedShard  # a class of torch's, which no other cut needs
+
+        return RaggedShard(self.dims, tuple(units for count, units in self.runs for _ in range(count)))
+
+    def flat_range(
+        self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
+    ) -> FlatRange:
+        return self.placement.piece(region.box.sizes, coordinate)
+
+    def coordinates_of(
+        self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
+    ) -> Iterator[int]:
+        for coordinate in range(size):
+            if self.placement.piece(region.box.sizes, coordinate).intersect(flat).numel:
+                yield coordinate
+
+    def to_json(self) -> list[Any]:
+        return ["units", list(self.dims), [list(run) for run in self.runs]]
+
+
+def cut_from_json(data: Sequence[Any]) -> Cut:
+    """Inverse of every cut's ``to_json``.
+
+    Raises:
+        CorruptCheckpointError: for an unknown kind.
+    """
+    kind, *values = data
+    if kind == "shard":
+        return ShardCut(int(values[0]))
+    if kind == "layout":
+        return LayoutCut(int(values[0]), int(values[1]))
+    if kind == "units":
+        return UnitsCut(tuple(values[0]), tuple((int(count), int(units)) for count, units in values[1]))
+    raise CorruptCheckpointError(
+        explain("The manifest cuts a tensor in an unknown way.", expected="shard, layout or units", got=kind)
+    )
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Axes and cuts of one tensor: cut i is made by axis i, in order of application."""
+
+    axes: Axes
+    cuts: tuple[Cut, ...]
+
+    def region(
+        self, shape: tuple[int, ...], coordinates: Sequence[int], layouts: Sequence[GroupLayout]
+    ) -> Region:
+        """What ranks at these coordinates hold of a tensor of this shape."""
+        region = whole_region(shape)
+        for axis, cut, coordinate in zip(self.axes, self.cuts, coordinates, strict=True):
+            region = cut.narrow(region, coordinate, axis.size, layouts)
+        return region
+
+    def touching(
+        self, shape: tuple[int, ...], wanted: Region, layouts: Sequence[GroupLayout]
+    ) -> Iterator[tuple[tuple[int, ...], Region]]:
+        """Coordinates whose region may share elements with ``wanted``, and that region."""
+        yield from self._touching(whole_region(shape), 0, (), wanted, layouts)
+
+    def _touching(
+        self,
+        region: Region,
+        depth: int,
+        coordinates: tuple[int, ...],
+        wanted: Region,
+        layouts: Sequence[GroupLayout],
+    ) -> Iterator[tuple[tuple[int, ...], Region]]:
+        if depth == len(self.cuts):
+            yield coordinates, region
+            return
+        cut, size = self.cuts[depth], self.axes[depth].size
+        for coordinate in cut.touching(region, size, wanted, layouts):
+            part = cut.narrow(region, coordinate, size, layouts)
+            if part.numel:
+                yield from self._touching(part, depth + 1, (*coordinates, coordinate), wanted, layouts)
+
+
+class Holders:
+    """Which ranks of a set stand at which coordinates, and in which order replicas of one place come."""
+
+    def __init__(self, ranks: RankSet, axes: Axes) -> None:
+        self._sizes = tuple(axis.size for axis in axes)
+        members = ranks.ranks
+        places = [0] * len(members)
+        for axis in axes:
+            coordinates = axis.coordinates(members)
+            # Outside of one axis is outside of the mesh: stays below zero on all further axes.
+            places = [
+                place * axis.size + coordinate if place >= 0 <= coordinate else -1
+                for place, coordinate in zip(places, coordinates, strict=True)
+            ]
+        self._place_of = {rank: place for rank, place in zip(members, places, strict=True) if place >= 0}
+        self._ranks_at: dict[int, list[int]] = {}  # replicas in rank order
+        for rank, place in self._place_of.items():
+            self._ranks_at.setdefault(place, []).append(rank)
+
+    def ranks_at(self, coordinates: Sequence[int]) -> list[int]:
+        """The replicas at these coordinates, in rank order."""
+        return self._ranks_at.get(self._place(coordinates), [])
+
+    def _place(self, coordinates: Sequence[int]) -> int:
+        place = 0
+        for size, coordinate in zip(self._sizes, coordinates, strict=True):
+            place = place * size + coordinate
+        return place
+
+    def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
+        """(coordinates, which replica, of how many) of a rank; None if it holds nothing of the tensor."""
+        place = self._place_of.get(rank)
+        if place is None:
+            return None
+        replicas = self._ranks_at[place]
+        coordinates = []
+        for size in reversed(self._sizes):
+            place, coordinate = divmod(place, size)
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates)), replicas.index(rank), len(replicas)
+
+    def missing_place(self) -> int | None:
+        """A place that no rank stands at, or None if all are taken."""
+        return next((place for place in range(prod(self._sizes)) if place not in self._ranks_at), None)

@@ -1,0 +1,419 @@
+"""The manifest: the one small JSON that makes a folder a checkpoint, and tells where every byte lies.
+
+A frozen value that does not grow with the number of ranks. Which tensors a rank's file holds, in which
+order, at which offsets, follows from it by arithmetic (see `rankfile`). FORMAT.md is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.array_names import array_paths, array_paths_1
+from vescale_fsdp.checkpoint.manifest.distribution import (
+    Axis,
+    Cut,
+    Distribution,
+    Holders,
+    LayoutCut,
+    ShardCut,
+    UnitsCut,
+)
+from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype, itemsize_of
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.group_layout import GroupLayout
+
+__all__ = [
+    "FORMAT_NAME",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "Manifest",
+    "NoCheckpointError",
+    "build_manifest",
+    "new_save_id",
+]
+
+STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
+SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
+
+_SAVE_ID = re.compile(r"[0-9a-f]{16}")
+_MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
+_MAX_NUMEL = 1 << 62
+_MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
+
+
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at a path: none yet, or none any more."""
+
+
+def new_save_id() -> str:
+    """A name for one attempt to save; also the name of its folder."""
+    return os.urandom(8).hex()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds and where.
+
+    Args:
+        save_id: 16 hex digits, new for every attempt; data lies in ``data-<save_id>/``.
+        world_size: ranks that saved.
+        structure: state tree, tensors and tables.
+        rank_sets: table of sets of ranks.
+        holders: for each tensor, the place in ``rank_sets`` of the ranks that hold it.
+        blob_bytes: bytes kept in each rank's file for per-rank values (0 if there are none).
+        user: the user's own JSON.
+        stripe_bytes: bytes per checksum.
+        split_bytes: replicas share the writing of a region of at least so many bytes; None lets every replica
+            store all of it, for storage that ranks do not share.
+        chunks: for the zarr form, each tensor's chunk sizes; None for the native form.
+        version: of the format; a native checkpoint is of the first, so that older readers take it.
+    """
+
+    save_id: str
+    world_size: int
+    structure: Structure
+    rank_sets: tuple[RankSet, ...]
+    holders: tuple[int, ...]
+    blob_bytes: int = 0
+    user: Json = None
+    stripe_bytes: int = STRIPE_BYTES
+    split_bytes: int | None = SPLIT_BYTES
+    chunks: tuple[tuple[int, ...], ...] | None = None
+    version: int = 1
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The tensors in file order."""
+        return self.structure.entries
+
+    @cached_property
+    def _holders(self) -> dict[tuple[int, int], Holders]:
+        return {}
+
+    def holders_of(self, place: int) -> Holders:
+        """Who holds tensor number ``place``, and in which order."""
+        entry = self.entries[place]
+        key = (self.holders[place], entry.axes)
+        found = self._holders.get(key)
+        if found is None:
+            found = Holders(self.rank_sets[key[0]], self.structure.axes[key[1]])
+            self._holders[key] = found
+        return found
+
+    def distribution(self, place: int) -> Distribution:
+        """Axes and cuts of tensor number ``place``."""
+        return self.structure.distribution(self.entries[place])
+
+    def split(self, place: int, region: Region, replica: int, replicas: int) -> Region:
+        """What one of several replicas of a region stores: an equal part, or all of a small one's first."""
+        if replicas == 1 or self.split_bytes is None:
+            return region
+        if region.numel * self.entries[place].itemsize < self.split_bytes:
+            start = region.span.start
+            return region if replica == 0 else Region(region.box, FlatRange(start, start))
+        return region.part(replica, replicas)
+
+    @cached_property
+    def places_by_name(self) -> dict[str, list[int]]:
+        """Numbers of the tensors of each name; more than one if ranks cut it in different ways."""
+        found: dict[str, list[int]] = {}
+        for place, entry in enumerate(self.entries):
+            found.setdefault(entry.name, []).append(place)
+        return found
+
+    @property
+    def has_chunk_table(self) -> bool:
+        """Whether ranks' files hold the checksums of the chunks that they wrote."""
+        return self.chunks is not None and self.version >= 2
+
+    @cached_property
+    def array_paths(self) -> dict[str, str]:
+        """Folder of each tensor's array in the zarr form, by name, relative to the checkpoint's."""
+        paths = array_paths_1 if self.version == 1 else array_paths
+        found = paths(self.places_by_name)
+        return {name: f"data-{self.save_id}/{path}" for name, path in found.items()}
+
+    def file_name(self, rank: int) -> str:
+        """A rank's file, relative to the checkpoint's folder."""
+        return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the checksum."""
+        structure = self.structure
+        chunks = {} if self.chunks is None else {"chunks": [list(sizes) for sizes in self.chunks]}
+        return {
+            "format": FORMAT_NAME,
+            "version": self.version,
+            "save_id": self.save_id,
+            "world_size": self.world_size,
+            "stripe_bytes": self.stripe_bytes,
+            "split_bytes": self.split_bytes,
+            "blob_bytes": self.blob_bytes,
+            "rank_sets": [ranks.to_json() for ranks in self.rank_sets],
+            "axes": [[axis.to_json() for axis in axes] for axes in structure.axes],
+            "layouts": [layout.to_json() for layout in structure.layouts],
+            "tensors": [
+                {**entry.to_json(), "ranks": holder}
+                for entry, holder in zip(structure.entries, self.holders, strict=True)
+            ],
+            **chunks,
+            "state": structure.tree,
+            "user": self.user,
+        }
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it is written, checksum included."""
+        data = self.to_json()
+        data["checksum"] = _checksum(data)
+        return dump_json(data)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
+        """Read a manifest, trusting nothing in it.
+
+        Raises:
+            CheckpointError: if it is of a newer version of the format.
+            CorruptCheckpointError: if it is no manifest, is damaged, or describes what cannot be.
+        """
+        data = _parse(raw, where)
+        try:
+            manifest = cls(
+                data["save_id"],
+                data["world_size"],
+                Structure(
+                    data["state"],
+                    tuple(Entry.from_json(entry) for entry in data["tensors"]),
+                    tuple(tuple(Axis.from_json(axis) for axis in axes) for axes in data["axes"]),
+                    tuple(GroupLayout.from_json(layout) for layout in data["layouts"]),
+                ),
+                tuple(RankSet.from_json(ranks) for ranks in data["rank_sets"]),
+                tuple(int(entry["ranks"]) for entry in data["tensors"]),
+                data["blob_bytes"],
+                data["user"],
+                data["stripe_bytes"],
+                data["split_bytes"],
+                tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
+                data["version"],
+            )
+            _prove(manifest, where)
+            _prove_tree(manifest, where)
+        except CheckpointError:
+            raise
+        except Exception as error:  # wrong types and numbers of any JSON end in errors of any class
+            raise _corrupt(where, f"{type(error).__name__}: {error}") from error
+        return manifest
+
+
+def build_manifest(
+    classes: Sequence[tuple[RankSet, Structure]],
+    *,
+    save_id: str,
+    world_size: int,
+    blob_bytes: int = 0,
+    user: Json = None,
+    stripe_bytes: int = STRIPE_BYTES,
+    split_bytes: int | None = SPLIT_BYTES,
+) -> Manifest:
+    """The manifest of a state whose ranks have these structures. Pure: needs no process group.
+
+    Raises:
+        CheckpointError: if the structures do not fit together, or part of a tensor is held by no rank.
+    """
+    structure, sets = merge_structures(classes)
+    table: dict[RankSet, int] = {}
+    holders = tuple(table.setdefault(ranks, len(table)) for ranks in sets)
+    return Manifest(
+        save_id,
+        world_size,
+        structure,
+        tuple(table),
+        holders,
+        blob_bytes,
+        user,
+        stripe_bytes,
+        split_bytes,
+    )
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in data.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(dump_json(content))
+
+
+def _corrupt(where: str, got: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "The manifest is damaged or no manifest.",
+            expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
+            got=got,
+            where=where,
+            todo="restore an older step; verify(path) lists all that is wrong",
+        )
+    )
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    """JSON of the right format, version and checksum."""
+    try:
+        data = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(where, str(error)) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
+        raise _corrupt(
+            where, f"format {data.get('format') if isinstance(data, dict) else type(data).__name__!r}"
+        )
+    try:
+        sealed = _is_sealed(raw, data)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(where, str(error)) from error
+    if not sealed:
+        raise _corrupt(where, "its checksum does not fit its content")
+    version = data.get("version")
+    # Asked after the checksum: a flipped bit can make a 3 of a 1, and nobody should update because of it.
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise CheckpointError(
+            explain(
+                "The checkpoint was written by a newer version of the format.",
+                expected=f"version <= {FORMAT_VERSION}",
+                got=f"version {version}",
+                where=where,
+                todo="update vescale_fsdp",
+            )
+        )
+    if version not in range(1, FORMAT_VERSION + 1):
+        raise _corrupt(where, f"version {version!r}")
+    return data
+
+
+def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
+    """Whether the checksum fits: asked of the bytes as they are written, else of the JSON they stand for."""
+    seal = f',"checksum":"{data.get("checksum")}"}}'.encode()
+    if raw.endswith(seal):
+        state = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
+        state.update(b"}")
+        if state.hexdigest() == data["checksum"]:
+            return True
+    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=distinct_keys)))
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _prove(manifest: Manifest, where: str) -> None:
+    """Bounds and references, so that nothing computed from a manifest can leave its folder or its arrays."""
+    checks: list[tuple[bool, Callable[[], str]]] = [
+        (
+            isinstance(manifest.save_id, str) and _SAVE_ID.fullmatch(manifest.save_id) is not None,
+            lambda: f"save_id {manifest.save_id!r}",
+        ),
+        (
+            type(manifest.world_size) is int and 1 <= manifest.world_size <= 1 << 24,
+            lambda: f"world_size {manifest.world_size!r}",
+        ),
+        (
+            type(manifest.stripe_bytes) is int
+            and 16 <= manifest.stripe_bytes <= _MAX_STRIPE_BYTES
+            and manifest.stripe_bytes % 16 == 0,
+            lambda: f"stripe_bytes {manifest.stripe_bytes!r}",
+        ),
+        (
+            type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
+            lambda: f"blob_bytes {manifest.blob_bytes!r}",
+        ),
+        (
+            manifest.split_bytes is None or (type(manifest.split_bytes) is int and manifest.split_bytes >= 0),
+            lambda: f"split_bytes {manifest.split_bytes!r}",
+        ),
+    ]
+    for fine, got in checks:
+        if not fine:
+            raise _corrupt(where, got())
+    for ranks in manifest.rank_sets:
+        if not _rank_set_fits(ranks, manifest.world_size):
+            raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")
+    if manifest.chunks is not None and len(manifest.chunks) != len(manifest.entries):
+        raise _corrupt(where, f"chunks of {len(manifest.chunks)} tensors")
+    for place in range(len(manifest.entries)):
+        _prove_entry(manifest, place, where)
+
+
+def _prove_tree(manifest: Manifest, where: str) -> None:
+    """That the state tree can be read, and its leaves be found: asked before a state is matched with it."""
+
+    def prove_leaf(node: Mapping[str, Any]) -> None:
+        if node["$"] == "tensor":
+            place = node["i"]
+            if type(place) is not int or not 0 <= place < len(manifest.entries):
+                raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
+            if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
+                raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
+        elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
+            raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
+
+    decode(manifest.structure.tree, prove_leaf, where)
+
+
+def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
+    """Whether a set's runs are inside the world; asked before they are spelled out."""
+    for start, count, step, outer, outer_step in ranks.runs:
+        if min(start, count, step, outer, outer_step) < 0 or count * outer > world_size:
+            return False
+        if start + max(0, count - 1) * step + max(0, outer - 1) * outer_step >= world_size:
+            return False
+    return True
+
+
+def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
+    entry, structure = manifest.entries[place], manifest.structure
+    itemsize_of(entry.dtype)
+    problem = None
+    if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
+        problem = f"shape {entry.shape}"
+    elif not 0 <= entry.axes < len(structure.axes) or len(structure.axes[entry.axes]) != len(entry.cuts):
+        problem = f"axes {entry.axes} with {len(entry.cuts)} cuts"
+    elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
+        problem = f"ranks {manifest.holders[place]}"
+    if manifest.chunks is not None and problem is None:
+        entry.name.encode()  # raises for half a surrogate pair, of which no folder's name is made
+        chunks = manifest.chunks[place]
+        fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
+        count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
+        if len(chunks) != len(entry.shape) or not fits or count > _MAX_CHUNKS:
+            problem = f"chunks {chunks} of shape {entry.shape}"
+    for axis, cut in zip(structure.axes[entry.axes] if problem is None else (), entry.cuts, strict=False):
+        if not _cut_fits(manifest, entry, axis, cut):
+            problem = f"cut {cut} on axis {axis} of shape {entry.shape}"
+    if problem is not None:
+        raise _corrupt(where, f"tensor {entry.name!r}: {problem}")
+
+
+def _cut_fits(manifest: Manifest, entry: Entry, axis: Axis, cut: Cut) -> bool:
+    """Whether a cut is possible: asked before its pieces are spelled out."""
+    if not 1 <= axis.size <= manifest.world_size or (axis.table is None and axis.stride < 1):
+        return False
+    if isinstance(cut, ShardCut):
+        return 0 <= cut.dim < len(entry.shape)
+    if isinstance(cut, UnitsCut):
+        return all(count > 0 for count, _ in cut.runs) and sum(count for count, _ in cut.runs) == axis.size
+    assert isinstance(cut, LayoutCut)
+    if cut.layout < 0 or cut.slot < 0:
+        return False
+    layout = manifest.structure.layouts[cut.layout]
+    return layout.num_shards == axis.size and layout.slots[cut.slot].shape == entry.shape

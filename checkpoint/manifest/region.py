@@ -1,0 +1,170 @@
+"""Regions: what one rank holds of one tensor, and what two regions share. Integers only.
+
+A region is a flat range of the row-major elements of a box. That covers every case:
+
+    ragged piece             box = the whole tensor     range = the piece
+    Shard, TP, EP            box = the rank's box       range = all of the box
+    replica 1 of 4           box = what is replicated   range = the second quarter of it
+
+In memory and in a file a region is one contiguous run of elements. Two regions share either *runs*
+(contiguous in both: one copy of bytes) or *patches* (a box that is strided in at least one of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
+
+__all__ = ["Patch", "Region", "Run", "overlaps", "runs_of_box", "whole_region"]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The elements ``span`` of ``box``, both half-open; the box lies in a tensor the owner knows."""
+
+    box: Box
+    span: FlatRange
+
+    @property
+    def numel(self) -> int:
+        """Elements in the region."""
+        return self.span.numel
+
+    def part(self, index: int, count: int) -> Region:
+        """The ``index``-th of ``count`` equal parts (to within one element), in order."""
+        start, numel = self.span.start, self.span.numel
+        return Region(
+            self.box, FlatRange(start + numel * index // count, start + numel * (index + 1) // count)
+        )
+
+    def pieces(self) -> Iterator[tuple[Box, int]]:
+        """Boxes of the tensor that tile the region, each with its first element's place in the region."""
+        if self.span.start == 0 and self.span.stop == self.box.numel:
+            if self.numel:
+                yield self.box, 0
+            return
+        place = 0
+        for box in boxes_of_range(self.box.sizes, *self.span):
+            offsets = tuple(a + b for a, b in zip(box.offsets, self.box.offsets, strict=True))
+            yield Box(offsets, box.sizes), place
+            place += box.numel
+
+
+def whole_region(shape: Sequence[int]) -> Region:
+    """All elements of a tensor of this shape."""
+    return Region(Box((0,) * len(shape), tuple(shape)), FlatRange(0, numel_of(shape)))
+
+
+class Run(NamedTuple):
+    """Elements that are contiguous in both regions: places are counted from each region's first element."""
+
+    source: int
+    target: int
+    numel: int
+
+
+class Patch(NamedTuple):
+    """A box that two regions share, strided in at least one of them.
+
+    Attributes:
+        source, target: place of the surrounding box's first element in either region.
+        source_sizes, target_sizes: sizes of the surrounding boxes, each contiguous in its region.
+        source_box, target_box: the shared box, relative to the corner of either surrounding box.
+    """
+
+    source: int
+    source_sizes: tuple[int, ...]
+    source_box: Box
+    target: int
+    target_sizes: tuple[int, ...]
+    target_box: Box
+
+
+def overlaps(source: Region, target: Region) -> list[Run | Patch]:
+    """What ``target`` can take from ``source``; nothing if they share no element."""
+    if source.box == target.box:
+        shared = source.span.intersect(target.span)
+        if not shared.numel:
+            return []
+        return [Run(shared.start - source.span.start, shared.start - target.span.start, shared.numel)]
+    if source.box.intersect(target.box) is None:
+        return []
+    found: list[Run | Patch] = []
+    targets = list(target.pieces())
+    for source_box, source_place in source.pieces():
+        for target_box, target_place in targets:
+            shared_box = source_box.intersect(target_box)
+            if shared_box is not None:
+                found.append(_share(shared_box, source_box, source_place, target_box, target_place))
+    return _merge(found)
+
+
+def _share(shared: Box, source_box: Box, source: int, target_box: Box, target: int) -> Run | Patch:
+    in_source = _relative(shared, source_box)
+    in_target = _relative(shared, target_box)
+    source_start = _contiguous_start(source_box.sizes, in_source)
+    target_start = _contiguous_start(target_box.sizes, in_target)
+    if source_start is not None and target_start is not None:
+        return Run(source + source_start, target + target_start, shared.numel)
+    return Patch(source, source_box.sizes, in_source, target, target_box.sizes, in_target)
+
+
+def _relative(inner: Box, outer: Box) -> Box:
+    return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+def _contiguous_start(sizes: tuple[int, ...], box: Box) -> int | None:
+    """Flat index of the first element of a box that is one run of a row-major tensor, else None."""
+    whole = True
+    for size, full in zip(reversed(box.sizes), reversed(sizes), strict=True):
+        if not whole and size != 1:
+            return None
+        whole = whole and size == full
+    return sum(o * s for o, s in zip(box.offsets, contiguous_strides(sizes), strict=True))
+
+
+def _merge(found: list[Run | Patch]) -> list[Run | Patch]:
+    """Join runs that follow one another in both regions."""
+    merged: list[Run | Patch] = []
+    for item in found:
+        last = merged[-1] if merged else None
+        if (
+            isinstance(item, Run)
+            and isinstance(last, Run)
+            and last.source + last.numel == item.source
+            and last.target + last.numel == item.target
+        ):
+            merged[-1] = Run(last.source, last.target, last.numel + item.numel)
+        else:
+            merged.append(item)
+    return merged
+
+
+def runs_of_box(sizes: tuple[int, ...], box: Box, *, max_gap_numel: int) -> list[FlatRange]:
+    """Flat runs of a row-major tensor that cover a box; gaps of at most ``max_gap_numel`` are read over."""
+    runs = [FlatRange(0, 1)]
+    for offset, size, stride, full in reversed(
+        list(zip(box.offsets, box.sizes, contiguous_strides(sizes), sizes, strict=True))
+    ):
+        whole_dim = size == full and len(runs) == 1 and runs[0] == FlatRange(0, stride)
+        if whole_dim:
+            runs = [FlatRange(0, stride * size)]
+            continue
+        shifted: list[FlatRange] = []
+        for index in range(offset, offset + size):
+            for run in runs:
+                start, stop = run.shift(index * stride)
+                if shifted and start - shifted[-1].stop <= max_gap_numel:
+                    shifted[-1] = FlatRange(shifted[-1].start, stop)
+                else:
+                    shifted.append(FlatRange(start, stop))
+            if len(shifted) == 1 and runs[0].start + stride - runs[-1].stop <= max_gap_numel:
+                # Every further index only extends the one run: no need to visit them all.
+                last = runs[-1].shift((offset + size - 1) * stride).stop
+                shifted = [FlatRange(shifted[0].start, last)]
+                break
+        runs = shifted
+    return runs

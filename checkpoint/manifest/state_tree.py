@@ -1,0 +1,109 @@
+"""The state tree: any nesting of containers and values as JSON; tensors and per-rank values by reference.
+
+Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` key:
+
+    {"$": "tensor", "i": 7}     leaf number 7 of the tensors         {"$": "per_rank", "name": "rng"}
+    {"$": "tuple", "v": [..]}   also set, frozenset                  {"$": "dict", "v": [[key, value], ..]}
+    {"$": "float", "v": "nan"}  also "inf", "-inf"                   {"$": "bytes", "v": base64}
+    {"$": "complex", "v": [re, im]}   {"$": "dtype", "v": "int8"}    {"$": "device", "v": "cpu"}
+    {"$": "absent"}             a tensor whose mesh does not include this rank
+
+A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so nothing runs when a checkpoint is opened.
+`decode` reads nodes, `encoding.encode` makes them. Values that are not of Python's own types are imported only where
+one occurs.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_dtype
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+
+__all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name", "split_name"]
+
+Json = Any
+# Levels of containers. A load needs more of the interpreter's stack for each than a save does.
+MAX_DEPTH = 100
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def join_name(parent: str, key: object) -> str:
+    """Name of a child: keys joined by ``/``, in which ``~`` and ``/`` are written ``~0`` and ``~1``."""
+    text = str(key).replace("~", "~0").replace("/", "~1")
+    return f"{parent}/{text}" if parent else text
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """The keys, as text, that `join_name` joined."""
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
+
+
+def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = "manifest") -> Any:
+    """The value of a node; ``tensor(node)`` answers for tensor and per-rank leaves.
+
+    Raises:
+        CorruptCheckpointError: for a node of unknown kind.
+        ValueError, TypeError: for other nodes that cannot be; a manifest has been proven to hold none.
+    """
+    if isinstance(node, list):
+        return [decode(item, tensor, where) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    if "$" not in node:
+        return {key: decode(item, tensor, where) for key, item in node.items()}
+    kind, value = node["$"], node.get("v")
+    if kind in ("tensor", "per_rank", "absent"):
+        return tensor(node)
+    if kind == "dict" and isinstance(value, list):
+        found = {decode(key, tensor, where): decode(item, tensor, where) for key, item in value}
+        if len(found) != len(value):
+            raise ValueError("a key occurs twice")
+        return found
+    if isinstance(kind, str) and kind in _SEQUENCES and isinstance(value, list):
+        return _SEQUENCES[kind]([decode(item, tensor, where) for item in value])
+    if kind == "float" and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if kind == "bytes" and isinstance(value, str):
+        data = base64.b64decode(value, validate=True)
+        return bytearray(data) if node.get("array") is True else data
+    if kind == "complex" and isinstance(value, list):
+        return complex(*(decode(part, tensor, where) for part in value))
+    if kind == "dtype" and isinstance(value, str):
+        return dtype_named(value)
+    if kind == "device" and isinstance(value, str):
+        import torch
+
+        return torch.device(value)
+    if kind == "numpy" and is_numpy_dtype(str(node.get("dtype"))):
+        import numpy as np
+
+        return np.dtype(node["dtype"]).type(decode(value, tensor, where))
+    raise CorruptCheckpointError(
+        explain(
+            "The state tree has a node of unknown kind.",
+            expected="a kind of FORMAT.md",
+            got=kind,
+            where=where,
+        )
+    )
+
+
+def depth_of(value: Json) -> int:
+    """Levels of containers in a JSON value; 0 for a plain one."""
+    if not isinstance(value, (list, dict)):
+        return 0
+    return 1 + max(map(depth_of, value.values() if isinstance(value, dict) else value), default=0)
+
+
+def has_tensors(node: Json) -> bool:
+    """Whether a tensor or per-rank leaf lies under a node."""
+    if isinstance(node, list):
+        return any(has_tensors(item) for item in node)
+    if not isinstance(node, Mapping):
+        return False
+    if node.get("$") in ("tensor", "per_rank", "absent"):
+        return True
+    return any(has_tensors(item) for item in node.values() if isinstance(item, (list, Mapping)))

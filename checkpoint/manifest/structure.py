@@ -1,0 +1,135 @@
+"""The structure of one rank's state: all that ranks must agree on, and nothing that grows with them.
+
+`Structure` is a value: the state tree, what is known of every tensor, and the layouts. Two ranks hold the
+same kind of state exactly if their structures are equal, which a 16-byte digest tells. `taking.take_state`
+finds it on a live state; reading one from a manifest needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import itemsize_of
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.group_layout import GroupLayout
+
+__all__ = ["Entry", "Structure", "distinct_keys", "dump_json", "renumber"]
+
+
+def dump_json(value: Json) -> bytes:
+    """The one way JSON is written here: compact, so that equal values have equal bytes."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as it is read; none whose keys occur twice, of which readers may take one or the other.
+
+    Raises:
+        ValueError: if a key occurs twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of one tensor: ``axes`` is a place in a table of mesh axes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return itemsize_of(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return numel_of(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss."""
+        cuts = [cut.to_json() for cut in self.cuts]
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "axes": self.axes,
+            "cuts": cuts,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Entry:
+        """Inverse of `to_json`."""
+        name, dtype = data["name"], data["dtype"]
+        if not (isinstance(name, str) and isinstance(dtype, str)):
+            raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
+        cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
+        return cls(name, dtype, tuple(map(int, data["shape"])), int(data["axes"]), cuts)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """State tree, tensors in file order, and the tables they point into."""
+
+    tree: Json
+    entries: tuple[Entry, ...]
+    axes: tuple[Axes, ...]
+    layouts: tuple[GroupLayout, ...]
+
+    @cached_property
+    def document(self) -> bytes:
+        """The structure as JSON, equal for equal structures."""
+        return dump_json(
+            {
+                "tree": self.tree,
+                "entries": [entry.to_json() for entry in self.entries],
+                "axes": [[axis.to_json() for axis in axes] for axes in self.axes],
+                "layouts": [layout.to_json() for layout in self.layouts],
+            }
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ between different structures."""
+        return xxhash.xxh3_128_digest(self.document)
+
+    @classmethod
+    def from_document(cls, document: bytes) -> Structure:
+        """Inverse of `document`."""
+        data = json.loads(document)
+        return cls(
+            data["tree"],
+            tuple(Entry.from_json(entry) for entry in data["entries"]),
+            tuple(tuple(Axis.from_json(axis) for axis in axes) for axes in data["axes"]),
+            tuple(GroupLayout.from_json(layout) for layout in data["layouts"]),
+        )
+
+    def distribution(self, entry: Entry) -> Distribution:
+        """Axes and cuts of one tensor."""
+        return Distribution(self.axes[entry.axes], entry.cuts)
+
+
+def renumber(node: Json, number_of: Mapping[int, int]) -> Json:
+    """A tree whose tensor leaves carry new numbers."""
+    if isinstance(node, list):
+        return [renumber(item, number_of) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("$") == "tensor":
+        return {**node, "i": number_of[node["i"]]}
+    return {key: renumber(item, number_of) for key, item in node.items()}

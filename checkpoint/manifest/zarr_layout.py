@@ -1,0 +1,189 @@
+"""The zarr form of a checkpoint: which chunks a tensor has, which rank writes each, and the JSON beside them.
+
+One zarr v3 array per tensor. Its chunk grid follows the cuts, so that ranks' boundaries fall between chunks
+where whole rows allow it; where they do not (cuts inside rows), the rank that holds a chunk's first element
+owns it and gets the rest from its neighbours. Never do two ranks write one chunk.
+
+    path/data-<save_id>/model/layers.0.weight/zarr.json     array: shape, chunks, dtype, crc32c
+    path/data-<save_id>/model/layers.0.weight/c/0/0         chunk (0, 0): little-endian bytes, then their crc32c
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.layout.geometry import Box, numel_of
+
+__all__ = [
+    "array_json",
+    "array_path",
+    "as_arrays",
+    "chunk_boxes",
+    "chunk_file",
+    "chunk_shape",
+    "clipped",
+    "group_files",
+]
+
+_TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
+_ZARR_DTYPES = {
+    "bool",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
+
+
+def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = None) -> Manifest:
+    """The manifest of the same state in the zarr form; with these chunk sizes, if any are given."""
+    if chunks is None:
+        chunks = [chunk_shape(manifest, place) for place in range(len(manifest.entries))]
+    return replace(manifest, chunks=tuple(chunks), version=FORMAT_VERSION)
+
+
+def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
+    """Sizes of a tensor's chunks: at most the shards' where dims are cut, and whole rows of about 4 MiB."""
+    entry = manifest.entries[place]
+    sizes = [max(1, size) for size in entry.shape]
+    limit_rows = None
+    for axis, cut in zip(manifest.structure.axes[entry.axes], entry.cuts, strict=True):
+        if isinstance(cut, ShardCut):
+            sizes[cut.dim] = max(1, -(-sizes[cut.dim] // axis.size))
+        elif isinstance(cut, LayoutCut) and sizes and len(entry.cuts) == 1:
+            limit_rows = _aligned_rows(manifest, place, cut)
+    if not sizes:
+        return ()
+    row_bytes = max(1, numel_of(sizes[1:]) * entry.itemsize)
+    wanted = max(1, min(sizes[0], _TARGET_BYTES // row_bytes))
+    if limit_rows is not None:
+        # The largest number of rows that divides every boundary's.
+        wanted = next(rows for rows in range(min(wanted, limit_rows), 0, -1) if limit_rows % rows == 0)
+    sizes[0] = wanted
+    return tuple(sizes)
+
+
+def _aligned_rows(manifest: Manifest, place: int, cut: LayoutCut) -> int | None:
+    """Rows of which every rank boundary is a multiple; None if there is no boundary, or one inside a row."""
+    entry = manifest.entries[place]
+    layout = manifest.structure.layouts[cut.layout]
+    slot = layout.slots[cut.slot]
+    row_numel = numel_of(entry.shape[1:])
+    if slot.is_scattered or not entry.numel:
+        return None
+    first = (slot.offset // layout.shard_numel + 1) * layout.shard_numel - slot.offset
+    if first >= entry.numel:
+        return None
+    steps = [first] + ([layout.shard_numel] if first + layout.shard_numel < entry.numel else [])
+    common = math.gcd(*steps)
+    return common // row_numel if common % row_numel == 0 else None
+
+
+def chunk_boxes(shape: tuple[int, ...], chunks: tuple[int, ...], within: Box | None = None) -> Iterator[Box]:
+    """Boxes of all chunks (those that share an element with ``within``), unclipped: edges reach over."""
+    if any(size == 0 for size in shape):
+        return
+    ranges = [range(-(-size // chunk)) for size, chunk in zip(shape, chunks, strict=True)]
+    if within is not None:
+        ranges = [
+            range(start // chunk, min(len(grid), -(-(start + size) // chunk)))
+            for grid, start, size, chunk in zip(ranges, within.offsets, within.sizes, chunks, strict=True)
+        ]
+    indices: list[tuple[int, ...]] = [()]
+    for grid in ranges:
+        indices = [(*index, i) for index in indices for i in grid]
+    for index in indices:
+        yield Box(tuple(i * chunk for i, chunk in zip(index, chunks, strict=True)), chunks)
+
+
+def clipped(box: Box, shape: tuple[int, ...]) -> Box:
+    """The part of a chunk that lies inside the tensor."""
+    sizes = tuple(
+        min(size, full - start) for start, size, full in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+    return Box(box.offsets, sizes)
+
+
+def array_path(manifest: Manifest, place: int) -> str:
+    """Folder of a tensor's array, relative to the checkpoint's."""
+    return manifest.array_paths[manifest.entries[place].name]
+
+
+def chunk_file(manifest: Manifest, place: int, box: Box) -> str:
+    """A chunk's file, relative to the checkpoint's folder."""
+    assert manifest.chunks is not None
+    index = (str(o // c) for o, c in zip(box.offsets, manifest.chunks[place], strict=True))
+    return "/".join([array_path(manifest, place), "c", *index])
+
+
+def array_json(manifest: Manifest, place: int) -> bytes:
+    """``zarr.json`` of a tensor's array."""
+    entry = manifest.entries[place]
+    stored = entry.dtype if entry.dtype in _ZARR_DTYPES else f"uint{8 * entry.itemsize}"
+    attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
+    if manifest.version >= 2:
+        attributes["name"] = entry.name
+    cut = entry.cuts[-1] if entry.cuts else None
+    if isinstance(cut, LayoutCut):
+        layout = manifest.structure.layouts[cut.layout]
+        attributes["block_numel"] = layout.slots[cut.slot].block_numel
+        attributes["layout"] = {
+            "num_shards": layout.num_shards,
+            "shard_numel": layout.shard_numel,
+            "slot": layout.slots[cut.slot].to_json(),
+        }
+    assert manifest.chunks is not None
+    return dump_json(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(entry.shape),
+            "data_type": stored,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": list(manifest.chunks[place])},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": _fill_value(stored),
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            "attributes": attributes,
+        }
+    )
+
+
+def _fill_value(stored: str) -> Json:
+    if stored == "bool":
+        return False
+    if stored.startswith("complex"):
+        return [0.0, 0.0]
+    return 0.0 if stored.startswith("float") else 0
+
+
+def _group_json(attributes: Json) -> bytes:
+    """``zarr.json`` of a group."""
+    return dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+
+
+def group_files(manifest: Manifest) -> dict[str, bytes]:
+    """Name and content of every group's ``zarr.json``; the checkpoint's own, which names the others, last."""
+    found = {f"{path}/zarr.json": _group_json({}) for path in _group_paths(manifest)}
+    found["zarr.json"] = _group_json({"arrays": f"data-{manifest.save_id}", "manifest": MANIFEST_NAME})
+    return found
+
+
+def _group_paths(manifest: Manifest) -> list[str]:
+    """Folders that hold arrays or groups, parents first, relative to the checkpoint's."""
+    found: dict[str, None] = {f"data-{manifest.save_id}": None}
+    for place in range(len(manifest.entries)):
+        parts = array_path(manifest, place).split("/")
+        for depth in range(2, len(parts)):
+            found["/".join(parts[:depth])] = None
+    return list(found)

@@ -1,0 +1,441 @@
+"""How the ranks of a save or load agree: a digest, a few numbers, errors. No plans are ever gathered.
+
+    agree           one all-reduce of a few int64: is the structure the same everywhere, did a rank fail? Only
+                    where digests differ (pipeline stages, experts) does each structure travel, once.
+    together        ``with coordinator.together("writing"):`` ends in a meeting, one all-reduce: whatever was raised
+                    inside on any rank, Ctrl-C and a lack of memory included, ends the block on all of them.
+
+Who was hit raises what it met itself. The others raise a `CheckpointError` that names the ranks and what they met.
+Work that only some ranks do, and work that may fail on one, stands inside such a block; nothing catches less.
+
+Both compare a digest of the caller's arguments on the way, so that no rank's silently wins.
+
+Everything runs on a gloo group of its own, so it can neither take turns with training's collectives
+nor spend GPU memory.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import struct
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
+from vescale_fsdp.checkpoint.manifest.structure import Structure
+from vescale_fsdp.collectives import new_group
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
+
+__all__ = [
+    "Agreement",
+    "Coordinator",
+    "GroupCoordinator",
+    "SoloCoordinator",
+    "coordinator_for",
+    "solo_coordinator",
+]
+
+
+T = TypeVar("T")
+
+_FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
+_KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
+_NOTHING_DONE = "nothing was committed"
+
+
+def _severity(error: BaseException | None) -> int:
+    """0, or how bad an error is: all ranks raise the worst kind, so that they decide alike what to do next."""
+    if error is None:
+        return 0
+    for severity, kind in _KINDS.items():
+        if isinstance(error, kind):
+            return severity
+    # Whoever meets what is not ours raises it and is gone: the others must not go on with an older checkpoint.
+    return _FAILURE if isinstance(error, VescaleError) else _FOREIGN
+
+
+def _told(error: BaseException) -> str:
+    """An error as other ranks are told of it."""
+    notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
+    try:
+        return "\n".join([f"{type(error).__name__}: {error}", *notes])
+    except Exception as mute:  # noqa: BLE001  an error whose text cannot be had is still told of
+        return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
+
+
+Alike = Mapping[str, Json]
+_NOTHING: Alike = {}
+_ABSENT = "nothing"  # stands for a key that a rank does not have
+
+
+def _digest_of(alike: Alike) -> bytes:
+    """16 bytes that are the same for equal arguments; the order of keys counts for nothing."""
+    return xxhash.xxh3_128_digest(json.dumps(alike, sort_keys=True, default=repr).encode())
+
+
+def _words(digest: bytes) -> list[int]:
+    return list(struct.unpack("<4I", digest))
+
+
+def _both_ways(words: list[int]) -> list[int]:
+    """Numbers whose maximum over ranks tells whether all ranks have the same words; `_same` looks at it."""
+    return [*words, *(-word for word in words)]
+
+
+def _same(found: Sequence[int]) -> bool:
+    half = len(found) // 2
+    return all(high == -low for high, low in zip(found[:half], found[half:], strict=True))
+
+
+def _first_difference(values: Sequence[Json], name: str = "") -> tuple[str, Sequence[Json]]:
+    """Name and values, by rank, of the first place where the ranks' values differ."""
+    inner: list[tuple[str, list[Json]]] = []
+    if all(isinstance(value, dict) for value in values):
+        keys = sorted({key for value in values for key in value})
+        inner = [(join_name(name, key), [value.get(key, _ABSENT) for value in values]) for key in keys]
+    elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
+        inner = [
+            (join_name(name, place), list(items)) for place, items in enumerate(zip(*values, strict=True))
+        ]
+    for inside, items in inner:
+        if len({_digest_of({"": item}) for item in items}) > 1:
+            return _first_difference(items, inside)
+    return name, values
+
+
+class Agreement(NamedTuple):
+    """What ranks know together after `Coordinator.agree`."""
+
+    classes: list[tuple[RankSet, Structure]]
+    blob_bytes: int  # of the largest rank
+    save_id: str
+
+
+class Coordinator(ABC):
+    """This rank's place among those that save or load together."""
+
+    rank: int
+    world_size: int
+    rank_of: dict[int, int] | None  # number here of each global rank, where they differ
+
+    @abstractmethod
+    def agree(
+        self,
+        structure: Structure | None,
+        blob_bytes: int,
+        error: BaseException | None,
+        alike: Alike = _NOTHING,
+    ) -> Agreement:
+        """Compare structures; ``structure`` is None only beside an error.
+
+        Args:
+            alike: arguments that must be the same on all ranks, by name.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
+                with an error raises that.
+        """
+
+    @abstractmethod
+    def raise_together(
+        self,
+        error: BaseException | None,
+        doing: str,
+        outcome: str = _NOTHING_DONE,
+        alike: Alike = _NOTHING,
+    ) -> None:
+        """Return if no rank failed; else raise on all ranks.
+
+        Args:
+            error: what this rank met, whatever it is.
+            doing: at what, for the message.
+            outcome: what has become of the checkpoint, if a rank failed.
+            alike: as for `agree`.
+
+        Raises:
+            CheckpointError: on ranks that met nothing: names those that did, and what, or the argument that differs.
+                The others raise what they met, or, where both are errors of a checkpoint, the worse of their own and
+                the others' kind.
+        """
+
+    @contextmanager
+    def together(self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING) -> Iterator[None]:
+        """A block that all ranks leave in the same way, as `raise_together` says.
+
+        ``alike`` is looked at when the block ends: what is only known then may be put in meanwhile.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:  # noqa: BLE001  Ctrl-C too: the others would wait for this rank
+            error = caught
+        try:
+            self.raise_together(error, doing, outcome, alike if error is None else _NOTHING)
+        finally:
+            del error  # it holds this frame, and what the block's frames hold
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        """Send a contiguous CPU tensor to a rank that calls `receive`."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
+        """Fill a contiguous CPU tensor with what a rank sends."""
+
+    @abstractmethod
+    def everyone(self, item: T) -> list[T]:
+        """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
+
+
+class SoloCoordinator(Coordinator):
+    """One process alone.
+
+    Args:
+        global_rank: its number in a world whose other ranks do not take part.
+    """
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.rank_of = {global_rank: 0} if global_rank else None
+
+    def agree(
+        self,
+        structure: Structure | None,
+        blob_bytes: int,
+        error: BaseException | None,
+        alike: Alike = _NOTHING,
+    ) -> Agreement:
+        if error is not None:
+            raise error
+        assert structure is not None
+        return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
+
+    def raise_together(
+        self,
+        error: BaseException | None,
+        doing: str,
+        outcome: str = _NOTHING_DONE,
+        alike: Alike = _NOTHING,
+    ) -> None:
+        if error is not None:
+            raise error
+
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        raise AssertionError("one process alone sends nothing")
+
+    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
+        raise AssertionError("one process alone receives nothing")
+
+    def everyone(self, item: T) -> list[T]:
+        return [item]
+
+
+class GroupCoordinator(Coordinator):
+    """The ranks of a process group, over a gloo group of their own."""
+
+    def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int] | None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.rank_of = rank_of
+
+    def _max(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        with self._reaching("meeting"):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor.tolist()
+
+    def agree(
+        self,
+        structure: Structure | None,
+        blob_bytes: int,
+        error: BaseException | None,
+        alike: Alike = _NOTHING,
+    ) -> Agreement:
+        digest = structure.digest if structure is not None else bytes(16)
+        words, others = _words(digest), _words(_digest_of(alike))
+        save_id = secrets.randbits(62) if self.rank == 0 else 0
+        found = self._max([_severity(error), blob_bytes, save_id, *_both_ways(words), *_both_ways(others)])
+        if found[0]:
+            self._raise_gathered(error, found[0], "describing the state", _NOTHING_DONE)
+        if not _same(found[11:]):
+            self._raise_unlike(alike)
+        assert structure is not None
+        name = f"{found[2]:016x}"
+        if _same(found[3:11]):
+            return Agreement([(RankSet.world(self.world_size), structure)], found[1], name)
+        return Agreement(self._exchange(structure, words), found[1], name)
+
+    def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
+        """Every distinct structure, sent once by its first rank, with the ranks that have it."""
+        mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with self._reaching("comparing structures"):
+            dist.all_gather(rows, mine, group=self._group)
+        owners: dict[tuple[int, ...], list[int]] = {}
+        for rank, row in enumerate(rows):
+            owners.setdefault(tuple(row.tolist()), []).append(rank)
+        with self.together("making room for other ranks' structures"):
+            documents = [
+                torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
+                if self.rank == ranks[0]
+                else torch.empty(length, dtype=torch.uint8)
+                for (length, *_), ranks in owners.items()
+            ]
+        with self._reaching("exchanging structures"):
+            for document, ranks in zip(documents, owners.values(), strict=True):
+                dist.broadcast(document, group=self._group, group_src=ranks[0])
+        classes = []
+        with self.together("reading other ranks' structures"):
+            for document, ranks in zip(documents, owners.values(), strict=True):
+                same = self.rank in ranks
+                found = structure if same else Structure.from_document(document.numpy().tobytes())
+                classes.append((RankSet.of(ranks), found))
+        return classes
+
+    def raise_together(
+        self,
+        error: BaseException | None,
+        doing: str,
+        outcome: str = _NOTHING_DONE,
+        alike: Alike = _NOTHING,
+    ) -> None:
+        worst, *others = self._max([_severity(error), *_both_ways(_words(_digest_of(alike)))])
+        if worst:
+            self._raise_gathered(error, worst, doing, outcome)
+        if not _same(others):
+            self._raise_unlike(alike)
+
+    def _raise_unlike(self, alike: Alike) -> NoReturn:
+        everyone: list[dict[str, Json]] = [{} for _ in range(self.world_size)]
+        with self._reaching("comparing arguments"):
+            dist.all_gather_object(everyone, dict(alike), group=self._group)
+        name, values = _first_difference(everyone)
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_by_text.setdefault(repr(value), []).append(rank)
+        shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
+        raise CheckpointError(
+            explain(
+                "Ranks disagree about an argument.",
+                expected="the same arguments on all ranks",
+                got="; ".join(shown[:4]),
+                where=f"the argument `{name}`",
+                todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
+                "into the state, as PerRank(value)",
+            )
+        )
+
+    def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
+        texts: list[str | None] = [None] * self.world_size
+        with self._reaching(doing):
+            dist.all_gather_object(texts, None if error is None else _told(error), group=self._group)
+        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+        if error is not None and _severity(error) in (worst, _FOREIGN):
+            error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
+            raise error
+        shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
+        raise _KINDS.get(worst, CheckpointError)(
+            explain(
+                f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
+                expected="all ranks to succeed",
+                got=shown,
+                where=f"ranks {sorted(failed)[:16]}",
+                todo=f"see the errors above; {outcome}",
+            )
+        ) from error
+
+    @contextmanager
+    def _reaching(self, doing: str) -> Iterator[None]:
+        """A collective call: what gloo raises says that ranks are gone, not what that means."""
+        try:
+            yield
+        except RuntimeError as lost:
+            raise CheckpointError(
+                explain(
+                    f"Ranks could not be reached while {doing}.",
+                    expected=f"all {self.world_size} ranks to come within the process group's time-out",
+                    got=f"{type(lost).__name__}: {lost}",
+                    where=f"rank {self.rank}",
+                    todo="see what the other ranks say; where ranks write for longer, pass init_process_group "
+                    "a longer timeout",
+                )
+            ) from lost
+
+    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
+        with self._reaching(f"sending to rank {to_rank}"):
+            dist.send(tensor, group=self._group, group_dst=to_rank)
+
+    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
+        with self._reaching(f"receiving from rank {from_rank}"):
+            dist.recv(tensor, group=self._group, group_src=from_rank)
+
+    def everyone(self, item: T) -> list[T]:
+        digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2
+        high, low = self._max([digest, -digest])
+        if high == -low:
+            return [item] * self.world_size
+        found: list[T] = [item] * self.world_size
+        with self._reaching("comparing what ranks have"):
+            dist.all_gather_object(found, item, group=self._group)
+        return found
+
+
+# By group asked for, then by use. Weak, since a group that is kept after `destroy_process_group` keeps its threads and
+# sockets: one more set of them for each restart inside a process.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def solo_coordinator() -> SoloCoordinator:
+    """The coordinator of this process alone, whatever world it is in."""
+    return SoloCoordinator(dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+
+
+def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str = "sync") -> Coordinator:
+    """The coordinator of a process group; without torch.distributed, one process alone.
+
+    The first call for a group makes a gloo group of the same ranks, so all of them must make it together. It waits
+    as long as the group does: a rank that never comes ends a save or load within that group's time-out.
+
+    Args:
+        process_group: the ranks that save or load together; default: all.
+        use: work that goes on at the same time needs groups of its own: one per name.
+
+    Raises:
+        ValueError: if this rank is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SoloCoordinator()
+    base = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(base, dist.ProcessGroup):  # what new_group gives to ranks that are not in the group
+        raise ValueError(
+            explain(
+                "This rank is not in the process group.",
+                expected="a group of which it is a member",
+                got=repr(base),
+                where=f"rank {dist.get_rank()}",
+                todo="call this on the group's ranks only",
+            )
+        )
+    ranks = dist.get_process_group_ranks(base)
+    rank_of = {rank: place for place, rank in enumerate(ranks)}
+    if all(rank == place for rank, place in rank_of.items()):
+        rank_of = None  # type: ignore[assignment]
+    known = _groups.setdefault(base, {})
+    if use not in known:
+        known[use] = new_group(base, backend="gloo")
+    return GroupCoordinator(known[use], rank_of)

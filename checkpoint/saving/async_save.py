@@ -1,0 +1,253 @@
+"""`async_save`: the trainer waits for one copy into a reused staging buffer; everything else is behind it.
+
+    trainer              staging buffer            worker thread
+    ---------------      --------------------      ---------------------------------------------
+    walk the state
+    copy             ->  this rank's tensors
+    train on                                  ->   agree, hash, write, meet, commit (see `saving`)
+    handle.wait()                             <-   done, or the error
+
+The buffer is allocated once (pinned if there is a GPU) and belongs to the save until it ends, so a second save
+waits for the first: back-pressure instead of unbounded memory. All saves of a process run on one worker
+thread, in the order in which they were started, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.saving.save import Saver, plain_json
+from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
+from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+
+__all__ = ["AsyncSaver", "SaveHandle", "Stager", "async_save"]
+
+_ALIGN_BYTES = 64
+_HEAD_START_S = 0.005
+_Kind = tuple[torch.Size, torch.dtype]
+_worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
+
+
+_failed: list[SaveHandle] = []
+
+
+@atexit.register  # called when the worker has ended, as threads end first
+def _tell_unheard() -> None:
+    for handle in _failed:
+        if not handle.heard:
+            error = handle.error()
+            text = f"{type(error).__name__}: {error}"
+            print(f"vescale_fsdp.checkpoint: a save behind training failed: {text}", file=sys.stderr)
+
+
+class SaveHandle:
+    """A save that goes on behind training. An error that nobody asks for is told when the process ends."""
+
+    heard = False  # whether somebody has asked how it ended
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+        future.add_done_callback(self._keep_failed)
+
+    def _keep_failed(self, future: Future[None]) -> None:
+        _failed[:] = [handle for handle in _failed if not handle.heard]
+        if future.exception() is not None:
+            _failed.append(self)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not. Never blocks."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the checkpoint is committed and durable.
+
+        Raises:
+            CheckpointError: if another rank failed, and how. A rank that failed itself raises what it met. What has
+                become of the checkpoint is said in either.
+            TimeoutError: if it takes longer than ``timeout_s``.
+        """
+        self._future.exception(timeout_s)
+        self.heard = True
+        self._future.result()
+
+    def error(self) -> BaseException | None:
+        """What went wrong, or None; blocks until the save has ended."""
+        error = self._future.exception()
+        self.heard = True
+        return error
+
+
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """1D bytes in CPU memory, pinned if there is a GPU.
+
+    Filled once: the first touch of fresh pages costs more than the copy itself.
+    """
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+class Stager:
+    """Copies this rank's tensors into one buffer that is kept from save to save.
+
+    Args:
+        allocate: gives 1D bytes in CPU memory; asked again only for a larger state.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor] = host_memory) -> None:
+        self._allocate = allocate
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._kinds: list[_Kind] = []  # of the last call, for which the places were made
+        self._places: list[torch.Tensor] = []  # views of the buffer
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._buffer.numel()
+
+    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous CPU copies; valid until the next call."""
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if kinds != self._kinds:
+            # Views of a thousand tensors take longer than the copies of all that are small.
+            self._places = self._cut(kinds)
+            self._kinds = kinds
+        devices = set()
+        for place, tensor in zip(self._places, tensors, strict=True):
+            if tensor.numel():
+                _copy(place, tensor)
+            if not tensor.is_cpu:
+                devices.add(tensor.device)
+        for device in devices:
+            torch.get_device_module(device).current_stream(device).synchronize()
+        return self._places
+
+    def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
+        """Views of the buffer for tensors of these kinds, after more memory has been asked for if it is short."""
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
+        starts = [0, *accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)]
+        if self._buffer.numel() < starts[-1]:
+            self._kinds, self._places = [], []
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
+            self._buffer = self._allocate(starts[-1])
+        return [
+            self._buffer[start : start + nbytes].view(dtype).view(shape)
+            for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
+        ]
+
+
+def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Bits of one tensor to another; without waiting where the source is on a device."""
+    if tensor.dtype.itemsize == 1:  # copy kernels do not know all one-byte dtypes
+        into, tensor = into.view(torch.uint8), tensor.view(torch.uint8)
+    into.copy_(tensor, non_blocking=not tensor.is_cpu)
+
+
+class AsyncSaver:
+    """Saves behind training, at most one at a time.
+
+    Args:
+        coordinator: the ranks that save together; its group must serve nothing else.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._stager = Stager()
+        self._last: Future[None] | None = None
+
+    def start(
+        self,
+        path: str | os.PathLike[str] | Storage,
+        state: Any,
+        *,
+        user: Json = None,
+        overwrite: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> SaveHandle:
+        """Copy the state and return; the save goes on. ``after`` is called when it is committed."""
+        saver: Saver | None = None
+        taken: TakenState | None = None
+        error: BaseException | None = None
+        try:
+            self.drain()
+            saver = Saver(open_storage(path), self._coordinator, overwrite=overwrite)
+            with torch.no_grad():
+                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
+            user = plain_json(user)
+        except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
+            error = caught
+
+        def work() -> None:
+            # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
+            time.sleep(_HEAD_START_S)
+            if saver is None:
+                self._coordinator.agree(None, 0, error)
+                return
+            with torch.no_grad():
+                saver.write(taken, error, user)
+                if after is not None:
+                    after()
+
+        self._last = _worker.submit(work)
+        if error is not None and not isinstance(error, Exception):
+            raise error  # Ctrl-C is for whoever trains: it does not wait until somebody asks for the handle
+        return SaveHandle(self._last)
+
+    def drain(self) -> None:
+        """Wait until no save is in flight; its error, if any, stays with its handle."""
+        if self._last is not None:
+            wait([self._last])
+
+    def _stage(self, taken: TakenState) -> TakenState:
+        names = list(taken.locals_by_name)
+        per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
+        staged = self._stager.stage([*taken.locals_by_name.values(), *per_rank])
+        rest = iter(staged[len(names) :])
+        copies = {
+            name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
+        }
+        return TakenState(taken.structure, dict(zip(names, staged, strict=False)), copies)
+
+
+_solo_saver = AsyncSaver(SoloCoordinator())
+# Weak, as the groups of `coordinator_for` are: a staging buffer ends with the group it served.
+_group_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
+
+
+def async_save(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    user: Json = None,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveHandle:
+    """Like `save`, but returns as soon as the state is copied; a collective.
+
+    If the previous call's save still runs, this one waits for it first. Arguments as for `save`.
+
+    Returns:
+        A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
+    """
+    saver = _saver_for(process_group)
+    return saver.start(path, state, user=user, overwrite=overwrite)
+
+
+def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:
+    coordinator = coordinator_for(process_group, use="async")
+    if isinstance(coordinator, SoloCoordinator):
+        return _solo_saver
+    base = process_group if process_group is not None else dist.group.WORLD
+    assert base is not None
+    return _group_savers.setdefault(base, AsyncSaver(coordinator))

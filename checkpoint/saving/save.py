@@ -1,0 +1,370 @@
+"""`save`: describe, agree, write, commit. One all-reduce to agree, one after writing, one after the commit.
+
+every rank                                             rank 0 besides
+-----------------------------------------------        -------------------------------------------
+take the state's structure                             lock the folder, refuse an existing checkpoint
+agree on its digest (all errors meet here)
+compute the manifest and the own file from it
+write data-<id>/<rank>.safetensors, fsync
+meet: any error means no commit
+                                                       fsync the folder, publish manifest.json: the commit
+meet: the commit's error, if any                       remove what older attempts left
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.manifest.manifest import (
+    MANIFEST_NAME,
+    SPLIT_BYTES,
+    STRIPE_BYTES,
+    Manifest,
+    build_manifest,
+)
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
+from vescale_fsdp.checkpoint.manifest.structure import distinct_keys, dump_json
+from vescale_fsdp.checkpoint.manifest.zarr_layout import as_arrays
+from vescale_fsdp.checkpoint.ranks.coordinator import Agreement, Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
+from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
+from vescale_fsdp.checkpoint.saving.zarr_writer import ArrayWriter, write_groups
+from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.state.per_rank import pack_blob
+from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+from vescale_fsdp.errors import CheckpointError, explain
+
+__all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
+
+Format = Literal["native", "zarr"]
+_FORMATS: tuple[Format, ...] = get_args(Format)
+
+
+def save(
+    path: str | os.PathLike[str] | Storage,
+    state: Any,
+    *,
+    user: Json = None,
+    overwrite: bool = False,
+    format: Format = "native",
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint; when this returns on any rank, it is complete and durable. A collective.
+
+    Args:
+        path: folder or fsspec URL; it becomes a checkpoint by the appearance of its manifest, last of all.
+        state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values
+            and objects with ``state_dict`` and ``load_state_dict``. Plain tensors and values must be the
+            same on all ranks that have them.
+        user: JSON of your own, the same on all ranks, returned by `read_state(path).user`.
+        overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
+        format: "native" (one safetensors file per rank, the fast one) or "zarr" (one zarr v3 array per
+            tensor, for tools outside PyTorch; loads back at any world size as well).
+        process_group: the ranks that save; default: all.
+
+    Raises:
+        CheckpointError: if another rank fails. A rank that fails itself raises what it met (an OSError, a
+            KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, except where the error says that
+            the new checkpoint is there: the disk failed behind the commit.
+    """
+    coordinator = coordinator_for(process_group)
+    with coordinator.together(f"opening {path}"):
+        saver = Saver(open_storage(path), coordinator, overwrite=overwrite, format=format)
+    saver.save(state, user)
+
+
+@dataclass
+class Saver:
+    """The steps of a save, for callers that put other work between them."""
+
+    storage: Storage
+    coordinator: Coordinator
+    overwrite: bool = False
+    stripe_bytes: int = STRIPE_BYTES
+    split_bytes: int | None = SPLIT_BYTES
+    format: Format = "native"
+    every_node: bool = False  # the storage is each node's own: every rank stores all it holds
+
+    def __post_init__(self) -> None:
+        if self.format not in _FORMATS:
+            raise ValueError(
+                explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
+            )
+
+    def save(self, state: Any, user: Json = None) -> None:
+        """All steps in turn."""
+        taken: TakenState | None = None
+        error: BaseException | None = None
+        with torch.no_grad():
+            try:
+                taken = take_state(state, rank_of=self.coordinator.rank_of)
+            except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+                error = caught
+            self.write(taken, error, user)
+
+    def write(self, taken: TakenState | None, error: BaseException | None, user: Json) -> None:
+        """Agree, write and commit what was taken. ``error`` is what taking it raised."""
+        with ExitStack() as held:
+            self._commit(self.write_uncommitted(taken, error, user, held))
+
+    def write_uncommitted(
+        self, taken: TakenState | None, error: BaseException | None, user: Json, held: ExitStack
+    ) -> Manifest:
+        """Agree and write this rank's file; what is returned is yet to be committed by rank 0.
+
+        Args:
+            held: on rank 0, gets the folder's lock; to be closed after the commit.
+        """
+        blob = b""
+        try:
+            if error is None and taken is not None:
+                user = plain_json(user)
+                _ = taken.structure.digest  # computed here, where an error of one rank reaches all
+                blob = pack_blob(taken.per_rank)
+                self._claim(held)
+        except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
+            error = caught
+        structure = taken.structure if taken is not None and error is None else None
+        # Beside an error, which all ranks raise first, there may be a `user` that is no JSON.
+        alike = self._alike(user) if error is None else {}
+        agreed = self.coordinator.agree(structure, len(blob), error, alike)
+        assert taken is not None
+        return self._write_own(agreed, taken, blob, user)
+
+    def _claim(self, held: ExitStack) -> None:
+        """On rank 0: keep other jobs out, and refuse to replace a checkpoint unasked."""
+        if self.coordinator.rank:
+            return
+        lock: AbstractContextManager[None] = self.storage.lock()
+        try:
+            held.enter_context(lock)
+        except BlockingIOError as busy:
+            raise CheckpointError(
+                explain(
+                    "Another job is saving to this path.",
+                    expected="one job per path",
+                    got=f"a lock held by another process: {busy}",
+                    where=self.storage.where,
+                    todo="wait for it, or save to another path",
+                )
+            ) from busy
+        if not self.overwrite and self.storage.exists(MANIFEST_NAME):
+            raise CheckpointError(
+                explain(
+                    "The path already holds a checkpoint.",
+                    expected="a path without a manifest",
+                    got=MANIFEST_NAME,
+                    where=self.storage.where,
+                    todo="save to another path, or pass overwrite=True",
+                )
+            )
+
+    def _planned(self, agreed: Agreement, user: Json) -> Manifest:
+        """What this save writes; every rank computes the same from the same input."""
+        with gc_paused():
+            manifest = build_manifest(
+                agreed.classes,
+                save_id=agreed.save_id,
+                world_size=self.coordinator.world_size,
+                blob_bytes=agreed.blob_bytes,
+                user=user,
+                stripe_bytes=self.stripe_bytes,
+                split_bytes=None if self.every_node else self.split_bytes,
+            )
+            return manifest if self.format == "native" else as_arrays(manifest)
+
+    def _alike(self, user: Json) -> dict[str, Json]:
+        """What is written alike on all ranks, and what rank 0 alone would decide."""
+        folder = self.storage.where.rstrip("/").rpartition("/")[2]
+        return {
+            "format": self.format,
+            "overwrite": self.overwrite,
+            "stripe_bytes": self.stripe_bytes,
+            "split_bytes": self.split_bytes,
+            "every_node": self.every_node,
+            # Other folders may be one under two names, as mounted; not so those that are named by a step.
+            "step": folder if parse_step_name(folder) else None,
+            "user": user,
+        }
+
+    def _write_own(self, agreed: Agreement, taken: TakenState, blob: bytes, user: Json) -> Manifest:
+        try:
+            arrays = None
+            if self.format == "zarr":
+                with self.coordinator.together("planning chunks"):
+                    arrays = ArrayWriter(
+                        self.storage, self._planned(agreed, user), taken.locals_by_name, self.coordinator
+                    )
+            with self.coordinator.together(f"writing to {self.storage.where}"):
+                manifest = arrays.manifest if arrays is not None else self._planned(agreed, user)
+                if arrays is not None:
+                    arrays.write()
+                with gc_paused():
+                    file = RankFile(manifest, self.coordinator.rank)
+                    table = file.chunk_table(arrays.checksums if arrays is not None else {})
+                    image = FileImage(file, taken.locals_by_name, blob, table)
+                write_rank_file(self.storage, image)
+        except BaseException as error:
+            if self.coordinator.rank == 0:
+                self._clear_away(f"data-{agreed.save_id}", error)
+            raise
+        return manifest
+
+    def _clear_away(self, folder: str, error: BaseException) -> None:
+        """Remove what an attempt has written that ended in ``error``, which is what the caller hears of."""
+        try:
+            self.storage.remove(folder)
+        except Exception as left:  # noqa: BLE001  the next save to this path tries again
+            error.add_note(f"{folder} could not be removed: {type(left).__name__}: {left}")
+
+    def _commit(self, manifest: Manifest) -> None:
+        with self.coordinator.together(
+            f"committing {self.storage.where}", "what has become of the checkpoint stands there too"
+        ):
+            if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
+                commit_manifest(
+                    self.storage, manifest, replace=self.overwrite, check_files=not self.every_node
+                )
+
+
+def plain_json(user: Json) -> Json:
+    """A copy of the user's part as it will be read back.
+
+    Raises:
+        CheckpointError: if it is no JSON.
+    """
+    try:
+        plain = json.loads(dump_json(user), object_pairs_hook=distinct_keys)
+        if depth_of(plain) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels")
+        return plain
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            explain(
+                "The user's part of a checkpoint cannot be written as JSON.",
+                expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",
+                got=str(error),
+                where="the argument `user`",
+                todo="put other values into the state",
+            )
+        ) from error
+
+
+def is_node_leader() -> bool:
+    """Whether this rank is its node's first, as torchrun numbers them."""
+    return os.environ.get("LOCAL_RANK") == "0"
+
+
+def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, check_files: bool = True) -> None:
+    """Check that every rank's file is there, publish the manifest, and remove what older attempts left.
+
+    Raises:
+        CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
+    """
+    try:
+        _prepare_commit(storage, manifest, check_files)
+    except BaseException as error:
+        error.add_note(f"nothing was committed: {storage.where} is as it was before")
+        raise
+    _publish(storage, manifest.to_bytes(), replace)
+    try:
+        for name in storage.list_folder(""):
+            if name.startswith("data-") and name != f"data-{manifest.save_id}":
+                storage.remove(name)
+    except Exception as error:  # noqa: BLE001  the next save to this path tries again
+        warnings.warn(
+            f"{storage.where} is saved; what an older save left there could not be removed: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+    except BaseException as error:
+        error.add_note(f"{storage.where} is saved and durable")
+        raise
+
+
+def _prepare_commit(storage: Storage, manifest: Manifest, check_files: bool) -> None:
+    """See that every rank's file is there, and make the names of all files durable."""
+    folder = f"data-{manifest.save_id}"
+    present = set(storage.list_folder(folder))
+    wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
+    missing = [name for name in wanted if name not in present and check_files]
+    if missing:
+        raise CheckpointError(
+            explain(
+                "A rank's file is not where it was written.",
+                expected=f"{manifest.world_size} files in {folder}",
+                got=f"{len(missing)} missing, first {missing[0]}",
+                where=storage.where,
+                todo="make sure that all ranks see the same file system",
+            )
+        )
+    if manifest.chunks is not None:
+        write_groups(storage, manifest)
+    storage.sync_folder(folder)
+    storage.sync_folder("")
+
+
+def _publish(storage: Storage, data: bytes, replace: bool) -> None:
+    """Commit the manifest. After an error, look whether it is there, and say so with the error."""
+    try:
+        storage.commit(MANIFEST_NAME, data, replace=replace)
+    except BaseException as error:
+        found = _published(storage, data)
+        if isinstance(error, Exception) and found == data:
+            # The answer was lost, or a link that an NFS server had made before it was asked again.
+            if storage.visible_is_durable:
+                return
+            if isinstance(error, FileExistsError):
+                storage.sync_folder("")
+                return
+        if isinstance(error, FileExistsError) and found != data:
+            raise CheckpointError(
+                explain(
+                    "Another job has committed a checkpoint to this path meanwhile.",
+                    expected="no manifest",
+                    got=MANIFEST_NAME,
+                    where=storage.where,
+                    todo="save to another path",
+                )
+            ) from error
+        _raise_with(error, _outcome(storage, found, data))
+
+
+def _published(storage: Storage, data: bytes) -> bytes | Exception:
+    """The manifest that readers find now, or why it cannot be ``data``."""
+    try:
+        return storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
+    except Exception as error:  # noqa: BLE001  the error behind which this is asked is the one to raise
+        return error
+
+
+def _outcome(storage: Storage, found: bytes | Exception, data: bytes) -> str:
+    if found == data and storage.visible_is_durable:
+        return f"{storage.where} holds the new checkpoint"
+    if found == data:
+        return (
+            f"{storage.where} holds the new checkpoint, whole, but the disk did not confirm it: it may be gone after "
+            "a loss of power. Save again to be sure"
+        )
+    if isinstance(found, bytes | FileNotFoundError | ValueError):  # too large to be ours
+        return f"nothing was committed: {storage.where} is as it was before"
+    return f"whether {storage.where} holds the new checkpoint is unknown: {type(found).__name__}: {found}"
+
+
+def _raise_with(error: BaseException, outcome: str) -> NoReturn:
+    """Raise an error again with what has become of the checkpoint: in the system's own text, else in a note."""
+    if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
+        raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
+    error.add_note(outcome)
+    raise error

@@ -1,0 +1,325 @@
+"""From live tensors to what a manifest says of them, by arithmetic on this rank alone.
+
+`Describer` answers for one tensor: dtype, global shape, `Distribution`, and the local tensor whose bytes
+this rank would write. Nothing is communicated; ranks later compare digests of what they found.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.checkpoint.manifest.distribution import (
+    Axes,
+    Axis,
+    Cut,
+    Distribution,
+    LayoutCut,
+    ShardCut,
+    UnitsCut,
+)
+from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.dtensor.mesh_order import ascends, place_in, ranks_by_place
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
+
+__all__ = ["Described", "Describer"]
+
+
+class Described(NamedTuple):
+    """What a manifest says of a tensor, and this rank's part of it.
+
+    Attributes:
+        local: row-major elements of the rank's region; None on a rank outside the tensor's mesh.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    distribution: Distribution
+    local: torch.Tensor | None
+
+
+_WHOLE = Distribution((), ())
+
+
+class _Known(NamedTuple):
+    """How one slot's tensors are distributed: weights, and moments that were made like them."""
+
+    layout: GroupLayout  # held, so that its id stays its own
+    shape: tuple[int, ...]
+    local_numel: int
+    placements: tuple[Placement, ...]
+    distribution: Distribution
+
+    def holds_for(self, shape: tuple[int, ...], local_numel: int, placements: tuple[Placement, ...]) -> bool:
+        """Whether a tensor of the slot is distributed in this way; O(1) in ranks, as `_agrees` is."""
+        if self.shape != shape or self.local_numel != local_numel:
+            return False
+        return self.placements is placements or all(map(_alike, self.placements, placements))
+
+
+def _alike(a: Placement, b: Placement) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, RaggedShard) and isinstance(b, RaggedShard):
+        return (a.dims, a.num_shards) == (b.dims, b.num_shards)
+    return a == b
+
+
+class _Place(NamedTuple):
+    """A mesh's axes in rules of rank numbers, and this rank's place on each; no axes outside the mesh."""
+
+    mesh: DeviceMesh  # held, so that its id stays its own
+    axes: Axes | None
+    coordinates: tuple[int, ...]
+    disordered: frozenset[int] = frozenset()  # axes that name their ranks out of order
+
+
+class Describer:
+    """Describes the tensors of one state; layouts met on the way are numbered in order of appearance.
+
+    Args:
+        rank_of: number within the checkpoint's world of each global rank.
+    """
+
+    def __init__(self, rank_of: dict[int, int] | None = None) -> None:
+        self._rank_of = rank_of
+        self._meshes: dict[int, _Place] = {}
+        self._layout_numbers: dict[GroupLayout, int] = {}
+        self._by_identity: dict[int, tuple[GroupLayout, int, dict[str, int]]] = {}
+        self._known: dict[tuple[int, int, str], _Known] = {}
+        self._regions: dict[tuple[object, ...], tuple[Distribution, Region]] = {}
+
+    @property
+    def layouts(self) -> tuple[GroupLayout, ...]:
+        """Layouts met so far; `LayoutCut.layout` is a place in this tuple."""
+        return tuple(self._layout_numbers)
+
+    def describe(self, name: str, tensor: torch.Tensor) -> Described:
+        """Dtype, shape, distribution and local part of a tensor.
+
+        Raises:
+            CheckpointError: for tensors that cannot be stored (partial, sparse, quantized, meta, ...).
+        """
+        if not isinstance(tensor, DTensor):
+            _check_plain(name, tensor)
+            local = tensor.detach() if tensor.requires_grad else tensor
+            return Described(dtype_name(tensor.dtype), tuple(tensor.shape), _WHOLE, local)
+        local = local_of(tensor)
+        if local.requires_grad:
+            local = local.detach()
+        _check_plain(name, local)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        place = self._place_in(tensor.device_mesh)
+        if place.axes is None:
+            return Described(dtype, shape, _WHOLE, None)
+        reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
+        if reference is None:
+            return Described(dtype, shape, self._distribution(name, tensor, place), local)
+        layout, fqn = reference
+        key = (id(tensor.device_mesh), id(layout), fqn)
+        known = self._known.get(key)
+        if known is None or not known.holds_for(shape, local.numel(), tensor.placements):
+            distribution = self._distribution(name, tensor, place)
+            known = _Known(layout, shape, local.numel(), tensor.placements, distribution)
+            if not any(isinstance(cut, UnitsCut) for cut in distribution.cuts):
+                self._known.setdefault(key, known)
+        return Described(dtype, shape, known.distribution, local)
+
+    def region(self, described: Described, rank: int) -> Region:
+        """What a rank holds of a tensor that was described here."""
+        distribution = described.distribution
+        key = (described.shape, id(distribution), rank)
+        _, found = self._regions.get(key, (None, None))
+        if found is None:
+            coordinates = [axis.coordinates([rank])[0] for axis in distribution.axes]
+            found = distribution.region(described.shape, coordinates, self.layouts)
+            self._regions[key] = (distribution, found)  # held, so that its id stays its own
+        return found
+
+    def _distribution(self, name: str, tensor: DTensor, place: _Place) -> Distribution:
+        assert place.axes is not None
+        shards: dict[int, tuple[int, int]] = {}
+        ragged: list[tuple[Axis, Cut]] = []
+        for number, placement in enumerate(tensor.placements):
+            axis = place.axes[number]
+            if isinstance(placement, RaggedShard):
+                ragged.append((axis, self._ragged_cut(tensor, placement, place.coordinates[number])))
+            elif isinstance(placement, StridedShard):
+                shards[number] = (placement.dim, int(placement.split_factor))
+            elif placement.is_shard():
+                shards[number] = (placement.dim, 1)  # type: ignore[attr-defined]
+            elif not placement.is_replicate():
+                raise CheckpointError(
+                    explain(
+                        "A tensor is not in a state that can be saved.",
+                        expected="placements that are Shard, RaggedShard or Replicate",
+                        got=tuple(map(str, tensor.placements)),
+                        where=name,
+                        todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
+                    )
+                )
+        self._check_order(name, tensor, place)
+        order = shard_order(shards, [axis.size for axis in place.axes])
+        if order is None:
+            raise _no_order(name, tensor)
+        cuts = [(place.axes[number], ShardCut(shards[number][0])) for number in order]
+        pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]
+        return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
+
+    def _check_order(self, name: str, tensor: DTensor, place: _Place) -> None:
+        """Refuse shards of which nobody can say which rank has which."""
+        for axis in place.disordered:
+            placement = tensor.placements[axis]
+            if placement.is_shard() or isinstance(placement, StridedShard):
+                raise CheckpointError(
+                    explain(
+                        "This tensor is sharded over ranks that its mesh names out of order: torch's redistribute "
+                        "and FSDP2 give them different shards.",
+                        expected="a mesh with ascending ranks along the axis, or a RaggedShard",
+                        got=tensor.device_mesh.mesh.tolist(),
+                        where=f"{name}, mesh axis {axis}",
+                        todo="make the mesh with init_device_mesh",
+                    )
+                )
+
+    def _ragged_cut(self, tensor: DTensor, placement: RaggedShard, coordinate: int) -> Cut:
+        reference = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else None
+        if reference is not None:
+            layout, fqn = reference
+            known, number, slots = self._layout(layout)
+            place = slots.get(fqn)
+            if place is not None and _agrees(known, place, tensor, placement, coordinate):
+                return LayoutCut(number, place)
+        runs: list[tuple[int, int]] = []
+        for units in placement.local_units:
+            if runs and runs[-1][1] == units:
+                runs[-1] = (runs[-1][0] + 1, units)
+            else:
+                runs.append((1, units))
+        return UnitsCut(placement.dims, tuple(runs))
+
+    def _layout(self, layout: GroupLayout) -> tuple[GroupLayout, int, dict[str, int]]:
+        known = self._by_identity.get(id(layout))
+        if known is None:
+            number = self._layout_numbers.setdefault(layout, len(self._layout_numbers))
+            known = (layout, number, {slot.fqn: place for place, slot in enumerate(layout.slots)})
+            self._by_identity[id(layout)] = known
+        return known
+
+    def _place_in(self, mesh: DeviceMesh) -> _Place:
+        known = self._meshes.get(id(mesh))
+        if known is None:
+            known = _Place(mesh, None, ())
+            if mesh.get_coordinate() is not None:
+                disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
+                known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
+            self._meshes[id(mesh)] = known
+        return known
+
+
+def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
+    """Mesh axes in the order in which they cut a tensor; None if their split factors tell of no order.
+
+    torch writes an axis that cuts after axes that come later in the mesh as a strided shard; its split factor is
+    the product of their sizes. Other factors occur too: of a tensor cut by columns and then flattened, say, each
+    rank holds an element here and an element there.
+
+    Args:
+        shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
+        sizes: of all axes of the mesh.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis in sorted((axis for axis in shards if sizes[axis] > 1), reverse=True):
+        dim, split_factor = shards[axis]
+        order = orders.setdefault(dim, [])
+        parts = list(accumulate((sizes[other] for other in order), operator.mul, initial=1))
+        if split_factor not in parts:
+            return None
+        order.insert(parts.index(split_factor), axis)
+    return [axis for order in sorted(orders.values(), key=min) for axis in order]
+
+
+def _no_order(name: str, tensor: DTensor) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "The ranks' parts of a tensor are no ranges of its dims.",
+            expected="split factors that are sizes of later mesh axes over the same dim",
+            got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
+            where=name,
+            todo="redistribute it first, or store the tensor that it was made from by view or flatten",
+        )
+    )
+
+
+def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
+    """One `Axis` per mesh axis; its coordinates are places in the process groups (`vescale_fsdp.dtensor.mesh_order`)."""
+    numbers = ranks_by_place(mesh).numpy()
+    if rank_of is not None:
+        numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)
+    return axes_of_ranks(numbers)
+
+
+def axes_of_ranks(numbers: np.ndarray) -> Axes:  # type: ignore[type-arg]
+    """One `Axis` per dim of an array of rank numbers: by rule where one holds, by table elsewhere."""
+    coordinates = np.indices(numbers.shape)
+    flat = numbers.reshape(-1).tolist()
+    axes = []
+    for dim, size in enumerate(numbers.shape):
+        first = np.moveaxis(numbers, dim, 0)
+        stride = int((first[1] - first[0]).flat[0]) if size > 1 else 1
+        wanted = coordinates[dim].reshape(-1).tolist()
+        rules = [Axis(size, stride, base) for base in (0, min(flat)) if stride > 0]
+        fitting = [rule for rule in rules if rule.coordinates(flat) == wanted]
+        table = tuple(sorted(zip(flat, wanted, strict=True)))
+        axes.append(fitting[0] if fitting else Axis(size, 1, 0, table))
+    return tuple(axes)
+
+
+def _agrees(
+    layout: GroupLayout, place: int, tensor: DTensor, placement: RaggedShard, coordinate: int
+) -> bool:
+    """Whether a layout says what the placement says here: optimizers may derive tensors of other shapes.
+
+    Only this rank's piece is compared, to stay O(1) in ranks; ranks that differ are caught by the digest.
+    """
+    slot = layout.slots[place]
+    if slot.shape != tuple(tensor.shape) or layout.num_shards != placement.num_shards:
+        return False
+    return layout.piece(slot, coordinate).numel == local_of(tensor).numel()
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    problem = None
+    if tensor.is_nested:
+        problem = "a nested tensor"
+    elif tensor.layout is not torch.strided:
+        problem = f"a tensor of layout {tensor.layout}"
+    elif tensor.is_quantized:
+        problem = f"a quantized tensor of {tensor.dtype}"
+    elif tensor.device.type == "meta":
+        problem = "a tensor on the meta device, which has no values"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and is_wrapper(tensor):
+        problem = f"a tensor of type {type(tensor).__name__}"
+    if problem is not None:
+        raise CheckpointError(
+            explain(
+                "A tensor cannot be saved or loaded.",
+                expected="a dense tensor with values, or a DTensor of such",
+                got=problem,
+                where=name,
+                todo="save its dense parts (values, indices, scales) as tensors of their own",
+            )
+        )

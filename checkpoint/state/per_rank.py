@@ -1,0 +1,126 @@
+"""`PerRank`: a value that differs between ranks (random state, data loader), and how it is packed.
+
+Everything else in a state is the same on all ranks or one tensor cut over them. A per-rank value is stored
+in its rank's own file, and restored by rank, or, at another world size, by a merge function.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype_name, dtype_named
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import numel_of
+
+__all__ = ["PerRank", "pack_blob", "unpack_blob"]
+
+Merge = Callable[[list[Any], int, int], Any]
+
+
+class PerRank:
+    """A leaf of a state whose value is this rank's own.
+
+    Args:
+        value: plain values, tensors, nested containers, or an object with ``state_dict`` and
+            ``load_state_dict``.
+        merge: called as ``merge(values_of_all_saved_ranks, rank, world_size)`` when the checkpoint was
+            saved by another number of ranks; returns this rank's value. Without it, a rank takes the value
+            saved by the rank of the same number, and a rank that had no such predecessor keeps its own
+            value with a warning.
+
+    Attributes:
+        value: replaced by `load`.
+    """
+
+    def __init__(self, value: Any, *, merge: Merge | None = None) -> None:
+        self.value = value
+        self.merge = merge
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:
+    """Bytes of a rank's per-rank values: u64 length of a JSON head, the head, then the tensors' bytes.
+
+    Args:
+        values: by name, an encoded tree and the tensors its leaves number.
+    """
+    if not values:
+        return b""
+    trees: dict[str, Any] = {}
+    tensors: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    start = 0
+    for name, (tree, found) in values.items():
+        trees[name] = {"first": len(tensors), "tree": tree}
+        for tensor in found:
+            data = bytes_of(dense(tensor)).numpy().tobytes()
+            tensors.append(
+                {
+                    "dtype": dtype_name(tensor.dtype),
+                    "shape": list(tensor.shape),
+                    "start": start,
+                    "nbytes": len(data),
+                }
+            )
+            parts.append(data)
+            start += len(data)
+    head = json.dumps({"values": trees, "tensors": tensors}).encode()
+    return b"".join([struct.pack("<Q", len(head)), head, *parts])
+
+
+def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """A tensor of its own memory, of these bytes."""
+    if min(shape, default=0) < 0 or numel_of(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for a tensor of {dtype}, {shape}")
+    tensor = torch.empty(shape, dtype=dtype)
+    # Filled, not viewed: an array of 0 bytes has stride 0, which no wider dtype can view.
+    bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+    return tensor
+
+
+def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[torch.Tensor]]]:
+    """Inverse of `pack_blob`; bytes after the last tensor are ignored.
+
+    Raises:
+        CorruptCheckpointError: if the sizes in the blob do not fit it.
+    """
+    if not len(blob):
+        return {}
+    try:
+        (head_bytes,) = struct.unpack_from("<Q", blob)
+        if head_bytes > len(blob) - 8:
+            raise ValueError(f"head of {head_bytes} bytes in {len(blob)}")
+        head = json.loads(bytes(blob[8 : 8 + head_bytes]))
+        data = blob[8 + head_bytes :]
+        tensors = []
+        for item in head["tensors"]:
+            start, nbytes = int(item["start"]), int(item["nbytes"])
+            if not 0 <= start <= start + nbytes <= len(data):
+                raise ValueError(f"tensor at [{start}, {start + nbytes}) in {len(data)} bytes")
+            tensors.append(
+                _tensor_of(data[start : start + nbytes], dtype_named(item["dtype"]), item["shape"])
+            )
+        found = {}
+        names = list(head["values"])
+        firsts = [head["values"][name]["first"] for name in names] + [len(tensors)]
+        for place, name in enumerate(names):
+            found[name] = (head["values"][name]["tree"], tensors[firsts[place] : firsts[place + 1]])
+        return found
+    except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            explain(
+                "The per-rank values cannot be unpacked.",
+                expected="a length, a JSON head and the tensors it lists",
+                got=str(error),
+                where=where,
+                todo="restore an older step",
+            )
+        ) from error

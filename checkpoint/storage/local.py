@@ -1,0 +1,288 @@
+"""Local and shared file systems: parallel positional writes, fsync of files and folders, rename to commit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
+
+__all__ = ["LocalStorage"]
+
+_MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
+_LOCK_NAME = ".lock"
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+_log = logging.getLogger(__name__)
+_MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
+
+
+class _LocalWriter(FileWriter):
+    def __init__(self, path: Path, durable: bool) -> None:
+        self._path = path
+        self._durable = durable
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        first = 0
+        while first < len(views):
+            batch = views[first : first + _MAX_BUFFERS]
+            written = os.pwritev(self._file, batch, offset_bytes)
+            if written == 0 and any(len(view) for view in batch):
+                raise OSError(f"wrote nothing to {self._path} at {offset_bytes}")
+            offset_bytes += written
+            first += _drop(views, first, written)
+
+    def close(self) -> None:
+        try:
+            if self._durable:
+                os.fsync(self._file)
+        finally:
+            # After an error abort() comes, and the number may be another file's by then.
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
+    """How many views from ``first`` on are complete after so many bytes; the next is cut to its rest."""
+    complete = 0
+    while first + complete < len(views) and done_bytes >= len(views[first + complete]):
+        done_bytes -= len(views[first + complete])
+        complete += 1
+    if done_bytes:
+        views[first + complete] = views[first + complete][done_bytes:]
+    return complete
+
+
+class _LocalReader(FileReader):
+    """Opens the file for each read: a restart on few ranks may read from thousands of files at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.looks_in_place = True  # until it fails
+        self._path = path
+        self._size = _size_of_file(path)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            first = 0
+            while first < len(views):
+                batch = views[first : first + _MAX_BUFFERS]
+                read = os.preadv(file, batch, offset_bytes)
+                if read == 0 and any(len(view) for view in batch):
+                    raise EOFError(f"{self._path} ends at byte {offset_bytes}")
+                offset_bytes += read
+                first += _drop(views, first, read)
+        finally:
+            os.close(file)
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        pages = _mapped(self._path, start_bytes, stop_bytes)
+        self.looks_in_place = pages is not None
+        return super().view(start_bytes, stop_bytes) if pages is None else pages
+
+    def close(self) -> None:
+        """Nothing is held between reads."""
+
+
+def _size_of_file(path: Path) -> int:
+    """The size of what is proven to be a file before it is opened: opening a pipe waits for its writer."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+        raise ValueError(f"{path} is {kind}")
+    return found.st_size
+
+
+def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
+    """Bytes [start, stop) of a file as the page cache has them; None where that cannot be had.
+
+    All pages are asked for in one call that reports errors. If the file has shrunk or the disk fails, the
+    caller reads instead and hears what is wrong, whereas touching a page that cannot be filled would end
+    the process (SIGBUS). The pages go when the view does.
+    """
+    if start >= stop or sys.platform != "linux":
+        return None
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Private and writable only in name: torch warns of arrays that are read-only.
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
+        pages.madvise(mmap.MADV_SEQUENTIAL)
+        pages.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    return memoryview(pages)[start - first :]
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder that one may make entries in and not list
+        os.sync()
+        return
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _threads_per_rank() -> int:
+    """Threads that may copy at once: this rank's share of the cores, at most 4."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
+        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
+    else:
+        neighbours = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return max(1, min(4, len(os.sched_getaffinity(0)) // neighbours))
+
+
+class LocalStorage(Storage):
+    """A folder of a file system.
+
+    Args:
+        root: the folder; made when first written to. A relative one is where it is now, wherever the process
+            goes while a save is in flight.
+        durable: False leaves out every fsync, for file systems in memory.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.root = Path(root).absolute()
+        self._durable = durable
+        self.read_threads = _threads_per_rank()
+        # Writes wait for the disk now and then: a second thread hashes meanwhile.
+        self.write_threads = max(2, self.read_threads)
+
+    @property
+    def where(self) -> str:
+        return str(self.root)
+
+    def child(self, name: str) -> LocalStorage:
+        return LocalStorage(self.root / name, durable=self._durable)
+
+    def create(self, name: str, size_bytes: int) -> FileWriter:
+        path = self.root / name
+        self._make_folder(path.parent)
+        return _LocalWriter(path, self._durable)
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those around it; the names of new ones are durable on return."""
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._durable:
+            for path in made:
+                _sync(path.parent)
+
+    def open_file(self, name: str) -> FileReader:
+        return _LocalReader(self.root / name)
+
+    def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        path = self.root / name
+        _size_of_file(path)
+        with open(path, "rb") as file:
+            data = file.read(limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise ValueError(f"{path} is larger than {limit_bytes} bytes")
+        return data
+
+    def commit(self, name: str, data: bytes, *, replace: bool) -> None:
+        path = self.root / name
+        self._make_folder(path.parent)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self._durable:
+                    os.fsync(file.fileno())
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)  # unlike rename, refuses to replace
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+        self.sync_folder("")
+
+    def exists(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    def list_folder(self, name: str) -> list[str]:
+        try:
+            return sorted(entry.name for entry in (self.root / name).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sync_folder(self, name: str) -> None:
+        if not self._durable:
+            return
+        _sync(self.root / name)
+        if not name:
+            # Also where an attempt that was killed had made the folder. Whoever made it may have gone on at once.
+            _sync(self.root.parent)
+
+    def remove(self, name: str) -> None:
+        path = self.root / name
+        if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
+            return  # behind a link lies what belongs to somebody else: only the link itself is ours
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        self._make_folder(self.root)
+        file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, file)
+            try:
+                # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_FLOCK:
+                    raise
+                _log.warning(
+                    "%s has no flock (%s): %s keeps other jobs out instead. A job that is killed on another host "
+                    "leaves it behind: remove it then",
+                    self.root,
+                    error.strerror,
+                    self.root / LOCK_FILE_NAME,
+                )
+                held.enter_context(held_by_file(self.root))
+            yield

@@ -1,0 +1,240 @@
+"""Object stores and every other fsspec URL: multipart uploads in order, parallel ranged reads, one put to commit.
+
+There is no rename and no fsync: a file is durable when its `close` has returned, and the commit is one
+small object, put last. Every attempt writes under a fresh prefix, so attempts never mix. Listings are
+asked of the store, never of fsspec's cache. Errors that may pass (5xx, time-outs, lost connections) are retried
+with growing pauses, an upload from its first byte on; a lost upload leaves at most parts that nobody can see. What
+outlasts all tries is a `ConnectionError`: the store could not be reached, and what lies there may be sound.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import fsspec
+
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
+
+__all__ = ["RemoteStorage"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+_PART_BYTES = 16 << 20  # 16 MiB per part of an upload
+_TRIES = 5  # on top of what the file system itself retries: 3 s of pauses in all
+_FIRST_PAUSE_S = 0.2
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+# What clients of stores raise that is no OSError. By name, since a store's client is installed only if it is used.
+_PASSING = {
+    "aiohttp.client_exceptions.ClientError",
+    "azure.core.exceptions.ServiceRequestError",
+    "azure.core.exceptions.ServiceResponseError",
+    "botocore.exceptions.ConnectionError",
+    "botocore.exceptions.HTTPClientError",
+    "botocore.exceptions.IncompleteReadError",
+    "botocore.parsers.ResponseParserError",
+    "gcsfs.retry.HttpError",
+    "google.auth.exceptions.TransportError",
+    "http.client.HTTPException",
+    "urllib3.exceptions.HTTPError",
+}
+_PASSING_CODES = (
+    "SlowDown",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "InternalError",
+    "ServiceUnavailable",
+    "Throttling",
+)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether another try may go well."""
+    if isinstance(error, OSError):
+        return not isinstance(error, _FINAL)
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    if "botocore.exceptions.ClientError" in names:  # an answer of the store, where s3fs has not translated it
+        return any(code in str(error) for code in _PASSING_CODES)
+    return not names.isdisjoint(_PASSING)
+
+
+class _GaveUp(ConnectionError):
+    """The store could not be reached, however often it was tried."""
+
+
+def _retrying(work: Callable[[], T], tries: int) -> T:
+    """Call until it works; errors that cannot pass are raised as they are, the last of several as ConnectionError."""
+    for attempt in range(tries):
+        try:
+            return work()
+        except _GaveUp:
+            raise  # from inside, where as many tries were made
+        except Exception as error:
+            if not _may_pass(error):
+                raise
+            if attempt == tries - 1:
+                raise _GaveUp(f"gave up after {tries} tries: {type(error).__name__}: {error}") from error
+            # Ranks that were refused together shall not come back together.
+            time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
+    raise AssertionError("the last try returns or raises")
+
+
+def _size_of_object(info: dict[str, Any], path: str) -> int:
+    """The size of what is proven to be an object, and not a prefix of others."""
+    if info["type"] != "file":
+        raise ValueError(f"{path} is no file but a {info['type']}")
+    return int(info["size"])
+
+
+class _RemoteWriter(FileWriter):
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._at = 0
+
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        if offset_bytes != self._at:
+            raise AssertionError(f"written in order only: at {self._at}, got {offset_bytes}")
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            # Some stores keep what they are given until the part is full: the tensor may change by then.
+            self._file.write(bytes(view))
+            self._at += len(view)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abort(self) -> None:
+        # Nothing is visible of an upload that was never completed, whether or not its parts can be dropped.
+        try:
+            self._file.discard()
+        except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
+            _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
+        finally:
+            self._file.closed = True
+
+
+class _RemoteReader(FileReader):
+    def __init__(self, filesystem: Any, path: str, tries: int) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._tries = tries
+        self._size = _size_of_object(_retrying(lambda: filesystem.info(path), tries), path)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size
+
+    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        data = self.view(offset_bytes, offset_bytes + sum(map(len, views)))
+        for view in views:
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        if stop_bytes > self._size:
+            raise EOFError(f"{self._path} ends at byte {self._size}")
+        if stop_bytes == start_bytes:
+            return memoryview(b"")
+
+        def read() -> memoryview:
+            data = self._filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
+            if len(data) != stop_bytes - start_bytes:
+                # The object is large enough: what came too short is the answer.
+                raise OSError(
+                    f"{self._path} gave {len(data)} bytes of {stop_bytes - start_bytes} at {start_bytes}"
+                )
+            return memoryview(data)
+
+        return _retrying(read, self._tries)
+
+    def close(self) -> None:
+        pass
+
+
+class RemoteStorage(Storage):
+    """A prefix of an object store.
+
+    Args:
+        url: such as ``s3://bucket/prefix``.
+        tries: how often a request is sent before its error counts.
+        options: passed to the fsspec file system (credentials, endpoint, ..).
+    """
+
+    in_order = True
+    visible_is_durable = True
+    max_gap_bytes = 1 << 20  # 1 MiB: less than a request's latency costs
+    write_threads = 1
+    read_threads = 8
+
+    def __init__(self, url: str, *, tries: int = _TRIES, **options: Any) -> None:
+        self._tries = tries
+        self._url = url.rstrip("/")
+        self._options = options
+        self.filesystem, self._root = fsspec.core.url_to_fs(self._url, **options)
+
+    @property
+    def where(self) -> str:
+        return self._url
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def retrying(self, work: Callable[[], T]) -> T:
+        return _retrying(work, self._tries)
+
+    def child(self, name: str) -> RemoteStorage:
+        return RemoteStorage(f"{self._url}/{name}", tries=self._tries, **self._options)
+
+    def create(self, name: str, size_bytes: int) -> FileWriter:
+        return _RemoteWriter(self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES))
+
+    def open_file(self, name: str) -> FileReader:
+        self.filesystem.invalidate_cache()
+        return _RemoteReader(self.filesystem, self._path(name), self._tries)
+
+    def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        path = self._path(name)
+
+        def read() -> bytes:
+            self.filesystem.invalidate_cache()
+            size = _size_of_object(self.retrying(lambda: self.filesystem.info(path)), path)
+            if size > limit_bytes:
+                raise ValueError(f"{path} is larger than {limit_bytes} bytes")
+            data = bytes(self.retrying(lambda: self.filesystem.cat_file(path)))
+            if len(data) != size:  # an answer cut short, or an object replaced between two questions
+                raise OSError(f"{path} gave {len(data)} bytes of {size}")
+            return data
+
+        return self.retrying(read)
+
+    def commit(self, name: str, data: bytes, *, replace: bool) -> None:
+        if not replace and self.exists(name):
+            raise FileExistsError(self._path(name))
+        mode = "overwrite" if replace else "create"
+        self.retrying(lambda: self.filesystem.pipe_file(self._path(name), data, mode=mode))
+
+    def exists(self, name: str) -> bool:
+        self.filesystem.invalidate_cache()
+        return bool(self.retrying(lambda: self.filesystem.exists(self._path(name))))
+
+    def list_folder(self, name: str) -> list[str]:
+        self.filesystem.invalidate_cache()
+        try:
+            found = self.retrying(lambda: self.filesystem.ls(self._path(name), detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def sync_folder(self, name: str) -> None:
+        """Nothing to do: an object is durable once it is there."""
+
+    def remove(self, name: str) -> None:
+        self.filesystem.invalidate_cache()
+        try:
+            self.retrying(lambda: self.filesystem.rm(self._path(name), recursive=True))
+        except FileNotFoundError:
+            return

@@ -1,0 +1,102 @@
+"""What a checkpoint holds, as a table for people and as JSON for programs. Reads metadata only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
+from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.state.model_names import find_model
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["describe", "draw", "format_description"]
+
+
+def describe(source: Source) -> dict[str, Any]:
+    """Everything known about a source without reading its tensors, as plain values."""
+    try:
+        model = find_model(source)
+        prefix = None if model.rivals else model.prefix
+        models = [f"{rival}." for rival in model.rivals] or [model.prefix]
+    except ConversionError:
+        prefix, models = None, []
+    kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())
+    return {
+        "kind": source.kind,
+        "url": source.url,
+        "model_prefix": prefix,
+        "models": models,
+        "tensor_bytes": source.nbytes,
+        "dtypes": dict(sorted(kinds.items())),
+        **dict(source.facts),
+        "tensors": [
+            {
+                "name": name,
+                "dtype": source.tensors[name].info.dtype.name,
+                "shape": list(source.tensors[name].info.shape),
+                "bytes": source.tensors[name].info.nbytes,
+                "chunks": len(source.tensors[name].chunks),
+                "files": len({chunk.file for chunk in source.tensors[name].chunks}),
+            }
+            for name in sorted(source.tensors, key=natural_key)
+        ],
+        "values": sorted(source.values, key=natural_key),
+    }
+
+
+def draw(source: Source, number: int | None = None) -> str:
+    """A picture of one group's layout as SVG: the given one, or the largest.
+
+    Raises:
+        ConversionError: if the format knows no layouts, or not so many.
+    """
+    from vescale_fsdp.layout.report.pictures import layout_svg
+
+    layouts = source.layouts
+    if not layouts or (number is not None and number >= len(layouts)):
+        raise ConversionError(
+            explain(
+                "there is no such layout to draw",
+                expected="a native checkpoint of sharded groups"
+                if not layouts
+                else f"0 to {len(layouts) - 1}",
+                got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
+                where=source.url,
+                todo="convert it first: vescale-convert to-vescale SRC OUT --ranks N",
+            )
+        )
+    chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
+    return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")
+
+
+def format_description(found: dict[str, Any]) -> str:
+    """The description as a table."""
+    rows = [("tensor", "dtype", "shape", "bytes", "chunks", "files")]
+    rows += [
+        (
+            t["name"],
+            t["dtype"],
+            "x".join(map(str, t["shape"])) or "scalar",
+            format_bytes(t["bytes"]),
+            str(t["chunks"]),
+            str(t["files"]),
+        )
+        for t in found["tensors"]
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    head = {
+        "kind": found["kind"],
+        "where": found["url"],
+        "tensors": f"{len(found['tensors'])}, {format_bytes(found['tensor_bytes'])}",
+        "dtypes": ", ".join(f"{name} x {count}" for name, count in found["dtypes"].items()) or "none",
+        "model prefix": ", ".join(prefix or "(root)" for prefix in found["models"]) or "no model found",
+        "other values": str(len(found["values"])),
+    }
+    top = [f"{key + ':':<14}{value}" for key, value in head.items()]
+    return "\n".join([*top, "", *lines])

@@ -1,0 +1,151 @@
+"""Comparing two checkpoints of any formats: names, shapes, types, values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
+from vescale_fsdp.conversion.output.copying import Progress
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.state.model_names import find_model
+from vescale_fsdp.conversion.views.rounding import cast_array
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
+from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+
+__all__ = ["Difference", "Tolerance", "diff"]
+
+_READ_BYTES = 4 * 2**20  # 4 MiB per side
+_F64 = dtype_from_torch("float64")
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """When two values are equal: bitwise if both are zero, else ``|a - b| <= atol + rtol * |b|``."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    ignore_dtype: bool = False
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether bytes are compared rather than numbers."""
+        return not (self.rtol or self.atol or self.ignore_dtype)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which two checkpoints differ: ``kind`` is only_a, only_b, shape, dtype or value."""
+
+    name: str
+    kind: str
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"name": self.name, "kind": self.kind, "text": self.text}
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    tolerance: Tolerance | None = None,
+    model_only: bool = False,
+    model_prefix: str | None = None,
+    progress: Progress = lambda _: None,
+) -> tuple[tuple[Difference, ...], int]:
+    """All differences, and how many tensors were compared.
+
+    Models are compared under their own names, whatever their prefixes. Everything else, values that are no
+    tensors too, is compared by full name, unless ``model_only`` or one of the two has nothing else (a Hugging
+    Face folder). ``model_prefix`` is what the model's names begin with on the sides that have such names.
+
+    Raises:
+        ConversionError: if either side holds no model.
+        CorruptCheckpointError: if a file turns out damaged while reading.
+    """
+    chosen = tolerance or Tolerance()
+    left, right = _views(a, model_prefix), _views(b, model_prefix)
+    has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
+    is_whole = not model_only and all(has_more)
+    if not is_whole:
+        left, right = ({k: v for k, v in side.items() if k[0] == "model"} for side in (left, right))
+    found: list[Difference] = []
+    for key in sorted({*left, *right}, key=lambda key: (key[0], natural_key(key[1]))):
+        if key not in right:
+            found.append(Difference(key[1], "only_a", f"only in {a.url}"))
+        elif key not in left:
+            found.append(Difference(key[1], "only_b", f"only in {b.url}"))
+        else:
+            found += _compare(key[1], left[key], right[key], chosen, progress)
+    if is_whole:
+        found += _values(a, b)
+    return tuple(found), len(left.keys() & right.keys())
+
+
+def _values(a: Source, b: Source) -> Iterator[Difference]:
+    for name in sorted({*a.values, *b.values}, key=natural_key):
+        if name not in b.values or name not in a.values:
+            only, source = ("only_a", a) if name in a.values else ("only_b", b)
+            yield Difference(name, only, f"only in {source.url}")
+            continue
+        left, right = a.values[name](), b.values[name]()
+        if left != right:
+            yield Difference(name, "value", f"{left!r:.60} and {right!r:.60}")
+
+
+def _views(source: Source, prefix: str | None) -> Mapping[tuple[str, str], TensorView]:
+    start = f"{prefix.rstrip('.')}." if prefix else ""
+    has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
+    names = find_model(source, prefix if has_prefix else None).names
+    return {
+        ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
+        for name in source.tensors
+    }
+
+
+def _compare(
+    name: str, a: TensorView, b: TensorView, tolerance: Tolerance, progress: Progress
+) -> list[Difference]:
+    left, right = a.info, b.info
+    if left.shape != right.shape:
+        return [Difference(name, "shape", f"{left.shape} and {right.shape}")]
+    if left.dtype != right.dtype and not tolerance.ignore_dtype:
+        return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
+    numeric = {left.dtype.kind, right.dtype.kind} == {"float"} and not tolerance.is_bitwise
+    if left.dtype != right.dtype and not numeric:
+        return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
+    count, worst = 0, 0.0
+    buffers = [np.empty(min(_READ_BYTES, info.nbytes), dtype=np.uint8) for info in (left, right)]
+    step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
+    for start in range(0, left.numel, step):
+        stop = min(start + step, left.numel)
+        x = read_range(a, start, stop, buffers[0]).view(left.dtype.raw)
+        y = read_range(b, start, stop, buffers[1]).view(right.dtype.raw)
+        progress(x.nbytes + y.nbytes)
+        if numeric:
+            bad, largest = _far(x, left.dtype, y, right.dtype, tolerance)
+            worst = max(worst, largest)
+        else:
+            bad = int(np.count_nonzero(x != y))
+        count += bad
+    if not count:
+        return []
+    text = f"{count} of {left.numel} values differ" + (f", by up to {worst:.3g}" if numeric else "")
+    return [Difference(name, "value", text)]
+
+
+def _far(x: np.ndarray, a: DType, y: np.ndarray, b: DType, tolerance: Tolerance) -> tuple[int, float]:
+    """How many values are too far apart (NaN equals NaN), and the largest distance."""
+    p, q = cast_array(x, a, _F64).view(np.float64), cast_array(y, b, _F64).view(np.float64)
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(p - q)
+        same = (p == q) | (np.isnan(p) & np.isnan(q))
+        # What is not finite is near nothing else, though a share of infinity is infinite.
+        near = np.isfinite(distance) & (distance <= tolerance.atol + tolerance.rtol * np.abs(q))
+        far = ~same & ~near
+    return int(np.count_nonzero(far)), float(np.nanmax(np.where(same, 0.0, distance), initial=0.0))

@@ -1,0 +1,171 @@
+"""Is this checkpoint whole? Everything its format can tell, down to the checksums of the data.
+
+Opening a source already proves that metadata, file sizes, headers and index agree and that chunks tile
+every tensor. This reads the rest: every record of every archive against what the metadata says of it, every
+byte against the checksums the format has. Formats without checksums are read once, so that at least the
+disk has spoken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE
+from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
+from vescale_fsdp.conversion.output.copying import Progress
+from vescale_fsdp.conversion.output.threads import Shared, in_threads
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
+from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
+from vescale_fsdp.errors import VescaleError
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
+
+__all__ = ["VerifyReport", "verify"]
+
+_READ_BYTES = 4 * 2**20  # 4 MiB
+_THREADS = 2  # one hashes while the other waits for the disk
+_SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found.
+
+    Args:
+        tensors: tensors looked at.
+        nbytes: bytes of them that were read.
+        checksums: data records whose checksum was compared.
+        problems: one text each; empty if all is well.
+    """
+
+    tensors: int
+    nbytes: int
+    checksums: int
+    problems: tuple[str, ...]
+
+
+def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: None) -> VerifyReport:
+    """Check an opened source; problems are collected, not raised.
+
+    Args:
+        source: the checkpoint.
+        deep: read all data and compare checksums, not just headers.
+        progress: called with bytes read since the last call.
+    """
+    if source.kind == "native" and deep:
+        return _verify_native(source, progress)
+    problems: list[str] = []
+    checked = _Checker(source, problems, progress)
+    for name, tensor in source.tensors.items():
+        checked.guard(name, lambda tensor=tensor: checked.tensor(tensor, deep=deep))  # type: ignore[misc]
+    for name, value in source.values.items():
+        checked.guard(name, value)
+    problems += _folder_problems(source)
+    return VerifyReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
+
+
+def _verify_native(source: Source, progress: Progress) -> VerifyReport:
+    """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
+    from vescale_fsdp.conversion.formats.native.read import array_problems, rank_files
+
+    problems: list[str] = []
+    done: list[int] = []  # bytes of each stripe of tensors
+
+    def check(stripes: Shared[tuple[OpenRankFile, int]]) -> None:
+        scratch = bytearray(_SCRATCH_BYTES)
+        for opened, index in stripes:
+            with _noting(problems, opened.file.name):
+                opened.prove_stripe(index, opened.hash_stripe(index, scratch))
+            if opened.file.pieces:
+                start, stop = opened.file.stripe(index)
+                done.append(stop - start)
+                progress(stop - start)
+
+    def stripes() -> Iterator[tuple[OpenRankFile, int]]:
+        for name, open_file in rank_files(source.store).items():
+            with _noting(problems, name):
+                opened = open_file()
+                yield from ((opened, index) for index in range(opened.file.num_stripes))
+
+    in_threads(_THREADS, check, stripes())
+    for name, problem, nbytes in array_problems(source.store):
+        problems += [] if problem is None else [f"{name}: {problem}"]
+        if nbytes:
+            done.append(nbytes)
+            progress(nbytes)
+    return VerifyReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
+
+
+@contextmanager
+def _noting(problems: list[str], name: str) -> Iterator[None]:
+    """An error inside becomes a line of the report."""
+    try:
+        yield
+    except VescaleError as error:
+        problems.append(f"{name}: {error}")
+
+
+class _Checker:
+    def __init__(self, source: Source, problems: list[str], progress: Progress) -> None:
+        self._source, self._problems, self._progress = source, problems, progress
+        self.nbytes = 0
+        self.checksums = 0
+
+    def guard(self, name: str, check: Callable[[], object]) -> None:
+        with _noting(self._problems, name):
+            check()
+
+    def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
+        runs = [self._source.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
+        if not deep:
+            return
+        for run in runs:
+            if run is not None:
+                with _noting(self._problems, tensor.info.name):
+                    self._source.prove_run(run)
+                self.checksums += 1
+                self._count(run.nbytes)
+        if not runs or None in runs:
+            self._read(tensor)
+
+    def _read(self, tensor: StoredTensor) -> None:
+        import numpy as np
+
+        info = tensor.info
+        view = SourceView(self._source, info.name, info.name)
+        step = _READ_BYTES // info.dtype.itemsize
+        buffer = np.empty(min(_READ_BYTES, info.nbytes), dtype=np.uint8)
+        for start in range(0, info.numel, step):
+            self._count(read_range(view, start, min(start + step, info.numel), buffer).nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._progress(nbytes)
+
+
+def _folder_problems(source: Source) -> list[str]:
+    """What loaders of a Hugging Face folder would trip over although every file is sound."""
+    if source.kind != "hf":
+        return []
+    found = []
+    used = {chunk.file for tensor in source.tensors.values() for chunk in tensor.chunks} | {INDEX_FILE}
+    # Weights for other loaders may lie beside (pytorch_model.bin, Mistral's consolidated.safetensors).
+    others = [file for file in source.store.list_files() if file.endswith(".safetensors") and "/" not in file]
+    stale = [file for file in others if file not in used and not file.startswith("consolidated")]
+    if stale:
+        found.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
+    if source.store.size(INDEX_FILE) is not None:
+        index = parse_json(source.store.read_file(INDEX_FILE))
+        total = (
+            index.get("metadata", {}).get("total_size") if isinstance(index.get("metadata"), dict) else None
+        )
+        if total != source.nbytes:
+            found.append(
+                f"{INDEX_FILE} says total_size {total}, the files hold {source.nbytes}; write it anew"
+            )
+    return found

@@ -1,0 +1,49 @@
+"""What a conversion did, for people; ``--json`` has all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
+
+if TYPE_CHECKING:
+    from vescale_fsdp.conversion.convert import ConvertReport
+    from vescale_fsdp.conversion.state.model_names import ModelNames
+
+__all__ = ["summary"]
+
+
+def summary(report: ConvertReport) -> str:
+    """A few lines."""
+    verb = "would write" if report.dry_run else "wrote"
+    model = report.state.model
+    lines = [
+        f"source: {report.source.kind} at {report.source.url}, model prefix {_prefixes(model)}",
+        f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
+        f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
+    ]
+    if report.outcome.kept:
+        lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
+    if not report.outcome.published and not report.dry_run:
+        lines.append("not published yet: other parts are still to be written")
+    if report.dropped_optimizer:
+        lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
+    if report.dropped_others:
+        lines.append(f"left out: {_some(report.dropped_others)}")
+    lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
+    if report.uncast:
+        lines.append(f"not cast, since quantised or a scale: {_some(report.uncast)}")
+    if report.left_assets:
+        lines.append(f"files not taken along (--include-asset PATTERN does): {_some(report.left_assets)}")
+    lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
+    return "\n".join(lines)
+
+
+def _prefixes(model: ModelNames) -> str:
+    return ", ".join(f"{rival}." for rival in model.rivals) or model.prefix or "(root)"
+
+
+def _some(names: Sequence[str]) -> str:
+    """A model may lose a thousand names; ``--json`` has them all."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -1,0 +1,204 @@
+"""Reading torch.distributed.checkpoint folders without a process group and without trusting their pickle.
+
+``.metadata`` says which boxes tile each tensor and where each lies: (file, offset, length) of a torch.save
+archive inside a ``.distcp`` file. FSDP2, DDP, tensor parallelism and this project's ragged shards all end
+up as such boxes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, load_dcp_metadata
+from vescale_fsdp.conversion.formats.torch_save.values import load_torch_bytes
+from vescale_fsdp.conversion.source.source import Source, StoredValue
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.state.nesting import ListIndex
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import Box
+
+__all__ = ["METADATA_FILE", "dcp_folders", "open_dcp"]
+
+METADATA_FILE = ".metadata"
+_ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
+
+# A record that lacks one of these attributes was damaged, not written by another version.
+_DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
+
+
+def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
+    """Open a DCP checkpoint, or a folder of accelerate's that holds model and optimizer as two of them;
+    reads ``.metadata`` and file sizes only.
+
+    Raises:
+        ConversionError: for a checkpoint this reader refuses (untrusted pickle, transformed data), or a
+            folder with several.
+        CorruptCheckpointError: if metadata and files do not describe whole tensors.
+    """
+    folders = ("",) if store.size(METADATA_FILE) is not None else dcp_folders(store.list_files()) or ("",)
+    stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
+    if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
+        raise ConversionError(
+            explain(
+                "the folder holds several checkpoints",
+                expected="one, or one of a model and one of its optimizer",
+                got=", ".join(folder.rstrip("/") for folder in folders[:6]),
+                where=store.url,
+                todo="pass one of these folders",
+            )
+        )
+    found = [_open_folder(store, folder, trust_pickle=trust_pickle) for folder in folders]
+    if len(found) == 1:
+        return found[0]
+    sides = [{**source.tensors, **source.values} for source in found]
+    if doubles := sides[0].keys() & sides[1].keys():
+        raise CorruptCheckpointError(
+            explain(
+                "the model's checkpoint and its optimizer's have entries of one name",
+                expected="names under model and under optimizer",
+                got=min(doubles),
+                where=store.url,
+                todo="pass one of the two folders",
+            )
+        )
+    return replace(
+        found[0],
+        tensors={name: tensor for source in found for name, tensor in source.tensors.items()},
+        values={name: value for source in found for name, value in source.values.items()},
+        paths={name: path for source in found for name, path in source.paths.items()},
+        facts={**found[0].facts, "folders": ", ".join(folder.rstrip("/") for folder in folders)},
+    )
+
+
+def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
+    """Folders (with a trailing slash) directly below that hold DCP checkpoints."""
+    ends = [file for file in files if file.endswith(f"/{METADATA_FILE}") and file.count("/") == 1]
+    return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
+
+
+def _open_folder(store: Store, folder: str, *, trust_pickle: bool) -> Source:
+    where = f"{store.url}/{folder}{METADATA_FILE}"
+    metadata = load_dcp_metadata(store.read_file(folder + METADATA_FILE), where=where, trust=trust_pickle)
+    try:
+        reader = _MetadataReader(metadata, store, folder, trust_pickle)
+        tensors, values = reader.entries()
+        planned = metadata.planner_data or {}
+        paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(
+            explain(
+                "the checkpoint's metadata is damaged",
+                expected="the records torch.distributed.checkpoint writes",
+                got=f"{type(error).__name__}: {error}",
+                where=where,
+                todo="copy the file again from where it was saved, or use an older checkpoint",
+            )
+        ) from error
+    facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
+    return Source("dcp", store, tensors, values, paths, facts, trust_pickle)
+
+
+def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """A path as this package keeps it: ints, which DCP uses for places in lists, are marked as such."""
+    return tuple(ListIndex(part) if isinstance(part, int) else str(part) for part in parts)
+
+
+class _MetadataReader:
+    """Turns the records of one Metadata into stored tensors and values."""
+
+    def __init__(self, metadata: Record, store: Store, folder: str, trust_pickle: bool) -> None:
+        self._store, self._folder, self._trust = store, folder, trust_pickle
+        self._entries: dict[str, Any] = metadata.state_dict_metadata
+        self.sizes: dict[str, int] = {}
+        self._places = {
+            (index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()
+        }
+
+    def entries(self) -> tuple[dict[str, StoredTensor], dict[str, StoredValue]]:
+        tensors: dict[str, StoredTensor] = {}
+        values: dict[str, StoredValue] = {}
+        for name, entry in self._entries.items():
+            if type(entry).__name__ == "TensorStorageMetadata":
+                tensors[name] = self._tensor(name, entry)
+            else:
+                values[name] = self._value(name)
+        return tensors, values
+
+    def _tensor(self, name: str, entry: Any) -> StoredTensor:
+        info = TensorInfo(name, tuple(entry.size), entry.properties.dtype)
+        chunks = []
+        for chunk in entry.chunks:
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if not box.numel:
+                continue  # an empty box has no bytes, and may share its offset with a neighbour
+            file, offset, nbytes = self._place(name, box.offsets)
+            chunks.append(StoredChunk(box, file, offset, nbytes, is_archive=True))
+        return StoredTensor(info, tuple(chunks))
+
+    def _value(self, name: str) -> StoredValue:
+        file, offset, nbytes = self._place(name, None)
+        where = f"{name} in {self._store.url}/{file} at byte {offset}"
+
+        def read() -> Any:
+            data = self._store.read(file, offset, nbytes)
+            return load_torch_bytes(data, where=where, trust=self._trust)
+
+        return read
+
+    def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """(file, offset, nbytes) of an item, checked against the file's size."""
+        info = self._places.get((name, offsets))
+        if info is None:
+            raise CorruptCheckpointError(
+                explain(
+                    "the checkpoint's metadata does not say where an entry is stored",
+                    expected=f"a storage record for {name} at {offsets}",
+                    got="none",
+                    where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
+                    todo="save the checkpoint again; its save did not finish or lost items",
+                )
+            )
+        if getattr(info, "transform_descriptors", None):
+            raise ConversionError(
+                explain(
+                    "the checkpoint's data files are transformed",
+                    expected="plain .distcp data",
+                    got=f"transforms {list(info.transform_descriptors)}",
+                    where=f"{name} in {self._store.url}/{info.relative_path}",
+                    todo="load it with the program that saved it and save it without stream transforms",
+                )
+            )
+        file = self._checked_name(info.relative_path)
+        if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:
+            raise CorruptCheckpointError(
+                explain(
+                    "a data file of the checkpoint is truncated",
+                    expected=f"at least {info.offset + info.length} bytes (for {name})",
+                    got=f"{self.sizes[file]} bytes",
+                    where=f"{self._store.url}/{file}",
+                    todo="copy the file again from where it was saved, or use an older checkpoint",
+                )
+            )
+        return file, info.offset, info.length
+
+    def _checked_name(self, file: str) -> str:
+        path = PurePosixPath(file)
+        file = self._folder + file
+        if file not in self.sizes:
+            if path.is_absolute() or ".." in path.parts:
+                raise CorruptCheckpointError(
+                    explain(
+                        "the checkpoint's metadata points outside of its folder",
+                        expected="a file name inside the checkpoint",
+                        got=file,
+                        where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
+                        todo="do not use this checkpoint: it was made by hand",
+                    )
+                )
+            self.sizes[file] = self._store.required_size(file)
+        return file

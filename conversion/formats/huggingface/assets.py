@@ -1,0 +1,121 @@
+"""Settings files that go along with the weights: config, tokenizer, code, licence.
+
+They are taken by a list of what is known. A repository holds much else: weights in other forms
+(``original/consolidated.00.pth``, ``onnx/model.onnx``), and what a trainer left (``optimizer.pt``,
+``training_args.bin``). Beside converted weights those would be old, and some loaders prefer them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
+from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
+from vescale_fsdp.conversion.places import open_store
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["CONFIG_FILE", "Assets"]
+
+CONFIG_FILE = "config.json"
+_SETTINGS = re.compile(
+    r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # a module of sentence-transformers, a tokenizer's folder
+    r"((?!adapter_)[^/]*config[^/]*|tokenizer[^/]*|[^/]*vocab[^/]*|merges|bpe|modules|normalizer|tekken|params"
+    r"|[^/]*processor[^/]*|[^/]*feature_extractor[^/]*|[^/]*tokens(_map)?|chat_template[^/]*)\.json"
+    r"|(tokenizer[^/]*|[^/]*vocab[^/]*|merges|dict[^/]*|requirements|[^/]*licen[cs]e[^/]*|notice)\.txt"
+    r"|(tokenizer|spiece|spm|[^/]*sentencepiece|[^/]*bpe)[^/]*\.(model|vocab|codes)"
+    r"|[^/]+\.(spm|tiktoken|jinja|md)|bpe\.codes"
+    r"|(additional_chat_templates|chat_templates)/[^/]+\.jinja"
+    r"|(licen[cs]e|notice|readme|use_policy|copying)[^/.]*"
+    r"|(.+/)?[^/]+\.py)",  # code that config.json names
+    re.IGNORECASE,
+)
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
+
+
+class Assets:
+    """The settings files of a folder or URL, and files there that match a pattern; none at all for None.
+
+    Raises:
+        ConversionError: if there are none where there should be, config.json is not JSON, or a pattern matches
+            nothing.
+    """
+
+    def __init__(self, url: str | None, include: Sequence[str] = ()) -> None:
+        self.files: tuple[str, ...] = ()
+        self.left: tuple[str, ...] = ()  # files that stay behind
+        self.config: dict[str, Any] | None = None
+        self._weights_dtype: str | None = None
+        if url is None:
+            return
+        self._store: Store = open_store(url)
+        found = self._store.list_files()
+        if not found:
+            raise ConversionError(
+                explain(
+                    "there are no settings files to carry over",
+                    expected="a folder with config.json, tokenizer files and so on",
+                    got="an empty or missing folder",
+                    where=url,
+                    todo="check the path given with --assets",
+                )
+            )
+        candidates = sorted((file for file in found if _may_go(file)), key=natural_key)
+        for pattern in include:
+            if not any(fnmatchcase(file, pattern) for file in candidates):
+                raise ConversionError(_no_match(pattern, candidates, url))
+        taken = {f for f in candidates if _SETTINGS.fullmatch(f) or any(fnmatchcase(f, p) for p in include)}
+        self.files = tuple(file for file in candidates if file in taken)
+        self.left = tuple(file for file in candidates if file not in taken)
+        if CONFIG_FILE in self.files:
+            self.config = self._parse_config(url)
+
+    def _parse_config(self, url: str) -> dict[str, Any]:
+        try:
+            loaded = parse_json(self._store.read_file(CONFIG_FILE))
+        except ValueError as error:
+            loaded = f"{type(error).__name__}: {error}"
+        if not isinstance(loaded, dict):
+            raise ConversionError(
+                explain(
+                    "config.json cannot be read",
+                    expected="a JSON object",
+                    got=loaded,
+                    where=f"{url}/{CONFIG_FILE}",
+                    todo="correct the file, or leave it out of --assets",
+                )
+            )
+        return loaded
+
+    def set_weights_dtype(self, name: str) -> None:
+        """Keep config.json in step with weights that were cast: loaders believe the config, not the files."""
+        self._weights_dtype = name
+
+    def reader(self, file: str) -> Callable[[], Iterable[bytes]]:
+        """How to get a file's bytes, as they go into the result; a few MiB at a time, since some are large."""
+        return lambda: self._read(file)
+
+    def _read(self, file: str) -> Iterable[bytes]:
+        if file != CONFIG_FILE or self._weights_dtype is None or self.config is None:
+            return self._store.read_pieces(file)
+        key = next((key for key in _DTYPE_KEYS if key in self.config), _DTYPE_KEYS[0])
+        changed = {**self.config, key: self._weights_dtype}
+        return [(json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()]
+
+
+def _no_match(pattern: str, files: Sequence[str], url: str) -> str:
+    return explain(
+        "a pattern of --include-asset matches no file",
+        expected=f"patterns that match files such as {', '.join(files[:6]) or 'none'}",
+        got=pattern,
+        where=url,
+        todo="correct the pattern; weights in safetensors do not go along",
+    )
+
+
+def _may_go(file: str) -> bool:
+    return not is_weight_file(file) and not any(part.startswith(".") for part in file.split("/"))

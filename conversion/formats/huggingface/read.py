@@ -1,0 +1,212 @@
+"""Reading Hugging Face folders and single safetensors files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE, SINGLE_FILE, is_weight_file
+from vescale_fsdp.conversion.formats.huggingface.safetensors import read_header
+from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_numbers
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.geometry import Box
+
+__all__ = [
+    "check_index",
+    "is_shard_file",
+    "open_hf_folder",
+    "open_safetensors",
+    "open_shards",
+    "weight_map",
+]
+
+_SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def open_safetensors(store: Store, file: str) -> Source:
+    """Open one safetensors file.
+
+    Raises:
+        CorruptCheckpointError: if it is damaged.
+    """
+    tensors, metadata = read_header(store, file)
+    return Source("safetensors", store, tensors, facts={"metadata": json.dumps(metadata)}, file=file)
+
+
+def open_hf_folder(store: Store) -> Source:
+    """Open a folder with ``model.safetensors``, or with an index and its shards.
+
+    Raises:
+        ConversionError: if both are there (loaders would ignore the shards), or neither.
+        CorruptCheckpointError: if index and headers disagree or a file is damaged.
+    """
+    files = [file for file in store.list_files() if file.endswith(".safetensors") and "/" not in file]
+    has_index = store.size(INDEX_FILE) is not None
+    if has_index and SINGLE_FILE in files:
+        raise ConversionError(
+            explain(
+                "the folder holds two models",
+                expected=f"either {SINGLE_FILE} or {INDEX_FILE}",
+                got="both",
+                where=store.url,
+                todo="remove the one that is out of date (transformers would load the single file)",
+            )
+        )
+    mapped = weight_map(store) if has_index else None
+    if mapped is None and SINGLE_FILE in files:
+        files = [SINGLE_FILE]
+    elif mapped is not None:
+        files = sorted(set(mapped.values()))
+    elif len(files) != 1:
+        raise ConversionError(
+            explain(
+                "the folder has several safetensors files but no index",
+                expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
+                got=", ".join(files[:4]) or "no safetensors file",
+                where=store.url,
+                todo="pass one of the files instead of the folder, or restore the index",
+            )
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        found = read_header(store, file)[0]
+        if mapped is not None:
+            check_index(store, mapped, file, found)
+        tensors |= found
+    return Source("hf", store, tensors, facts={"weight files": str(len(files))})
+
+
+def is_shard_file(name: str) -> bool:
+    """Whether a file is one rank's part of a model, as torch's safetensors writer names them."""
+    return _SHARD_FILE.fullmatch(name) is not None
+
+
+def open_shards(store: Store) -> Source:
+    """Open a folder of per-rank safetensors files, as transformers 5 and torch's ``HuggingFaceStorageWriter``
+    leave them: the header of each says where its boxes begin.
+
+    Raises:
+        ConversionError: if whole weights are in the folder too.
+        CorruptCheckpointError: if a file is damaged or the boxes do not tile a tensor.
+    """
+    listed = store.list_files()
+    files = [file for file in listed if is_shard_file(file)]
+    if whole := [file for file in listed if is_weight_file(file) and file not in files]:
+        raise ConversionError(
+            explain(
+                "the folder holds two models",
+                expected="either the files of the ranks or whole weights",
+                got=f"{files[0]} and {whole[0]}",
+                where=store.url,
+                todo="remove the one that is out of date",
+            )
+        )
+    chunks: dict[str, list[StoredChunk]] = {}
+    dtypes: dict[str, DType] = {}
+    for file in files:
+        tensors, metadata = read_header(store, file)
+        starts = _saved_offsets(store, file, metadata)
+        for name, tensor in tensors.items():
+            shape = tensor.info.shape
+            box = Box(starts.get(name, (0,) * len(shape)), shape)
+            if len(box.offsets) != len(shape):
+                raise _odd_shard(store, file, f"{len(shape)} offsets of {name}", box.offsets)
+            if dtypes.setdefault(name, tensor.info.dtype) != tensor.info.dtype:
+                raise _odd_shard(store, file, f"{name} of {dtypes[name].name}", tensor.info.dtype.name)
+            chunks.setdefault(name, []).extend(replace(chunk, box=box) for chunk in tensor.chunks)
+            if not tensor.chunks:
+                chunks[name].append(StoredChunk(box, file, 0, 0))
+    warning = "these files do not record the shapes of whole tensors: a missing last rank cannot be noticed"
+    facts = {"weight files": str(len(files))}
+    return Source("shards", store, _joined(chunks, dtypes), facts=facts, warnings=(warning,))
+
+
+def _joined(chunks: Mapping[str, list[StoredChunk]], dtypes: Mapping[str, DType]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for name, found in chunks.items():
+        boxes = {chunk.box: chunk for chunk in found}  # replicas hold the same
+        ends = [tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True)) for box in boxes]
+        info = TensorInfo(name, tuple(max(column) for column in zip(*ends, strict=True)), dtypes[name])
+        tensors[name] = StoredTensor(info, tuple(chunk for box, chunk in boxes.items() if box.numel))
+    return tensors
+
+
+def _saved_offsets(store: Store, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    try:
+        found = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
+        return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
+
+
+def _odd_shard(store: Store, file: str, expected: str, got: object) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "the files of the ranks do not fit together",
+            expected=expected,
+            got=got,
+            where=f"{store.url}/{file}",
+            todo="copy the files of all ranks again, from one save",
+        )
+    )
+
+
+def check_index(
+    store: Store, mapped: Mapping[str, str], file: str, found: Collection[str], index_file: str = INDEX_FILE
+) -> None:
+    """Hold what an index says of one of its files against what the file has.
+
+    Raises:
+        CorruptCheckpointError: if a name is there that belongs elsewhere, or belongs there and is not.
+    """
+    for name in found:
+        if mapped.get(name) != file:
+            expected = f"in {mapped.get(name, 'no file')}"
+            raise _disagree(store, index_file, name, expected, f"found in {file}")
+    for name, place in mapped.items():
+        if place == file and name not in found:
+            raise _disagree(store, index_file, name, f"in {place}", "not there")
+
+
+def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
+    """Tensor name -> file, as the index says.
+
+    Raises:
+        CorruptCheckpointError: if the index is damaged or points outside of the folder.
+    """
+    try:
+        index = parse_json(store.read_file(index_file))
+        found = {str(name): str(file) for name, file in index["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            explain(
+                "the index cannot be read",
+                expected="JSON with a weight_map",
+                got=f"{type(error).__name__}: {error}",
+                where=f"{store.url}/{index_file}",
+                todo="copy the file again from where it was made",
+            )
+        ) from error
+    for name, file in found.items():
+        if file.startswith(("/", "\\")) or ".." in file or ":" in file:
+            raise _disagree(store, index_file, name, "in a file of the folder", f"mapped to {file}")
+    return found
+
+
+def _disagree(store: Store, index_file: str, name: str, expected: str, got: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "the index disagrees with the files",
+            expected=f"{name} {expected}",
+            got=got,
+            where=f"{store.url}/{index_file}",
+            todo="copy the folder again from where it was made, or convert it anew",
+        )
+    )

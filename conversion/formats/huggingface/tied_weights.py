@@ -1,0 +1,64 @@
+"""Tied weights: two names, one storage. Checkpoints forget the tie and store the bytes twice.
+
+A tie is what the config says *and* the bytes confirm. Then the twin is left out, as Hugging Face does. If
+the bytes differ (training untied them, or the config is another model's) both are kept and a warning says
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vescale_fsdp.conversion.views.tensor_view import TensorView, read_range
+
+__all__ = ["equal_bytes", "find_tied_twins"]
+
+_COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
+# Names of the output projection and of the input embedding it may share, by architecture family.
+_PAIRS = (
+    ("lm_head.weight", "model.embed_tokens.weight"),
+    ("lm_head.weight", "shared.weight"),
+    ("lm_head.weight", "transformer.wte.weight"),
+    ("embed_out.weight", "gpt_neox.embed_in.weight"),
+    ("encoder.embed_tokens.weight", "shared.weight"),
+    ("decoder.embed_tokens.weight", "shared.weight"),
+    ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+)
+
+
+def find_tied_twins(
+    views: Mapping[str, TensorView], config: Mapping[str, Any] | None
+) -> tuple[dict[str, str], list[str]]:
+    """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny."""
+    if not config or config.get("tie_word_embeddings") is not True:
+        return {}, []
+    twins: dict[str, str] = {}
+    warnings: list[str] = []
+    for twin, kept in _PAIRS:
+        if twin in twins or twin not in views or kept not in views:
+            continue
+        if equal_bytes(views[twin], views[kept]):
+            twins[twin] = kept
+        else:
+            warnings.append(f"config.json ties {twin} to {kept}, but their bytes differ: both are kept")
+    return twins, warnings
+
+
+def equal_bytes(left: TensorView, right: TensorView) -> bool:
+    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time."""
+    import numpy as np
+
+    a, b = left.info, right.info
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    step = _COMPARE_BYTES // a.dtype.itemsize
+    buffers = [np.empty(min(_COMPARE_BYTES, a.nbytes), dtype=np.uint8) for _ in range(2)]
+    for start in range(0, a.numel, step):
+        stop = min(start + step, a.numel)
+        if not np.array_equal(
+            read_range(left, start, stop, buffers[0]), read_range(right, start, stop, buffers[1])
+        ):
+            return False
+    return True

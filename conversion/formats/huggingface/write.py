@@ -1,0 +1,46 @@
+"""Planning a Hugging Face model repository from any source.
+
+What goes in: the model's tensors under their own names, an index if there are several files, and every
+file of ``assets`` that goes along (config, tokenizer, code, licence). What stays out, always reported: optimizer
+state, other training state, and the twin of a tied weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vescale_fsdp.conversion.formats.huggingface.assets import Assets
+from vescale_fsdp.conversion.formats.huggingface.repository import (
+    INDEX_FILE,
+    ShardPlan,
+    index_bytes,
+    is_weight_file,
+    plan_shards,
+)
+from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
+from vescale_fsdp.conversion.output.file_plan import FilePlan, FixedPart, whole
+from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+
+__all__ = ["plan_hf"]
+
+
+def plan_hf(views: Sequence[TensorView], assets: Assets, max_shard_bytes: int) -> OutputPlan:
+    """The files of a repository with these tensors, single or sharded.
+
+    Raises:
+        ConversionError: for a type safetensors lacks, or an index too large for loaders.
+    """
+    by_name = {view.info.name: view for view in views}
+    shards = plan_shards([view.info for view in views], max_shard_bytes)
+    closing = [ClosingFile(file, assets.reader(file)) for file in assets.files]
+    if len(shards) > 1:
+        index = index_bytes(shards)
+        closing.append(ClosingFile(INDEX_FILE, lambda: (index,)))
+    files = tuple(_file(shard, by_name) for shard in shards)
+    return OutputPlan("hf", files, tuple(closing), is_stale=is_weight_file)
+
+
+def _file(shard: ShardPlan, views: dict[str, TensorView]) -> FilePlan:
+    header = make_header(shard.infos)
+    return FilePlan(shard.file, (FixedPart(header.data), *(whole(views[name]) for name in header.offsets)))

@@ -1,0 +1,229 @@
+"""Planning a native checkpoint, laid out for a number of ranks: a start on as many reads whole buffers.
+
+Tensors of the model are grouped as ``fully_shard`` on every layer and the root groups them: by the
+container with the first number in its name (``model.layers.3.``) and by type. Optimizer state of a
+parameter's shape lies where the parameter lies; everything else is stored whole, its bytes spread over the
+ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, build_manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RESERVED_NAMES, RankFile
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
+from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
+from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.conversion.formats.torch_save.pickle_writer import torch_dtype
+from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
+from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
+from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
+from vescale_fsdp.conversion.store import OutputFile
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+
+__all__ = ["plan_native"]
+
+_UNIT = re.compile(r"(.*?\.\d+)\.")
+
+
+def plan_native(state: State, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
+    """One file per rank, and the manifest.
+
+    Raises:
+        ConversionError: for types that torch lacks.
+        LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
+        CheckpointError: for values that the format cannot hold.
+    """
+    layouts, slots = _plan_layouts(state, num_ranks, granularity)
+    structure, views = _structure(state, num_ranks, layouts, slots)
+    identity = "".join([structure.document.decode(), *(view.identity() for view in views)])
+    save_id = xxhash.xxh3_64_hexdigest(identity.encode())  # the same input makes the same files
+    manifest = build_manifest([(RankSet.world(num_ranks), structure)], save_id=save_id, world_size=num_ranks)
+    by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
+    tables: dict[str, _Stripes] = {}
+    files = tuple(_file(manifest, rank, by_name, tables) for rank in range(num_ranks))
+
+    def wrap(name: str, out: OutputFile) -> OutputFile:
+        tables[name] = _Stripes(out, manifest.stripe_bytes)
+        return tables[name]
+
+    closing = (ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),)),)
+    return OutputPlan("native", files, closing, is_stale=_is_stale, wrap=wrap)
+
+
+def _is_stale(name: str) -> bool:
+    return name == MANIFEST_NAME or name.startswith("data-")
+
+
+def _plan_layouts(
+    state: State, num_ranks: int, granularity: GranularityRule
+) -> tuple[list[GroupLayout], dict[str, LayoutCut]]:
+    """Layouts of all units, and which slot each of the model's names has."""
+    groups: dict[tuple[Path, str, str], list[TensorSpec]] = {}
+    names: dict[tuple[Path, str, str], list[str]] = {}
+    for name, view in state.views.items():
+        if name not in state.is_model:
+            continue
+        info = view.info
+        *container, last = state.path(name)
+        fqn = str(last)
+        unit = _UNIT.match(fqn)
+        key = (tuple(container), unit[1] if unit else "", info.dtype.name)  # models may share names
+        inside = fqn[unit.end() :] if unit else fqn  # as in training: equal layers have equal layouts
+        block_numel = resolve_granularity(granularity, inside, info).block_numel(info.shape)
+        spec = TensorSpec(inside, info.shape, info.dtype.name, block_numel)
+        groups.setdefault(key, []).append(spec)
+        names.setdefault(key, []).append(name)
+    check_patterns(granularity, [spec.fqn for specs in groups.values() for spec in specs])
+    numbers: dict[GroupLayout, int] = {}
+    slots: dict[str, LayoutCut] = {}
+    for key, specs in groups.items():
+        layout = plan_group(specs, num_ranks)
+        order = {slot.fqn: place for place, slot in enumerate(layout.slots)}
+        for name, spec in zip(names[key], specs, strict=True):
+            slots[name] = LayoutCut(numbers.setdefault(layout, len(numbers)), order[spec.fqn])
+    return list(numbers), slots
+
+
+@dataclass
+class _Sink(TreeSink):
+    """Meets the stand-ins of tensors while the state tree is encoded."""
+
+    names: Mapping[int, str]  # id of a stand-in -> name in the state
+    found: list[tuple[str, str]] = field(default_factory=list)  # (name in the format, name in the state)
+    taken: set[str] = field(default_factory=lambda: set(RESERVED_NAMES))
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> Any:
+        claim_name(name, self.taken)
+        self.taken.add(name)
+        self.found.append((name, self.names[id(tensor)]))
+        return {"$": "tensor", "i": len(self.found) - 1}
+
+    def per_rank(self, name: str, value: PerRank) -> Any:
+        raise AssertionError("a source has no per-rank values")
+
+
+def _structure(
+    state: State, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
+) -> tuple[Structure, list[TensorView]]:
+    """State tree and tensors in file order, with the view of each."""
+    leaves: dict[Path, Any] = {}
+    names: dict[int, str] = {}
+    for name, view in state.views.items():
+        dtype = getattr(torch, torch_dtype(view.info.dtype).name)
+        leaf = torch.empty(view.info.shape, dtype=dtype, device="meta")
+        leaves[state.path(name)], names[id(leaf)] = leaf, name
+    for name, read in state.values.items():
+        leaves[state.path(name)] = read()
+    sink = _Sink(names)
+    tree = encode(nest(leaves), "", sink)
+    cuts = {name: _cut_of(name, state, layouts, slots) for _, name in sink.found}
+
+    def file_order(number: int) -> tuple[int, int, str, int, int]:
+        name = sink.found[number][1]
+        cut, role = cuts[name]
+        offset = layouts[cut.layout].slots[cut.slot].offset if cut else 0
+        return (-state.views[name].info.dtype.itemsize, cut.layout if cut else 1 << 60, role, offset, number)
+
+    order = sorted(range(len(sink.found)), key=file_order)
+    axes = ((), (Axis(num_ranks, 1),))
+    entries = []
+    for number in order:
+        stored, name = sink.found[number]
+        info, cut = state.views[name].info, cuts[name][0]
+        chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()
+        entries.append(Entry(stored, info.dtype.name, info.shape, 1 if chosen else 0, chosen))
+    numbers = {old: new for new, old in enumerate(order)}
+    views = [state.views[sink.found[number][1]] for number in order]
+    return Structure(renumber(tree, numbers), tuple(entries), axes, tuple(layouts)), views
+
+
+def _cut_of(
+    name: str, state: State, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
+) -> tuple[LayoutCut | None, str]:
+    """The slot of a tensor, and what it is to its parameter; no slot for what is stored whole."""
+    if name in slots:
+        return slots[name], ""
+    path = [str(part) for part in state.path(name)]
+    for fqn, cut in _candidates(path, state, slots):
+        slot = layouts[cut.layout].slots[cut.slot]
+        if slot.shape == state.views[name].info.shape:
+            return cut, name.replace(fqn, "*", 1)
+    return None, name
+
+
+def _candidates(path: list[str], state: State, slots: Mapping[str, LayoutCut]) -> list[tuple[str, LayoutCut]]:
+    """Parameters whose name is a part of the path, or lies inside one (flattened optimizer state)."""
+    found = []
+    for name, cut in slots.items():
+        fqn = str(state.path(name)[-1])
+        if any(part == fqn or f".{fqn}." in f".{part}." for part in path):
+            found.append((fqn, cut))
+    return sorted(found, key=lambda item: -len(item[0]))  # the longest name is the right one
+
+
+class _Stripes(OutputFile):
+    """Passes bytes on and keeps the checksum of every stripe of them."""
+
+    needs_order = True
+
+    def __init__(self, out: OutputFile, stripe_bytes: int) -> None:
+        self._out, self._stripe_bytes = out, stripe_bytes
+        self._position = 0
+        self._hash = xxhash.xxh3_64()
+        self._table = bytearray()
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        assert offset == self._position, f"written at {offset}, expected {self._position}"
+        self._out.write_at(offset, data)
+        view = memoryview(data).cast("B")
+        while len(view):
+            room = self._stripe_bytes - self._position % self._stripe_bytes
+            self._hash.update(view[:room])
+            self._position += min(room, len(view))
+            view = view[room:]
+            if self._position % self._stripe_bytes == 0:
+                self._close_stripe()
+
+    def _close_stripe(self) -> None:
+        self._table += self._hash.intdigest().to_bytes(CHECKSUM_BYTES, "little")
+        self._hash = xxhash.xxh3_64()
+
+    def table(self) -> bytes:
+        """Checksums of all bytes so far, and the checksum of those."""
+        if self._position % self._stripe_bytes:
+            self._close_stripe()
+        own = xxhash.xxh3_64_intdigest(bytes(self._table)).to_bytes(CHECKSUM_BYTES, "little")
+        return bytes(self._table) + own
+
+    def finish(self) -> None:
+        self._out.finish()
+
+    def abort(self) -> None:
+        self._out.abort()
+
+
+def _file(
+    manifest: Manifest, rank: int, views: Mapping[str, TensorView], tables: Mapping[str, _Stripes]
+) -> FilePlan:
+    file = RankFile(manifest, rank)
+    parts: list[Part] = [FixedPart(file.header)]
+    for piece in file.pieces:  # every region here is a run of the whole tensor
+        view = views[manifest.entries[piece.place].name]
+        parts.append(TensorPart(view, piece.region.span.start, piece.region.span.stop))
+    table_bytes = file.total_bytes - file.table_start
+    parts.append(ComputedPart(table_bytes, lambda _: tables[file.name].table()))
+    return FilePlan(file.name, tuple(parts))

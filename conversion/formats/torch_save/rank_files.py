@@ -1,0 +1,139 @@
+"""Reading a folder with one torch.save file per rank, as accelerate, verl and hand-written loops of FSDP1
+and FSDP2 leave them.
+
+    pytorch_model_fsdp_rank0.bin  pytorch_model_fsdp_rank1.bin  optimizer_rank0.bin ...
+    model_world_size_2_rank_0.pt  model_world_size_2_rank_1.pt  extra_state_world_size_2_rank_0.pt ...
+
+Where each part belongs follows from what the ranks pickled (`rank_parts`). What belongs to neither model nor
+optimizer (schedulers, random states) is left out if its pickle names more than tensors and plain values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.formats.torch_save.rank_parts import (
+    RankPart,
+    differing_files,
+    is_part,
+    stored_tensor,
+)
+from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
+from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
+from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
+from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+
+__all__ = ["open_ranks", "rank_files"]
+
+_RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
+_CONTAINERS = {
+    "pytorch_model_fsdp": "model",
+    "optim": "optimizer",
+    "optimizer_0": "optimizer",
+    "optimizer": "optimizer",
+}
+
+
+def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
+    """Files of each state (``model``, ``optimizer``, ...), in order of rank; empty if there are none.
+
+    Raises:
+        CorruptCheckpointError: if ranks are missing.
+    """
+    found: dict[str, dict[int, str]] = {}
+    worlds: dict[str, int] = {}
+    for file in files:
+        match = _RANK_FILE.fullmatch(file)
+        if match and "/" not in file:
+            name = _CONTAINERS.get(match[1], match[1])
+            found.setdefault(name, {})[int(match[3])] = file
+            worlds[name] = max(worlds.get(name, 0), int(match[2] or 0), int(match[3]) + 1)
+    for name, ranks in found.items():
+        if missing := sorted(set(range(worlds[name])) - set(ranks)):
+            raise CorruptCheckpointError(
+                explain(
+                    "files of some ranks are missing",
+                    expected=f"{worlds[name]} files like {min(ranks.values())}",
+                    got=f"none for rank {', '.join(map(str, missing[:8]))}",
+                    todo="copy the files of all ranks into one folder",
+                )
+            )
+    return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(found.items())}
+
+
+def open_ranks(store: Store, *, trust_pickle: bool = False) -> Source:
+    """Open a folder of per-rank files; reads their directories and pickles.
+
+    Raises:
+        ConversionError: for placements that do not say where a part belongs, states that are no dicts, or
+            plain tensors that differ between ranks though nothing says which part each is.
+        CorruptCheckpointError: if a file is damaged, or the parts do not tile a tensor (a rank is missing).
+    """
+    joined = _Joined()
+    groups = rank_files(store.list_files())
+    for container, files in groups.items():
+        try:
+            states = [open_state_file(store, file, trust=trust_pickle) for file in files]
+        except ConversionError as error:
+            if container in ("model", "optimizer"):
+                raise
+            joined.omitted.append(container)
+            joined.warnings.append(f"{container} is left out: {str(error).splitlines()[0]} ({files[0]})")
+            continue
+        joined.add(container, states)
+    facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
+    return Source(
+        "ranks",
+        store,
+        joined.tensors,
+        joined.values,
+        joined.paths,
+        facts,
+        trust_pickle,
+        omitted=tuple(joined.omitted),
+        warnings=tuple(joined.warnings),
+    )
+
+
+class _Joined:
+    """The states of all ranks as one."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self.values: dict[str, StoredValue] = {}
+        self.paths: dict[str, Path] = {}
+        self.omitted: list[str] = []
+        self.warnings: list[str] = []
+
+    def add(self, container: str, states: list[StateFile]) -> None:
+        differing: list[tuple[str, str]] = []
+        is_sharded = False
+        for path in dict.fromkeys(path for state in states for path in state.leaves):
+            name = name_of((container, *path))
+            self.paths[name] = (container, *path)
+            held = [RankPart(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
+            if not is_part(held[0].ref):
+                self.values[name] = constant(held[0].ref)
+                continue
+            self.tensors[name] = stored_tensor(name, held)
+            is_sharded |= not isinstance(held[0].ref, TensorRef)
+            differing += [(name, file) for file in differing_files(held)[:1]]
+        if differing and not is_sharded:
+            raise ConversionError(_no_place(*differing[0], states[0].file))
+        self.warnings += [
+            f"{name} is not sharded but differs between ranks: taken from {states[0].file}"
+            for name, _ in differing
+        ]
+
+
+def _no_place(name: str, file: str, first: str) -> str:
+    return explain(
+        "the ranks hold plain tensors that differ, and nothing says which part of a whole each is",
+        expected="DTensors or ShardedTensors, or the same tensors on every rank",
+        got=f"another {name} in {file} than in {first}",
+        todo=f"save with torch.distributed.checkpoint; if {first} alone is the whole state, pass that file",
+    )

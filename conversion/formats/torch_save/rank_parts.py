@@ -1,0 +1,152 @@
+"""Putting a tensor together from what every rank pickled of it: where each part belongs.
+
+    DTensor         placements and the rank's place in the mesh give the box
+    ShardedTensor   says the boxes itself
+    plain tensor    whole on every rank: the first one's is taken
+
+A `StoredTensor` proves that the boxes tile it, so a missing rank is found. Placements whose boxes do not
+follow (partial sums, strides that do not fit the mesh) are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_box
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.geometry import Box
+
+__all__ = ["RankPart", "differing_files", "is_part", "stored_tensor"]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank's file holds of a tensor."""
+
+    file: str
+    archive: TorchArchive
+    ref: Any  # a TensorRef, ShardRef or PiecesRef
+
+
+def is_part(value: Any) -> bool:
+    """Whether a leaf of an unpickled state is a tensor, whole or in part."""
+    return isinstance(value, (TensorRef, ShardRef, PiecesRef))
+
+
+def stored_tensor(name: str, held: Sequence[RankPart]) -> StoredTensor:
+    """The whole tensor of which ranks hold these parts.
+
+    Raises:
+        ConversionError: for placements that do not say where a part belongs.
+        CorruptCheckpointError: if the parts do not tile it, or one has another shape than its place gives.
+    """
+    first = held[0].ref
+    if isinstance(first, TensorRef):
+        box = whole_box(first.shape)
+        chunks = _chunks(name, held[0], first, box)
+        return StoredTensor(TensorInfo(name, first.shape, first.dtype), tuple(chunks))
+    parts: dict[Box, StoredChunk] = {}
+    for part in held:
+        for box, ref in _boxes(name, part, held):
+            for chunk in _chunks(name, part, ref, box):
+                parts.setdefault(box, chunk)  # replicas hold the same
+    return StoredTensor(TensorInfo(name, first.shape, _dtype(first)), tuple(parts.values()))
+
+
+def differing_files(held: Sequence[RankPart]) -> tuple[str, ...]:
+    """Files whose copy of a whole tensor is not the first file's: other shape, type, flags or checksum."""
+    if not isinstance(held[0].ref, TensorRef):
+        return ()
+
+    def content(part: RankPart) -> tuple[Any, ...]:
+        ref: TensorRef = part.ref
+        crc = _crc(part.archive, ref.storage_key) if 0 not in ref.shape else 0
+        return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
+
+    expected = content(held[0])
+    return tuple(part.file for part in held[1:] if content(part) != expected)
+
+
+def _crc(archive: TorchArchive, key: str) -> int:
+    saved = archive.storage_crc(key)
+    return archive.find_crc(key) if saved is None else saved
+
+
+def _dtype(ref: ShardRef | PiecesRef) -> DType:
+    return ref.local.dtype if isinstance(ref, ShardRef) else ref.dtype
+
+
+def _chunks(name: str, part: RankPart, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
+    if box.numel:
+        offset = part.archive.tensor_offset(ref)
+        checked = part.archive.checked_run(part.file, 0, ref.storage_key, f"tensor {name} in {part.file}")
+        nbytes = box.numel * ref.dtype.itemsize
+        yield StoredChunk(box, part.file, offset, nbytes, ref.strides, checked=checked, signs=ref.signs)
+
+
+def _boxes(name: str, part: RankPart, held: Sequence[RankPart]) -> Iterator[tuple[Box, TensorRef]]:
+    if isinstance(part.ref, PiecesRef):
+        for offsets, ref in part.ref.pieces:
+            yield Box(offsets, ref.shape), ref
+        return
+    axes = [1 + max(p.ref.coordinates[i] for p in held) for i in range(len(part.ref.coordinates))]
+    yield _dtensor_box(name, part.file, part.ref, axes), part.ref.local
+
+
+def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
+    """The rank's box: each mesh axis cuts what the ones before left, in chunks of the ceiling."""
+    offsets, sizes = [0] * len(part.shape), list(part.shape)
+    for axis in _cutting_order(name, file, part, axes):
+        dim = part.placements[axis].dim
+        chunk = -(-sizes[dim] // axes[axis])
+        start = min(part.coordinates[axis] * chunk, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    if tuple(sizes) != part.local.shape:
+        raise CorruptCheckpointError(
+            explain(
+                "a rank's part does not have the shape that its place in the mesh gives",
+                expected=f"shape {tuple(sizes)} at {part.coordinates} of a mesh of {axes}",
+                got=f"shape {part.local.shape}",
+                where=f"{name} in {file}",
+                todo="check that the files of all ranks are there, and from one save",
+            )
+        )
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> list[int]:
+    """Mesh axes that cut the tensor, in the order in which they do.
+
+    That is their order in the mesh, but for a strided shard (FSDP2 over tensor parallelism): it cuts what the
+    later axes left of its dim, and says so by a split factor that is the product of their sizes.
+    """
+    kinds = [type(placement).__name__ for placement in part.placements]
+    if odd := set(kinds) - {"Shard", "_StridedShard", "Replicate"}:
+        raise ConversionError(_unplaced(name, file, "Shard and Replicate", min(odd)))
+    order = [axis for axis, kind in enumerate(kinds) if kind != "Replicate"]
+    for axis in [axis for axis in reversed(order) if kinds[axis] == "_StridedShard"]:
+        strided = part.placements[axis]
+        later = [a for a in order if a > axis and part.placements[a].dim == strided.dim]
+        if strided.split_factor != math.prod(axes[a] for a in later):
+            expected = f"a split factor that is the product of the later axes' sizes in a mesh of {axes}"
+            raise ConversionError(_unplaced(name, file, expected, strided.split_factor))
+        order.remove(axis)
+        order.insert(1 + max((order.index(a) for a in later), default=-1), axis)
+    return order
+
+
+def _unplaced(name: str, file: str, expected: str, got: object) -> str:
+    return explain(
+        "a tensor's placement does not say where its parts belong",
+        expected=expected,
+        got=got,
+        where=f"{name} in {file}",
+        todo="save full tensors, or with torch.distributed.checkpoint",
+    )

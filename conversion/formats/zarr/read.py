@@ -1,0 +1,235 @@
+"""Reading zarr v3 hierarchies: each array is a tensor.
+
+Arrays whose chunks are plain bytes (with or without crc32c) are read by range like any other file.
+Compressed, sharded and other arrays are decoded by the zarr library, chunk by chunk. zarr leaves out chunks
+that are all fill value; those of zeros are known here without a file. Where a manifest lies beside, the folder is
+a native checkpoint and read as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import zlib
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.manifest.state_tree import split_name
+from vescale_fsdp.conversion.formats.zarr.json_values import from_json_1
+from vescale_fsdp.conversion.source.checked_runs import CheckedRun
+from vescale_fsdp.conversion.source.crc import CRC32C
+from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_box
+from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.layout.geometry import Box, contiguous_strides
+
+__all__ = ["open_zarr"]
+
+_CRC_BYTES = 4
+_ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
+_DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
+
+
+def open_zarr(store: Store) -> Source:
+    """Open a zarr v3 group (or a single array); reads metadata and the list of files.
+
+    Raises:
+        CorruptCheckpointError: if metadata is damaged or a chunk file has the wrong size.
+    """
+    root = _metadata(store, ZARR_NAME)
+    if "manifest" in (root.get("attributes") or {}) and store.size(MANIFEST_NAME) is not None:
+        from vescale_fsdp.conversion.formats.native.read import open_native
+
+        return open_native(store)
+    files = set(store.list_files())
+    tensors: dict[str, StoredTensor] = {}
+    readers: dict[str, BoxReader] = {}
+    paths: dict[str, Path] = {}
+    for file in sorted(name for name in files if name.endswith(ZARR_NAME)):
+        found = root if file == ZARR_NAME else _metadata(store, file)
+        if found.get("node_type") != "array":
+            continue
+        node = file.removesuffix(ZARR_NAME).rstrip("/")
+        try:
+            array = _Array(store, node, found)
+            tensors[array.info.name] = array.stored(files)
+            if array.path is not None:
+                paths[array.info.name] = array.path
+            if not array.is_plain:
+                readers[array.info.name] = array.reader()
+        except _DAMAGE as error:
+            raise _damaged(store, file, error) from error
+    try:
+        content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}
+        values: dict[str, StoredValue] = {
+            str(name): constant(from_json_1(value)) for name, value in (content.get("values") or {}).items()
+        }
+        stored_paths = content.get("paths") or {}
+        paths |= {str(name): tuple(map(_part, parts)) for name, parts in stored_paths.items()}
+    except _DAMAGE as error:
+        raise _damaged(store, ZARR_NAME, error) from error
+    # Files are listed by name; what is planned from here depends on the order of the state that was saved.
+    tensors = {name: tensors[name] for name in (*filter(tensors.__contains__, paths), *tensors)}
+    facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
+    return Source("zarr", store, tensors, values, paths, facts, readers=readers)
+
+
+def _part(part: Any) -> str | int:
+    return ListIndex(part[0]) if isinstance(part, list) else part
+
+
+def _metadata(store: Store, file: str) -> dict[str, Any]:
+    try:
+        found = json.loads(store.read_file(file))
+        if not isinstance(found, dict) or found.get("zarr_format") != 3:
+            raise ValueError(f"zarr_format is not 3 but {found!r:.60}")
+    except ValueError as error:
+        raise _damaged(store, file, error) from error
+    return found
+
+
+def _damaged(store: Store, file: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "a zarr hierarchy cannot be used",
+            expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
+            got=f"{type(error).__name__}: {error}",
+            where=f"{store.url}/{file}",
+            todo="copy the hierarchy again from where it was made",
+        )
+    )
+
+
+class _Array:
+    """One array of the hierarchy."""
+
+    def __init__(self, store: Store, node: str, metadata: dict[str, Any]) -> None:
+        self._store, self._node = store, node
+        attributes = metadata.get("attributes") or {}
+        stored_as = dtype_from_torch(str(metadata["data_type"]))
+        dtype = dtype_from_torch(
+            str(attributes.get("logical_dtype", attributes.get("dtype", stored_as.name)))
+        )
+        if dtype.itemsize != stored_as.itemsize:
+            raise ValueError(f"dtype {dtype.name} in {stored_as.name}")
+        name = str(attributes.get("name") or unquote(node).replace("/", "."))
+        self.path: Path | None = None
+        if (
+            "logical_dtype" in attributes and "name" in attributes
+        ):  # of a native checkpoint without its manifest
+            self.path = split_name(name)
+            name = name_of(self.path)
+        self.info = TensorInfo(name, tuple(map(int, metadata["shape"])), dtype)
+        self._stored_as: DType = stored_as
+        self._codecs = [codec["name"] for codec in metadata["codecs"]]
+        self._endian = metadata["codecs"][0].get("configuration", {}).get("endian", "little")
+        self._grid = metadata["chunk_grid"]
+        self._separator, self._prefix = _key_encoding(metadata["chunk_key_encoding"])
+        self._is_zero_filled = metadata["fill_value"] in (0, False, [0, 0], "0x00")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether chunk files are the items' bytes, row-major."""
+        return (
+            self._codecs in (["bytes"], ["bytes", "crc32c"])
+            and self._endian == "little"
+            and self._grid["name"] == "regular"
+            and self._is_zero_filled
+        )
+
+    def stored(self, files: set[str]) -> StoredTensor:
+        """Chunks of a plain array; one nominal chunk of an array that zarr decodes."""
+        if not self.info.numel:
+            return StoredTensor(self.info, ())
+        if not self.is_plain:
+            return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), "", 0, 0),))
+        shape = self.info.shape
+        chunk_shape = tuple(map(int, self._grid["configuration"]["chunk_shape"]))
+        nbytes = math.prod(chunk_shape) * self.info.dtype.itemsize
+        strides = contiguous_strides(chunk_shape)
+        found = []
+        counts = [range(math.ceil(n / c)) for n, c in zip(shape, chunk_shape, strict=True)]
+        for index in itertools.product(*counts):
+            offsets = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
+            sizes = tuple(min(c, n - o) for c, n, o in zip(chunk_shape, shape, offsets, strict=True))
+            file = self._chunk_file(index)
+            if file in files:
+                self._check_size(file, nbytes)
+            box, checked = Box(offsets, sizes), self._checked(file, nbytes)
+            stored = StoredChunk(box, file, 0, nbytes, strides, checked=checked)
+            found.append(stored if file in files else StoredChunk(box, "", 0, nbytes, strides))
+        return StoredTensor(self.info, tuple(found))
+
+    def _checked(self, file: str, nbytes: int) -> CheckedRun | None:
+        """The bytes before the checksum at the end of a chunk's file."""
+        if "crc32c" not in self._codecs:
+            return None
+
+        def saved() -> int:
+            return int.from_bytes(self._store.read(file, nbytes, _CRC_BYTES), "little")
+
+        where = f"tensor {self.info.name} in {self._store.url}/{file}"
+        return CheckedRun(file, 0, nbytes, CRC32C, saved, where)
+
+    def _check_size(self, file: str, nbytes: int) -> None:
+        expected = nbytes + (_CRC_BYTES if "crc32c" in self._codecs else 0)
+        size = self._store.required_size(file)
+        if size != expected:
+            raise CorruptCheckpointError(
+                explain(
+                    "a chunk of a zarr array has the wrong size",
+                    expected=f"{expected} bytes",
+                    got=f"{size} bytes",
+                    where=f"{self._store.url}/{file}",
+                    todo="copy the file again from where it was made",
+                )
+            )
+
+    def _chunk_file(self, index: tuple[int, ...]) -> str:
+        key = self._separator.join((*self._prefix, *map(str, index)))
+        return f"{self._node}/{key}" if self._node else key
+
+    def reader(self) -> BoxReader:
+        """Boxes as the zarr library decodes them."""
+        path = f"{self._store.url}/{self._node}" if self._node else self._store.url
+        try:
+            import zarr  # only arrays that are not plain need it
+        except ImportError as error:
+            raise ConversionError(
+                explain(
+                    "an array is compressed or sharded, which the zarr library decodes",
+                    expected="the package zarr (3 or later)",
+                    got=str(error),
+                    where=path,
+                    todo="pip install zarr",
+                )
+            ) from error
+        array = zarr.open_array(path, mode="r")
+        raw = self.info.dtype.raw
+
+        def read(box: Box) -> np.ndarray:
+            try:
+                values = np.ascontiguousarray(array[box.slices()]).reshape(box.sizes)
+            except _UNDECODED as error:
+                raise _damaged(self._store, f"{self._node}/{ZARR_NAME}", error) from error
+            return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
+
+        return read
+
+
+def _key_encoding(encoding: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """(separator, leading parts) of chunk keys."""
+    configuration = encoding.get("configuration") or {}
+    if encoding["name"] == "default":
+        return str(configuration.get("separator", "/")), ("c",)
+    if encoding["name"] == "v2":
+        return str(configuration.get("separator", ".")), ()
+    raise ValueError(f"unknown chunk key encoding {encoding['name']}")

@@ -1,0 +1,159 @@
+"""Planning a native checkpoint in its zarr form: one zarr v3 array per tensor, which any zarr library reads.
+
+The folder is what ``save(format="zarr")`` of one rank makes (see the engine's FORMAT.md), so that `load` takes it
+at any world size. Arrays are cut along dim 0 into chunks of at most 32 MiB, plain bytes and their crc32c. The
+checksums of all chunks are known once these are written: the file that holds them closes the result, and the
+manifest comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count
+from typing import Any
+
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
+from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    array_json,
+    array_path,
+    as_arrays,
+    chunk_boxes,
+    chunk_file,
+    clipped,
+    group_files,
+)
+from vescale_fsdp.conversion.formats.torch_save.pickle_writer import torch_dtype
+from vescale_fsdp.conversion.formats.zarr.json_values import to_node
+from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
+from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan, Written
+from vescale_fsdp.conversion.source.crc import CRC32C
+from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+
+__all__ = ["plan_zarr"]
+
+_CHUNK_BYTES = 32 * 2**20  # 32 MiB
+_CRC_BYTES = 4
+
+
+def plan_zarr(state: State) -> OutputPlan:
+    """Chunk files; then the arrays' metadata, the file with the checksums of chunks, and the manifest.
+
+    Raises:
+        CheckpointError: for values that the format cannot hold.
+        ConversionError: for types that torch lacks, or two tensors whose keys, joined, are one name.
+    """
+    structure, views = _structure(state)
+    identity = "".join(["zarr", structure.document.decode(), *(view.identity() for view in views)])
+    save_id = xxhash.xxh3_64_hexdigest(identity.encode())  # the same input makes the same files
+    whole = build_manifest([(RankSet.world(1), structure)], save_id=save_id, world_size=1)
+    manifest = as_arrays(whole, [_chunk_shape(view.info) for view in views])
+    known: dict[Chunk, int] = {}
+    files = [file for place, view in enumerate(views) for file in _chunk_files(manifest, place, view, known)]
+    closing = [
+        _small(f"{array_path(manifest, place)}/{ZARR_NAME}", array_json(manifest, place))
+        for place in range(len(views))
+    ]
+    groups = [_small(name, content) for name, content in group_files(manifest).items()]
+    sums = RankFile(manifest, 0)
+    closing += [*groups[:-1], ClosingFile(sums.name, lambda: (_sealed(sums, known),)), groups[-1]]
+    closing.append(_small(MANIFEST_NAME, manifest.to_bytes()))
+    learn = partial(_learn_checksums, manifest, sums.chunks, known)
+    return OutputPlan("zarr", tuple(files), tuple(closing), is_stale=_is_stale, when_written=learn)
+
+
+def _is_stale(name: str) -> bool:
+    of_before = name.endswith((ZARR_NAME, "/c")) or "/c/" in name  # arrays lay in the folder itself
+    return name == MANIFEST_NAME or name.startswith("data-") or of_before
+
+
+def _small(name: str, content: bytes) -> ClosingFile:
+    return ClosingFile(name, lambda: (content,))
+
+
+def _structure(state: State) -> tuple[Structure, list[TensorView]]:
+    """State tree and tensors in file order, whole on one rank, with the view of each."""
+    leaves: dict[Path, Any] = {state.path(name): view for name, view in state.views.items()}
+    leaves |= {state.path(name): read() for name, read in state.values.items()}
+    found: dict[str, TensorView] = {}
+    numbers = count()
+
+    def leaf(name: str, value: object) -> dict[str, Any] | None:
+        if not isinstance(value, TensorView):
+            return None
+        claim_name(name, found)
+        found[name] = value
+        return {"$": "tensor", "i": next(numbers)}
+
+    tree = to_node(nest(leaves), "", leaf)
+    names = list(found)
+    order = sorted(range(len(names)), key=lambda number: -found[names[number]].info.dtype.itemsize)
+    entries = []
+    for number in order:
+        info = found[names[number]].info
+        entries.append(Entry(names[number], torch_dtype(info.dtype).name, info.shape, 0, ()))
+    tree = renumber(tree, {old: new for new, old in enumerate(order)})
+    return Structure(tree, tuple(entries), ((),), ()), [found[names[number]] for number in order]
+
+
+def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
+    """Whole rows, of which a chunk has as many as its size allows."""
+    if not info.shape:
+        return ()
+    rows = min(info.shape[0], max(1, _CHUNK_BYTES // (info.nbytes // info.shape[0]))) if info.numel else 1
+    return (rows, *(max(1, size) for size in info.shape[1:]))
+
+
+def _chunk_files(
+    manifest: Manifest, place: int, view: TensorView, known: dict[Chunk, int]
+) -> Iterator[FilePlan]:
+    assert manifest.chunks is not None
+    info = view.info
+    for box in chunk_boxes(info.shape, manifest.chunks[place]):
+        inside = clipped(box, info.shape)
+        start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
+        part = TensorPart(view, start, start + inside.numel, CRC32C)
+        padding_bytes = (box.numel - inside.numel) * info.dtype.itemsize
+        parts = _chunk_parts(part, padding_bytes, Chunk(place, box), known)
+        yield FilePlan(chunk_file(manifest, place, box), parts)
+
+
+def _chunk_parts(
+    part: TensorPart, padding_bytes: int, chunk: Chunk, known: dict[Chunk, int]
+) -> tuple[Part, ...]:
+    """Data, zeros up to a whole chunk, and the CRC-32C of both, which is remembered too."""
+    zeros = bytes(padding_bytes)
+    zeros_crc = CRC32C.of(zeros)
+
+    def checksum(crcs: dict[int, int]) -> bytes:
+        known[chunk] = CRC32C.combine(crcs[0], zeros_crc, padding_bytes)
+        return known[chunk].to_bytes(_CRC_BYTES, "little")
+
+    return (part, FixedPart(zeros), ComputedPart(_CRC_BYTES, checksum))
+
+
+def _learn_checksums(
+    manifest: Manifest, chunks: Iterable[Chunk], known: dict[Chunk, int], written: Written
+) -> None:
+    """The checksums of chunks that an earlier run or another process wrote, from the ends of their files."""
+    for chunk in chunks:
+        if chunk not in known:
+            nbytes = chunk.box.numel * manifest.entries[chunk.place].itemsize
+            known[chunk] = int.from_bytes(written(chunk_file(manifest, *chunk), nbytes, _CRC_BYTES), "little")
+
+
+def _sealed(file: RankFile, known: Mapping[Chunk, int]) -> bytes:
+    """A rank's file that holds nothing but checksums of chunks."""
+    body = file.header + file.chunk_table(known)
+    stripes = (body[slice(*file.stripe(index))] for index in range(file.num_stripes))
+    return body + pack_table([xxhash.xxh3_64_intdigest(stripe) for stripe in stripes])

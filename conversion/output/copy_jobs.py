@@ -1,0 +1,176 @@
+"""The pieces of work that fill an output file: which bytes to read, in which order, and where they go.
+
+Most conversions change no byte of a tensor: runs of bytes move from files of the source to places in the output.
+These are read in the order of the *source*, so that a disk reads forward, small tensors come many at a time,
+and each stripe of a file with checksums is read, hashed and proven once, whichever tensors it holds:
+
+    source file   |  q  |  k  | v |     o     |  gap  | up ...       one Move per run of bytes
+                  '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: moves are cut at its ends
+    output        | header |  k  |     o     |  q  | ...
+
+What a view computes (casts, joins, strided boxes) is instead cut into *segments*, runs of the items of the
+result. Everything here follows from the plan and the buffer size alone: a resumed run cuts as the first one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vescale_fsdp.conversion.output.file_plan import FilePlan, TensorPart
+from vescale_fsdp.conversion.source.source import Source
+
+__all__ = ["Job", "Move", "MoveJob", "Segment", "jobs_by_source", "jobs_in_order", "steps", "writes"]
+
+_CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
+_STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache
+_MAX_GAP_BYTES = 64 * 2**10  # 64 KiB: reading over less costs less than another read
+
+
+class Segment(NamedTuple):
+    """Items [start, stop) of the tensor that is part number ``part``."""
+
+    part: int
+    start: int
+    stop: int
+
+    def place(self, plan: FilePlan) -> tuple[int, int]:
+        """(byte offset in the output, bytes)."""
+        part = plan.tensor(self.part)
+        itemsize = part.view.info.dtype.itemsize
+        return plan.offsets[self.part] + (self.start - part.start) * itemsize, (
+            self.stop - self.start
+        ) * itemsize
+
+
+class Move(NamedTuple):
+    """A run of bytes that goes as it is from a source file to the output; part of tensor part ``part``."""
+
+    offset: int  # in the source file
+    target: int  # in the output
+    nbytes: int
+    part: int
+
+
+class MoveJob(NamedTuple):
+    """Bytes [start, stop) of a source file and what of them goes where.
+
+    Attributes:
+        moves: by offset; they may overlap, and there may be gaps between them.
+        stripe: number of the checksummed stripe that the bytes are; None if the file has no checksums.
+    """
+
+    source: Source
+    file: str
+    start: int
+    stop: int
+    moves: tuple[Move, ...]
+    stripe: int | None
+
+
+Job = Segment | MoveJob
+
+
+def jobs_in_order(plan: FilePlan, buffer_bytes: int) -> Iterator[Segment]:
+    """All of a file, front to back, for outputs that are streams."""
+    for index, part in enumerate(plan.parts):
+        if isinstance(part, TensorPart):
+            yield from _segments(index, part, buffer_bytes)
+
+
+def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
+    """All of a file, in the order that suits the source."""
+    sources: dict[tuple[int, str], Source] = {}
+    moves: dict[tuple[int, str], list[Move]] = {}
+    computed: list[tuple[int, TensorPart]] = []
+    for index, part in enumerate(plan.parts):
+        if not isinstance(part, TensorPart):
+            continue
+        runs = part.view.runs(part.start, part.stop)
+        if runs is None:
+            computed.append((index, part))
+            continue
+        target = plan.offsets[index]
+        for run in runs:
+            key = (id(run.source), run.file)
+            sources[key] = run.source
+            moves.setdefault(key, []).append(Move(run.offset, target, run.nbytes, index))
+            target += run.nbytes
+    for key, found in moves.items():
+        yield from _move_jobs(sources[key], key[1], sorted(found), min(_CELL_BYTES, buffer_bytes))
+    for index, part in computed:
+        yield from _segments(index, part, buffer_bytes)
+
+
+def _segments(index: int, part: TensorPart, buffer_bytes: int) -> Iterator[Segment]:
+    step = buffer_bytes // part.view.info.dtype.itemsize
+    for start in range(part.start, part.stop, step):
+        yield Segment(index, start, min(start + step, part.stop))
+
+
+def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) -> Iterator[MoveJob]:
+    checked = source.checked(file)
+    size = checked.stripe_bytes if checked is not None else cell_bytes
+    cells: dict[int, list[Move]] = {}
+    for move in moves:
+        for piece in _cut(move, size):
+            cells.setdefault(piece.offset // size, []).append(piece)
+    for cell in sorted(cells):
+        if checked is not None:
+            stop = min((cell + 1) * size, checked.checked_bytes)
+            yield MoveJob(source, file, cell * size, stop, tuple(cells[cell]), cell)
+        else:
+            for start, stop, group in _without_gaps(cells[cell]):
+                yield MoveJob(source, file, start, stop, tuple(group), None)
+
+
+def _cut(move: Move, size: int) -> Iterator[Move]:
+    """A move in pieces that do not cross multiples of ``size`` in the source file."""
+    offset, stop = move.offset, move.offset + move.nbytes
+    while offset < stop:
+        end = min(stop, (offset // size + 1) * size)
+        yield Move(offset, move.target + offset - move.offset, end - offset, move.part)
+        offset = end
+
+
+def _without_gaps(moves: list[Move]) -> Iterator[tuple[int, int, list[Move]]]:
+    """(first byte, end, moves) of groups with no large gap inside."""
+    group: list[Move] = []
+    stop = 0
+    for move in sorted(moves):
+        if group and move.offset - stop > _MAX_GAP_BYTES:
+            yield group[0].offset, stop, group
+            group = []
+        stop = max(stop, move.offset + move.nbytes) if group else move.offset + move.nbytes
+        group.append(move)
+    yield group[0].offset, stop, group
+
+
+def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move]]]:
+    """(first byte, end, moves cut to it) of each read of a job; together they cover all its bytes."""
+    size = min(_STEP_BYTES, buffer_bytes)
+    first = 0
+    for start in range(job.start, job.stop, size):
+        stop = min(start + size, job.stop)
+        found = []
+        while first < len(job.moves) and job.moves[first].offset + job.moves[first].nbytes <= start:
+            first += 1
+        for move in job.moves[first:]:
+            if move.offset >= stop:
+                break
+            low, high = max(start, move.offset), min(stop, move.offset + move.nbytes)
+            if low < high:
+                found.append(Move(low, move.target + low - move.offset, high - low, move.part))
+        yield start, stop, found
+
+
+def writes(plan: FilePlan, jobs: Iterator[Job], buffer_bytes: int) -> list[tuple[int, int]]:
+    """(byte offset in the output, bytes) of every write that the jobs make, in file order."""
+    found: list[tuple[int, int]] = []
+    for job in jobs:
+        if isinstance(job, Segment):
+            found.append(job.place(plan))
+        else:
+            for _, _, moves in steps(job, buffer_bytes):
+                found += [(move.target, move.nbytes) for move in moves]
+    return sorted(found)

@@ -1,0 +1,276 @@
+"""Moving bytes: the jobs of many files, by a few threads with one fixed buffer each.
+
+A thread takes a job (see `jobs`), reads or computes its bytes into its buffer and writes them where the plan
+says; nothing else is held, so memory is the buffers, whatever the size of the model or of its largest tensor.
+
+    512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
+
+Files that accept writes in any order share all threads; files that are streams take one thread each. Every
+byte passes through memory, where it is compared with the source's checksums, if there are any, and hashed for
+the journal: hashing a buffer in the cache takes a tenth of the time that writing it takes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import xxhash
+
+from vescale_fsdp.conversion.output.copy_jobs import (
+    Job,
+    MoveJob,
+    Segment,
+    jobs_by_source,
+    jobs_in_order,
+    steps,
+    writes,
+)
+from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart
+from vescale_fsdp.conversion.output.prove_sources import prove_whole
+from vescale_fsdp.conversion.output.threads import Shared, in_threads
+from vescale_fsdp.conversion.store import OutputFile
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["CopyLimits", "Progress", "copy_files", "written_digest"]
+
+Progress = Callable[[int], None]  # called with tensor bytes done since the last call
+
+_MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: larger ones read no faster
+_MIN_BUFFER_BYTES = 2**20
+# A view that changes its tensor needs scratch as large as the buffer, up to three times (read, work, result).
+_BUFFERS_PER_THREAD = 4
+
+
+@dataclass(frozen=True)
+class CopyLimits:
+    """How much memory and how many threads a conversion may use.
+
+    Args:
+        memory_budget_bytes: for all working buffers together.
+        threads: readers and writers at work at once.
+    """
+
+    memory_budget_bytes: int = 512 * 2**20
+    threads: int = 4
+
+    def __post_init__(self) -> None:
+        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
+        if self.memory_budget_bytes < least or self.threads < 1:
+            raise ConversionError(
+                explain(
+                    "the memory budget is too small to work in",
+                    expected=f"at least {least} bytes and one thread",
+                    got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
+                    todo="pass a --memory-budget of 64MB or more",
+                )
+            )
+
+    @property
+    def usable_threads(self) -> int:
+        """Threads that the budget can give a buffer each."""
+        most = self.memory_budget_bytes // (_MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD)
+        return min(self.threads, most)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of one thread's buffer, a whole number of items of every type."""
+        share = self.memory_budget_bytes // (self.usable_threads * _BUFFERS_PER_THREAD)
+        return min(_MAX_BUFFER_BYTES, share) // 16 * 16
+
+
+class _WorkingFile:
+    """A file being written: what is left to do and the checksums so far."""
+
+    def __init__(self, plan: FilePlan, out: OutputFile, num_jobs: int) -> None:
+        self.plan, self.out = plan, out
+        self._left = num_jobs
+        self._lock = threading.Lock()
+        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # part -> (byte offset, crc, bytes)
+        self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
+
+    def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
+        """Do one job; returns its bytes and whether it was the last of the file."""
+        nbytes = self._compute(job, buffer) if isinstance(job, Segment) else self._move(job, buffer)
+        with self._lock:
+            self._left -= 1
+            return nbytes, self._left == 0
+
+    def _compute(self, segment: Segment, buffer: memoryview) -> int:
+        import numpy as np  # only views that change their tensor need it
+
+        from vescale_fsdp.conversion.views.tensor_view import read_range
+
+        view = self.plan.tensor(segment.part).view
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        data = read_range(view, segment.start, segment.stop, array).data
+        self._write(segment.place(self.plan)[0], data, segment.part)
+        return len(data)
+
+    def _move(self, job: MoveJob, buffer: memoryview) -> int:
+        stripe = xxhash.xxh3_64()
+        nbytes = 0
+        for start, stop, moves in steps(job, len(buffer)):
+            data = buffer[: stop - start]
+            if job.stripe is None:
+                job.source.read_bytes(job.file, start, data)
+            else:  # read once, and proven at the stripe's end
+                job.source.store.read_into(job.file, start, data)
+                stripe.update(data)
+            for move in moves:
+                at = move.offset - start
+                self._write(move.target, data[at : at + move.nbytes], move.part)
+                nbytes += move.nbytes
+        checked = job.source.checked(job.file)
+        if checked is not None and job.stripe is not None:
+            checked.prove_stripe(job.stripe, stripe.intdigest())
+        return nbytes
+
+    def _write(self, offset: int, data: memoryview, part: int) -> None:
+        self.out.write_at(offset, data)
+        digest = xxhash.xxh3_64_intdigest(data)
+        kind = self.plan.tensor(part).crc
+        crc = kind.of(data) if kind else 0
+        with self._lock:
+            self._digests.append((offset, digest))
+            if kind:
+                self._crcs.setdefault(part, []).append((offset, crc, len(data)))
+
+    def write_known(self, first: int, stop: int) -> None:
+        """Write fixed and computed parts among parts [first, stop)."""
+        for index in range(first, stop):
+            part = self.plan.parts[index]
+            if isinstance(part, FixedPart):
+                self.out.write_at(self.plan.offsets[index], part.data)
+            elif isinstance(part, ComputedPart):
+                data = part.make(self._part_crcs())
+                assert len(data) == part.nbytes, f"{self.plan.name}: {len(data)} bytes, planned {part.nbytes}"
+                self.out.write_at(self.plan.offsets[index], data)
+
+    def _part_crcs(self) -> dict[int, int]:
+        found = {i: 0 for i, part in enumerate(self.plan.parts) if isinstance(part, TensorPart)}
+        for index, pieces in self._crcs.items():
+            kind = self.plan.tensor(index).crc
+            assert kind is not None
+            for _, piece_crc, nbytes in sorted(pieces):
+                found[index] = kind.combine(found[index], piece_crc, nbytes)
+        return found
+
+    def digest(self) -> str:
+        """One checksum of all writes, in file order; `written_digest` finds the same in the written file."""
+        return _join_digests(digest for _, digest in sorted(self._digests))
+
+
+def _join_digests(digests: Iterable[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
+
+
+def _jobs(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Job]:
+    return (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
+
+
+def written_digest(
+    plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
+) -> str:
+    """The checksum a finished file was recorded with, from its bytes as they are now."""
+    places = writes(plan, _jobs(plan, buffer_bytes, in_order=in_order), buffer_bytes)
+    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in places)
+
+
+@dataclass
+class _Copier:
+    """What the threads of one conversion share."""
+
+    limits: CopyLimits
+    create: Callable[[FilePlan], OutputFile]
+    progress: Progress
+    on_finished: Callable[[FilePlan, str], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buffers: SimpleQueue[memoryview] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        for _ in range(self.limits.usable_threads):  # pages that are never touched cost nothing
+            self.buffers.put(memoryview(mmap.mmap(-1, self.limits.buffer_bytes)))
+
+    @contextmanager
+    def buffer(self) -> Iterator[memoryview]:
+        """One of the buffers, as long as a thread works."""
+        buffer = self.buffers.get()
+        try:
+            yield buffer
+        finally:
+            self.buffers.put(buffer)
+
+    def close(self, file: _WorkingFile) -> None:
+        prove_whole(file.plan)
+        file.out.finish()
+        with self.lock:
+            self.on_finished(file.plan, file.digest())
+
+    def jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
+        """The work on files that take it in any order; each file is created when its first job is taken."""
+        for plan in plans:
+            jobs = list(_jobs(plan, self.limits.buffer_bytes, in_order=False))
+            file = _WorkingFile(plan, self.create(plan), len(jobs))
+            if not jobs:
+                file.write_known(0, len(plan.parts))
+                self.close(file)
+            for job in jobs:
+                yield file, job
+
+    def work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
+        """Do jobs until there are none."""
+        with self.buffer() as buffer:
+            for file, job in jobs:
+                nbytes, is_last = file.do(job, buffer)
+                self.progress(nbytes)
+                if is_last:
+                    file.write_known(0, len(file.plan.parts))
+                    self.close(file)
+
+    def stream(self, plans: Shared[FilePlan]) -> None:
+        """Write whole files front to back, one after the other; a file is finished only if complete."""
+        with self.buffer() as buffer:
+            for plan in plans:
+                file, known = _WorkingFile(plan, self.create(plan), 0), 0
+                for segment in jobs_in_order(plan, self.limits.buffer_bytes):
+                    if plans.is_stopped:
+                        return
+                    file.write_known(known, segment.part)
+                    known = segment.part
+                    self.progress(file.do(segment, buffer)[0])
+                file.write_known(known, len(plan.parts))
+                self.close(file)
+
+
+def copy_files(
+    plans: Sequence[FilePlan],
+    limits: CopyLimits,
+    *,
+    create: Callable[[FilePlan], OutputFile],
+    in_order: bool,
+    progress: Progress,
+    on_finished: Callable[[FilePlan, str], None] = lambda _plan, _digest: None,
+) -> None:
+    """Write all files.
+
+    Args:
+        plans: what to write.
+        limits: memory and threads.
+        create: opens an output; called when its first byte is about to be written.
+        in_order: whether outputs must be written front to back.
+        progress: called with bytes done since the last call, from several threads.
+        on_finished: called, one at a time, with each finished (not committed) file and its digest.
+
+    Raises:
+        Exception: the first error of any thread; the others stop. Outputs are not aborted.
+    """
+    copier = _Copier(limits, create, progress, on_finished)
+    if in_order:
+        in_threads(limits.usable_threads, copier.stream, plans)
+    else:
+        in_threads(limits.usable_threads, copier.work, copier.jobs(plans))

@@ -1,0 +1,280 @@
+"""The closed set of operations of key rules, each with its inverse.
+
+A rule is written from Hugging Face's layout ("hf") to another ("ours"). An operation gets a *bundle*: one
+node per name pattern of the rule, where a node is a tensor, or a list of them where a pattern counts
+(experts). Running the operations forward makes ours from hf, running the inverses backward makes hf from
+ours.
+
+    {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a counted list -> one
+    {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, groups, parts}}   {rope = {heads}}
+    {pad = {dim, from, to}}   {cast = {to, back}}
+
+``groups`` joins within each of so many groups: [q q k v] [q q k v] ... instead of [q q q q] [k k] [v v].
+``heads`` may be a list, one for each pattern of the rule, where 0 leaves its tensor alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vescale_fsdp.conversion.views.casting import CastView
+from vescale_fsdp.conversion.views.index_maps import (
+    ConcatView,
+    IndexView,
+    InterleaveView,
+    PadView,
+    PermuteView,
+    ReshapeView,
+    SliceView,
+    StackView,
+)
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+
+__all__ = ["Bundle", "Cast", "Node", "Operation", "Stack", "parse_operation"]
+
+Node = Any  # a TensorView, or a list of nodes
+Bundle = list[Node]
+Sizes = Callable[[str | int], int]  # evaluates a size expression
+
+
+class Operation(ABC):
+    """One step of a rule."""
+
+    @abstractmethod
+    def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        """From hf's side towards ours."""
+
+    @abstractmethod
+    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        """From our side towards hf's."""
+
+
+def _each(node: Node, change: Callable[[TensorView], TensorView]) -> Node:
+    return [_each(item, change) for item in node] if isinstance(node, list) else change(node)
+
+
+def _require_size(view: TensorView, dim: int, size: int, text: str) -> None:
+    """Refuse a tensor that is to be taken apart if it does not have the size the parts need."""
+    shape = view.info.shape
+    if dim >= len(shape) or shape[dim] != size:
+        raise ConversionError(
+            explain(
+                "a tensor does not have the size that the rule says",
+                expected=f"{size} in dim {dim} ({text})",
+                got=f"shape {shape}",
+                where=view.info.name,
+                todo="pass the config.json of this model, or correct the rule's sizes",
+            )
+        )
+
+
+class _EachTensor(Operation):
+    """An operation on every tensor by itself."""
+
+    @abstractmethod
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        """The changed tensor of the rule's pattern number ``place``."""
+
+    def _run(self, bundle: Bundle, sizes: Sizes, *, back: bool) -> Bundle:
+        return [
+            _each(node, lambda view, place=place: self.make(view, sizes, place, back=back))  # type: ignore[misc]
+            for place, node in enumerate(bundle)
+        ]
+
+    def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        return self._run(bundle, sizes, back=False)
+
+    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        return self._run(bundle, sizes, back=True)
+
+
+@dataclass(frozen=True)
+class _Transpose(_EachTensor):
+    dims: tuple[int, ...]
+
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        dims = tuple(self.dims.index(dim) for dim in range(len(self.dims))) if back else self.dims
+        return PermuteView(view, dims)
+
+
+@dataclass(frozen=True)
+class _Reshape(_EachTensor):
+    hf: tuple[str | int, ...]
+    ours: tuple[str | int, ...]
+
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        return ReshapeView(view, tuple(sizes(size) for size in (self.hf if back else self.ours)))
+
+
+@dataclass(frozen=True)
+class _Interleave(_EachTensor):
+    dim: int
+    groups: tuple[str | int, ...]  # one for all, or one for each pattern
+    parts: int
+
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        if place >= len(self.groups) > 1:
+            raise ConversionError(
+                explain(
+                    "a rule gives numbers of heads or groups for fewer tensors than it has names",
+                    expected="one number for all names, or one for each",
+                    got=f"{list(self.groups)}",
+                    where=view.info.name,
+                    todo="write one number for each name of the rule; 0 leaves its tensor alone",
+                )
+            )
+        groups = sizes(self.groups[place if len(self.groups) > 1 else 0])
+        return InterleaveView(view, self.dim, groups, self.parts, back) if groups else view
+
+
+@dataclass(frozen=True)
+class _Pad(_EachTensor):
+    dim: int
+    small: str | int
+    large: str | int
+
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        small, large = sizes(self.small), sizes(self.large)
+        _require_size(view, self.dim, large if back else small, str(self.large if back else self.small))
+        return SliceView(view, self.dim, 0, small) if back else PadView(view, self.dim, large)
+
+
+@dataclass(frozen=True)
+class Cast(_EachTensor):
+    """Another type; the only operation that changes values."""
+
+    to: str
+    back_to: str
+
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        dtype = dtype_from_torch(self.back_to if back else self.to)
+        return view if view.info.dtype == dtype else CastView(view, dtype)
+
+
+@dataclass(frozen=True)
+class _Concat(Operation):
+    dim: int
+    sizes: tuple[str | int, ...]
+    groups: str | int = 1
+
+    def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        if len(bundle) != len(self.sizes):
+            raise ConversionError(
+                explain(
+                    "a rule joins another number of tensors than it gives sizes for",
+                    expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
+                    got=f"{len(bundle)} names",
+                    todo="write one size for each name of the rule",
+                )
+            )
+        return [self._join(bundle, [sizes(size) for size in self.sizes], sizes(self.groups))]
+
+    def _join(self, nodes: Sequence[Node], lengths: list[int], groups: int) -> Node:
+        if isinstance(nodes[0], list):
+            return [self._join(column, lengths, groups) for column in zip(*nodes, strict=True)]
+        for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
+            _require_size(view, self.dim, groups * length, str(text))
+        if groups == 1:
+            return ConcatView(tuple(nodes), self.dim)
+        grouped = tuple(self._in_groups(view, groups) for view in nodes)
+        return self._flat(ConcatView(grouped, self.dim + 1))
+
+    def _in_groups(self, view: TensorView, groups: int) -> TensorView:
+        """The dim in two: group, and place in the group."""
+        shape = view.info.shape
+        size = shape[self.dim] // groups
+        return ReshapeView(view, (*shape[: self.dim], groups, size, *shape[self.dim + 1 :]))
+
+    def _flat(self, view: TensorView) -> TensorView:
+        shape = view.info.shape
+        joined = shape[self.dim] * shape[self.dim + 1]
+        return ReshapeView(view, (*shape[: self.dim], joined, *shape[self.dim + 2 :]))
+
+    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        lengths, groups = [sizes(size) for size in self.sizes], sizes(self.groups)
+        (node,) = bundle
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        total = sum(lengths) * groups
+        text = " + ".join(map(str, self.sizes))
+
+        def cut(view: TensorView, start: int, size: int) -> TensorView:
+            _require_size(view, self.dim, total, text)
+            if groups == 1:
+                return SliceView(view, self.dim, start, size)
+            return self._flat(SliceView(self._in_groups(view, groups), self.dim + 1, start, size))
+
+        return [
+            _each(node, lambda view, start=start, n=n: cut(view, start, n))  # type: ignore[misc]
+            for start, n in zip(starts, lengths, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Stack(Operation):
+    """A pattern's counted tensors as one tensor with a dim more."""
+
+    over: str
+    dim: int
+    count: str | int
+
+    def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        count = sizes(self.count)
+        for node in bundle:
+            if len(node) != count:
+                raise ConversionError(
+                    explain(
+                        "a list of tensors is not complete",
+                        expected=f"{count} tensors ({self.count})",
+                        got=f"{len(node)}, from {node[0].info.name}",
+                        todo="check that the source holds all of them, or pass its own config.json",
+                    )
+                )
+        return [StackView(tuple(node), self.dim) for node in bundle]
+
+    def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
+        count = sizes(self.count)
+        for view in bundle:
+            _require_size(view, self.dim, count, str(self.count))
+        return [[IndexView(view, self.dim, index) for index in range(count)] for view in bundle]
+
+
+def _list(value: Any) -> tuple[str | int, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+_PARSERS: Mapping[str, Callable[[Any], Operation]] = {
+    "concat": lambda v: _Concat(int(v["dim"]), tuple(v["sizes"]), v.get("groups", 1)),
+    "stack": lambda v: Stack(str(v["over"]), int(v["dim"]), v["count"]),
+    "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
+    "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
+    "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
+    "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),
+    "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
+    "cast": lambda v: Cast(str(v["to"]), str(v["back"])),
+}
+
+
+def parse_operation(data: Mapping[str, Any], *, where: str) -> Operation:
+    """From one table of a rule's ``ops``.
+
+    Raises:
+        ConversionError: for an operation outside the set, or one without its fields.
+    """
+    try:
+        ((kind, value),) = data.items()
+        return _PARSERS[kind](value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConversionError(
+            explain(
+                "a rule has an operation that does not exist or is incomplete",
+                expected=f"one of {', '.join(_PARSERS)}, with its fields",
+                got=f"{data} ({type(error).__name__}: {error})",
+                where=where,
+                todo="see the rule files that come with this package",
+            )
+        ) from error

@@ -1,0 +1,296 @@
+"""Key rules: how one framework's tensors become another's, as data.
+
+A rule file is TOML with names in [let], rules in [[rule]], keys that may vanish in [[drop]] and keys that
+only the other framework has in [[zeros]]. It is written once, from Hugging Face's names ("hf") to another
+framework's ("ours"), and used both ways: every operation has an inverse.
+
+    format = 1
+    [let]
+    kv = "num_key_value_heads ?? num_attention_heads"
+    [[rule]]
+    hf   = "model.layers.{l}.self_attn.k_proj.weight"
+    ours = "layers.{l}.attention.wk.weight"
+    ops  = [{ rope = { heads = "kv" } }]
+    [[drop]]
+    hf = "model.layers.{l}.self_attn.rotary_emb.inv_freq"
+    [[drop]]
+    hf = "model.layers.{l}.*"
+    from = { l = "num_hidden_layers" }           # only where {l} is at least that
+    warn = "modules for multi-token prediction"  # what people are told they lose
+    [[refuse]]
+    hf = "*.weight_scale_inv"
+    todo = "convert a copy in bf16"
+    [[zeros]]
+    ours  = "layers.{l}.moe.expert_bias_E"       # made once for each match of "beside", dropped on the way back
+    beside = "model.layers.{l}.mlp.gate.weight"
+    shape = ["num_experts"]
+    dtype = "float32"
+
+``{l}`` stands for a whole number, and ``*``, in drops and refusals only, for anything. ``optional = true`` lets
+a rule match nothing. ``tie = "NAME"`` makes our tensor from hf's NAME where hf leaves its own out (tied
+weights). Keys without a rule are an error unless the file says ``keep_others = true``.
+
+A file may start from a shipped one: ``extends = "torchtitan-llama"`` takes its rules, except those whose hf
+names have a rule here, and [rename] gives our side's names of that file other spellings.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import resources
+from typing import Any
+
+from vescale_fsdp.conversion.places import open_store, split_file
+from vescale_fsdp.conversion.rules.operations import Operation, Stack, parse_operation
+from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+
+__all__ = ["Drop", "KeyRule", "Pattern", "Refusal", "RuleSet", "Zeros", "load_rules", "shipped_rules"]
+
+_FORMAT = 1
+_CAPTURE = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name with captures of whole numbers, such as ``layers.{l}.w``; ``*`` is any text."""
+
+    text: str
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of its captures."""
+        return frozenset(_CAPTURE.findall(self.text))
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        parts = _CAPTURE.split(self.text)
+        seen: set[str] = set()
+        found = ""
+        for place, part in enumerate(parts):
+            if place % 2 == 0:
+                found += ".*".join(map(re.escape, part.split("*")))
+            else:
+                found += f"(?P={part})" if part in seen else f"(?P<{part}>0|[1-9][0-9]*)"
+                seen.add(part)
+        return re.compile(found)
+
+    def match(self, name: str) -> dict[str, int] | None:
+        """The captures, if the name fits."""
+        found = self._regex.fullmatch(name)
+        return {key: int(value) for key, value in found.groupdict().items()} if found else None
+
+    def fill(self, captures: Mapping[str, int]) -> str:
+        """The name with these captures."""
+        return _CAPTURE.sub(lambda found: str(captures[found[1]]), self.text)
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """One rule; proves that both sides speak of the same captures."""
+
+    hf: tuple[Pattern, ...]
+    ours: tuple[Pattern, ...]
+    ops: tuple[Operation, ...] = ()
+    optional: bool = False
+    tie: str | None = None
+
+    def __post_init__(self) -> None:
+        ours = [pattern.names for pattern in self.ours]
+        shared = {names | ({self.over} if self.over else set()) for names in ours}
+        alike = all(p.names in shared for p in self.hf) and len(shared) == 1
+        is_open = any("*" in p.text for p in (*self.hf, *self.ours))
+        if not self.hf or not self.ours or not alike or is_open:
+            raise ConversionError(
+                explain(
+                    "the two sides of a rule do not fit together",
+                    expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
+                    got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
+                    todo="correct the rule",
+                )
+            )
+
+    @cached_property
+    def over(self) -> str | None:
+        """The capture that a stack counts, which hf's side alone has."""
+        return next((op.over for op in self.ops if isinstance(op, Stack)), None)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Keys that may vanish: those that match, and whose captures are at least so much.
+
+    Args:
+        warn: what they are, if people must be told that it is lost.
+    """
+
+    pattern: Pattern
+    least: Mapping[str, str | int] = field(default_factory=dict)
+    warn: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern.names.issuperset(self.least):
+            expected = f"[[drop]] from = names in {self.pattern.text}"
+            raise _bad(self.pattern.text, expected, ", ".join(self.least))
+
+    def among(self, names: Iterable[str], size: Callable[[str | int], int]) -> list[str]:
+        """The keys that go; ``size`` evaluates an expression, and is asked only if a key matches."""
+        found = [(name, captures) for name in names if (captures := self.pattern.match(name)) is not None]
+        least = {key: size(text) for key, text in self.least.items()} if found else {}
+        return [name for name, captures in found if all(captures[key] >= least[key] for key in least)]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Keys of hf that no rule could carry over rightly, and what to do about them."""
+
+    pattern: Pattern
+    todo: str
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A tensor of ours that hf has no counterpart of: zeros, one for each match of a name of hf's."""
+
+    ours: Pattern
+    beside: Pattern
+    shape: tuple[str | int, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """All rules of one file."""
+
+    name: str
+    lets: Mapping[str, str]
+    rules: tuple[KeyRule, ...]
+    drops_hf: tuple[Drop, ...] = field(default=())
+    drops_ours: tuple[Drop, ...] = field(default=())
+    refusals: tuple[Refusal, ...] = field(default=())
+    zeros: tuple[Zeros, ...] = field(default=())
+    keep_others: bool = False  # keys that no rule matches keep their names
+
+    def renamed(self, spellings: Mapping[str, str]) -> RuleSet:
+        """The same rules with other names on our side.
+
+        Raises:
+            ConversionError: for a name that no rule has.
+        """
+        known = {p.text for r in self.rules for p in r.ours} | {d.pattern.text for d in self.drops_ours}
+        known |= {zeros.ours.text for zeros in self.zeros}
+        if unknown := set(spellings) - known:
+            expected = f"names on our side of {self.name}, such as {min(known)}"
+            raise _bad(f"[rename] over {self.name}", expected, ", ".join(sorted(unknown)))
+
+        def spelled(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+            return tuple(Pattern(spellings.get(p.text, p.text)) for p in patterns)
+
+        return replace(
+            self,
+            rules=tuple(replace(rule, ours=spelled(rule.ours)) for rule in self.rules),
+            drops_ours=tuple(replace(d, pattern=spelled((d.pattern,))[0]) for d in self.drops_ours),
+            zeros=tuple(replace(z, ours=spelled((z.ours,))[0]) for z in self.zeros),
+        )
+
+    def extended_by(self, own: RuleSet) -> RuleSet:
+        """These rules under those of a file that extends them."""
+        taken = {pattern.text for rule in own.rules for pattern in rule.hf}
+        kept = tuple(rule for rule in self.rules if not any(p.text in taken for p in rule.hf))
+        return RuleSet(
+            own.name,
+            {**self.lets, **own.lets},
+            (*kept, *own.rules),
+            (*self.drops_hf, *own.drops_hf),
+            (*self.drops_ours, *own.drops_ours),
+            (*self.refusals, *own.refusals),
+            (*self.zeros, *own.zeros),
+            self.keep_others or own.keep_others,
+        )
+
+
+def shipped_rules() -> tuple[str, ...]:
+    """Names of the rule files that come with the package."""
+    folder = resources.files("vescale_fsdp.conversion.rules")
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def load_rules(name: str) -> RuleSet:
+    """A shipped rule set by name, or one from a file or URL that ends in ``.toml``.
+
+    Raises:
+        ConversionError: if there is none, or it is not valid.
+    """
+    if name in shipped_rules():
+        data = (resources.files("vescale_fsdp.conversion.rules") / f"{name}.toml").read_bytes()
+    elif name.endswith(".toml"):
+        folder, file = split_file(name)
+        store = open_store(folder)
+        if store.size(file) is None:
+            raise _bad(name, "a file of key rules", "no such file")
+        data = store.read_file(file)
+    else:
+        raise _bad(name, f"a file ending in .toml, or one of {', '.join(shipped_rules())}", name)
+    try:
+        return _parse(name, tomllib.loads(data.decode()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise _bad(name, "a rule file of format 1", f"{type(error).__name__}: {error}") from error
+
+
+def _bad(name: str, expected: str, got: object) -> ConversionError:
+    return ConversionError(
+        explain(
+            "the key rules cannot be read", expected=expected, got=got, where=name, todo="correct --rules"
+        )
+    )
+
+
+def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
+    if data.get("format") != _FORMAT:
+        raise _bad(name, f"format = {_FORMAT}", data.get("format"))
+    known = {"format", "extends", "rename", "let", "rule", "drop", "refuse", "zeros", "keep_others"}
+    if unknown := set(data) - known:
+        raise _bad(name, f"the tables {', '.join(sorted(known))}", ", ".join(sorted(unknown)))
+    drops = data.get("drop", ())
+    own = RuleSet(
+        name,
+        {str(key): str(value) for key, value in data.get("let", {}).items()},
+        tuple(_rule(name, number, rule) for number, rule in enumerate(data.get("rule", ()))),
+        tuple(_drop(drop, "hf") for drop in drops if "hf" in drop),
+        tuple(_drop(drop, "ours") for drop in drops if "ours" in drop),
+        tuple(Refusal(Pattern(refuse["hf"]), str(refuse["todo"])) for refuse in data.get("refuse", ())),
+        tuple(_zeros(zeros) for zeros in data.get("zeros", ())),
+        bool(data.get("keep_others", False)),
+    )
+    base = data.get("extends")
+    if base is None and "rename" not in data:
+        return own
+    if base not in shipped_rules():
+        raise _bad(name, f"extends = one of {', '.join(shipped_rules())}", base)
+    return load_rules(base).renamed(data.get("rename", {})).extended_by(own)
+
+
+def _drop(data: Mapping[str, Any], side: str) -> Drop:
+    return Drop(Pattern(data[side]), dict(data.get("from", {})), data.get("warn"))
+
+
+def _zeros(data: Mapping[str, Any]) -> Zeros:
+    shape = tuple(data["shape"])
+    return Zeros(Pattern(data["ours"]), Pattern(data["beside"]), shape, dtype_from_torch(data["dtype"]))
+
+
+def _rule(name: str, number: int, data: Mapping[str, Any]) -> KeyRule:
+    where = f"rule {number + 1} of {name}"
+    if unknown := set(data) - {"hf", "ours", "ops", "optional", "tie"}:
+        raise _bad(where, "hf, ours, ops, optional, tie", ", ".join(sorted(unknown)))
+    ops = tuple(parse_operation(op, where=where) for op in data.get("ops", ()))
+    optional, tie = bool(data.get("optional", False)), data.get("tie")
+    return KeyRule(_patterns(data["hf"]), _patterns(data["ours"]), ops, optional, tie)
+
+
+def _patterns(value: str | list[str]) -> tuple[Pattern, ...]:
+    return tuple(Pattern(text) for text in ([value] if isinstance(value, str) else value))

@@ -1,0 +1,331 @@
+"""A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
+
+A `Source` is mostly data (see `tensors.py`): the readers of each format only find out what lies where. One
+routine then reads boxes of any format (`box_reading.py`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import xxhash
+
+from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, flat_start
+from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.geometry import Box, contiguous_strides
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from vescale_fsdp.layout.group_layout import GroupLayout
+
+__all__ = ["BoxReader", "ByteRun", "CheckedFile", "Source", "StoredValue", "constant"]
+
+_SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
+
+BoxReader = Callable[[Box], "np.ndarray"]
+
+
+class ByteRun(NamedTuple):
+    """Bytes of a file that are items of a tensor as they are, one after the other."""
+
+    source: Source
+    file: str
+    offset: int
+    nbytes: int
+
+
+class CheckedFile(Protocol):
+    """A file whose bytes have checksums, one per stripe."""
+
+    @property
+    def stripe_bytes(self) -> int:
+        """Size of a stripe; the last may be short."""
+
+    @property
+    def checked_bytes(self) -> int:
+        """Bytes from the file's start that stripes cover."""
+
+    def hash_stripe(self, index: int, scratch: bytearray) -> int:
+        """xxh3-64 of a stripe's bytes as they are, read through ``scratch``."""
+
+    def prove_stripe(self, index: int, checksum: int) -> None:
+        """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
+
+
+class StoredValue(Protocol):
+    """A value that is not a tensor, read only when somebody wants it."""
+
+    def __call__(self) -> Any:
+        """The value: numbers, strings, lists and dicts."""
+
+
+def constant(value: Any) -> StoredValue:
+    """A value that is already read."""
+    return lambda: value
+
+
+class _Interval(NamedTuple):
+    """Items [start, stop) of a flattened tensor and where the first of them lies."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+class _Located(NamedTuple):
+    """Where a chunk's first item lies in its file, its strides there, the run with a checksum around it, and
+    which bits of its items are flipped."""
+
+    offset: int
+    strides: tuple[int, ...]
+    checked: CheckedRun | None
+    signs: int
+
+
+@dataclass
+class Source:
+    """One opened checkpoint.
+
+    Args:
+        kind: its format, such as ``"dcp"``.
+        store: the folder its files are in.
+        tensors: by flattened name, in the order of the format.
+        values: everything else, by flattened name.
+        paths: where a flattened name sits in the nested state it came from; absent names are at the root.
+        trust_pickle: whether pickles may import what they name.
+        readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
+        file: name of the one file that is the whole checkpoint; empty for a folder.
+        omitted: entries that this package cannot carry over (values that differ per rank).
+        layouts: how groups of tensors were sharded, where the format knows.
+        checked: a file's checksums by its name, where the format has them for stripes of whole files; other
+            formats have them for runs of bytes (see `checked_runs`).
+        facts: lines worth telling people (``inspect`` prints them).
+        warnings: what a conversion from here must tell people, since the format leaves it open.
+    """
+
+    kind: str
+    store: Store
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, StoredValue] = field(default_factory=dict)
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    trust_pickle: bool = False
+    readers: Mapping[str, BoxReader] = field(default_factory=dict)
+    file: str = ""
+    omitted: tuple[str, ...] = ()
+    layouts: tuple[GroupLayout, ...] = ()
+    checked: Callable[[str], CheckedFile | None] = lambda _: None
+    warnings: tuple[str, ...] = ()
+    _located: dict[tuple[str, int], _Located] = field(default_factory=dict)
+    _runs: CheckedRuns = field(default_factory=CheckedRuns)
+    _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
+    _proven: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint is: the folder, or the file if it is one file."""
+        return f"{self.store.url}/{self.file}" if self.file else self.store.url
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.info.nbytes for tensor in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when files of the source are replaced: their names, sizes and times of change."""
+        return self._find_fingerprint()
+
+    def require_unchanged(self) -> None:
+        """Refuse a source whose files were replaced since its `fingerprint` was taken.
+
+        Raises:
+            ConversionError: if they were, or are gone: what was read may be of two checkpoints.
+        """
+        try:
+            is_same = self._find_fingerprint() == self.fingerprint
+        except CorruptCheckpointError:
+            is_same = False
+        if not is_same:
+            raise ConversionError(
+                explain(
+                    "the source was changed while it was read",
+                    expected="files of the sizes and times of change that they had at the start",
+                    got="others",
+                    where=self.url,
+                    todo="convert again when nobody writes there",
+                )
+            )
+
+    def _find_fingerprint(self) -> str:
+        files = sorted(
+            {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks if chunk.file}
+        )
+        stamps = [f"{file} {self.store.stamp(file)}" for file in files]
+        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
+
+    def info(self, name: str) -> TensorInfo:
+        """Name, shape and type of a tensor.
+
+        Raises:
+            ConversionError: if there is none of that name.
+        """
+        if name not in self.tensors:
+            raise ConversionError(
+                explain(
+                    "the source has no such tensor",
+                    expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
+                    got=name,
+                    where=self.url,
+                    todo="list the names with: vescale-convert inspect SRC",
+                )
+            )
+        return self.tensors[name].info
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Where the entry sits in the nested state."""
+        return self.paths.get(name, (name,))
+
+    def read_into(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill ``out`` (shape ``box.sizes``, raw type of the tensor, any strides) with a box of a tensor.
+
+        Raises:
+            CorruptCheckpointError: if files are missing, truncated or not what the metadata says.
+        """
+        if name in self.readers:
+            out[...] = self.readers[name](box).view(out.dtype)
+            return
+        from vescale_fsdp.conversion.source.box_reading import read_box
+
+        read_box(self, self.tensors[name], box, out)
+
+    def read_bytes(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched, runs with
+        checksums when the last of their bytes has been read.
+
+        Raises:
+            CorruptCheckpointError: if the file is too short or its bytes are not those that were saved.
+        """
+        checked = self.checked(file)
+        if checked is not None:
+            proven = self._proven.setdefault(file, set())
+            size, stop = checked.stripe_bytes, min(offset + len(buffer), checked.checked_bytes)
+            for index in range(offset // size, -(-stop // size)):
+                if index not in proven:
+                    checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
+                    proven.add(index)
+        self.store.read_into(file, offset, buffer)
+        self._runs.saw(file, offset, buffer)
+
+    def prove(self, name: str) -> None:
+        """Read what nobody has read yet of the runs with checksums that hold a tensor.
+
+        Raises:
+            CorruptCheckpointError: if bytes are not those that were saved.
+        """
+        tensor = self.tensors[name]
+        for run in [self.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]:
+            if run is not None:
+                self.prove_run(run)
+
+    def prove_run(self, run: CheckedRun) -> None:
+        """Read what nobody has read yet of a `checked_run`; raises as `prove`."""
+        while gaps := self._runs.unseen(run):
+            for gap in gaps:
+                for start in range(*gap, _SCRATCH_BYTES):
+                    nbytes = min(_SCRATCH_BYTES, gap[1] - start)
+                    self.read_bytes(run.file, start, memoryview(bytearray(nbytes)))
+
+    def checked_run(self, info: TensorInfo, chunk: StoredChunk) -> CheckedRun | None:
+        """The run with a checksum that holds a chunk, if there is one."""
+        return self._locate(info, chunk).checked
+
+    def runs(self, name: str, start: int, stop: int) -> list[ByteRun] | None:
+        """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
+
+        Raises:
+            CorruptCheckpointError: if an archive is not what the metadata says.
+        """
+        if name not in self._intervals:
+            self._intervals[name] = self._find_intervals(name)
+        intervals = self._intervals[name]
+        if intervals is None:
+            return None
+        itemsize = self.tensors[name].info.dtype.itemsize
+        found = []
+        for interval in intervals[max(0, bisect_right(intervals, start, key=lambda i: i.start) - 1) :]:
+            if interval.start >= stop:
+                break
+            low, high = max(start, interval.start), min(stop, interval.stop)
+            if low < high:
+                offset = interval.offset + (low - interval.start) * itemsize
+                found.append(ByteRun(self, interval.file, offset, (high - low) * itemsize))
+        return found
+
+    def _find_intervals(self, name: str) -> list[_Interval] | None:
+        if name in self.readers:
+            return None
+        tensor = self.tensors[name]
+        shape_strides = contiguous_strides(tensor.info.shape)
+        found = []
+        for chunk in tensor.chunks:
+            start = flat_start(tensor.info.shape, shape_strides, chunk.box)
+            if start is None or not chunk.file:
+                return None
+            offset, strides, signs = self.locate(tensor.info, chunk)
+            row_major = contiguous_strides(chunk.box.sizes)
+            is_run = all(n < 2 or a == b for n, a, b in zip(chunk.box.sizes, strides, row_major, strict=True))
+            if signs or not is_run:
+                return None
+            found.append(_Interval(start, start + chunk.box.numel, chunk.file, offset))
+        return sorted(found)
+
+    def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...], int]:
+        """Byte offset of a chunk's first item in its file, its strides there, and the bits flipped in each item."""
+        found = self._locate(info, chunk)
+        return found.offset, found.strides, found.signs
+
+    def _locate(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
+        if chunk.is_archive:
+            key = (chunk.file, chunk.offset)
+            if key not in self._located:
+                self._located[key] = self._locate_in_archive(info, chunk)
+            found = self._located[key]
+        else:
+            strides = chunk.strides or contiguous_strides(chunk.box.sizes)
+            found = _Located(chunk.offset, strides, chunk.checked, chunk.signs)
+        if found.checked is not None:
+            self._runs.add(found.checked)
+        return found
+
+    def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
+        where = f"tensor {info.name} in {self.store.url}/{chunk.file} at byte {chunk.offset}"
+        archive = TorchArchive(
+            lambda offset, nbytes: self.store.read(chunk.file, chunk.offset + offset, nbytes),
+            chunk.nbytes,
+            where=where,
+            trust=self.trust_pickle,
+        )
+        ref = archive.content
+        if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
+            raise CorruptCheckpointError(
+                explain(
+                    "a data file does not hold what the metadata says",
+                    expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
+                    got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
+                    where=where,
+                    todo="the files are from different saves: copy the checkpoint again as one",
+                )
+            )
+        checked = archive.checked_run(chunk.file, chunk.offset, ref.storage_key, where)
+        return _Located(chunk.offset + archive.tensor_offset(ref), ref.strides, checked, ref.signs)

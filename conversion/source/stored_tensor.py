@@ -1,0 +1,210 @@
+"""What a source knows of its tensors: name, shape, type, and which bytes of which files hold which box.
+
+Every format this package reads comes down to this: a tensor is tiled by *chunks*, boxes whose elements lie
+in one file at one offset, row-major (or with explicit strides). Finding bytes is then the same code for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from vescale_fsdp.conversion.source.checked_runs import CheckedRun
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.geometry import Box, contiguous_strides
+
+__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "flat_start", "whole_box", "whole_numbers"]
+
+_LIMIT = 2**63  # of sizes and offsets, as in every library that reads these files
+
+_MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
+
+
+def whole_numbers(values: Sequence[Any], count: int | None = None) -> tuple[int, ...]:
+    """Sizes or offsets as a file has them: nothing is rounded, and true is no number.
+
+    Raises:
+        ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.
+    """
+    found = tuple(values)
+    if isinstance(values, str) or any(type(n) is not int or not 0 <= n < _LIMIT for n in found):
+        raise ValueError(f"{found!r:.80} are no sizes")
+    if count is not None and len(found) != count:
+        raise ValueError(f"{len(found)} numbers instead of {count}")
+    return found
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Name, shape (packed types count bytes in the last dim) and type of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        try:
+            whole_numbers((*whole_numbers(self.shape), self.nbytes))
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                explain(
+                    "a tensor cannot have this shape",
+                    expected="whole numbers, and fewer than 2**63 bytes",
+                    got=f"{self.shape!r:.80}",
+                    where=f"tensor {self.name}",
+                    todo="copy the checkpoint again from where it was made",
+                )
+            ) from error
+
+    @cached_property
+    def numel(self) -> int:
+        """Items (not packed elements)."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.dtype.nbytes(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """One box of a tensor and where its bytes lie.
+
+    Args:
+        box: which part of the tensor.
+        file: relative name of the file; empty if the box is all zeros and stored nowhere.
+        offset: of the first element's byte, or of the enclosing archive if ``is_archive``.
+        nbytes: length of what lies there.
+        strides: in items, of the box in the file; None for row-major.
+        is_archive: the bytes at ``offset`` are a torch.save archive that holds the box.
+        checked: the run of bytes with a checksum in which it lies; None if there is none, or an archive says.
+        signs: bits of every item that are stored flipped (`TensorRef.signs`).
+    """
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    strides: tuple[int, ...] | None = None
+    is_archive: bool = False
+    checked: CheckedRun | None = None
+    signs: int = 0
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor and the chunks that tile it; proves on construction that every element is there once."""
+
+    info: TensorInfo
+    chunks: tuple[StoredChunk, ...]
+
+    def __post_init__(self) -> None:
+        shape = self.info.shape
+        for chunk in self.chunks:
+            box = chunk.box
+            try:
+                numbers = (*box.offsets, *box.sizes, *(chunk.strides or ()), chunk.offset, chunk.nbytes)
+                whole_numbers(numbers)
+            except ValueError as error:
+                raise CorruptCheckpointError(self._bad_tiling(str(error))) from error
+            fits = len(box.offsets) == len(shape) == len(box.sizes) and all(
+                o + n <= full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
+            )
+            if not fits:
+                raise CorruptCheckpointError(self._bad_tiling(f"chunk {_text(box)} outside of it"))
+        filled = [chunk.box for chunk in self.chunks if chunk.box.numel]
+        total = sum(box.numel for box in filled)
+        if total != self.info.numel:
+            raise CorruptCheckpointError(
+                self._bad_tiling(f"{len(filled)} chunks with {total} of {self.info.numel} elements")
+            )
+        if overlap := _first_overlap(shape, filled):
+            raise CorruptCheckpointError(
+                self._bad_tiling(f"chunks that overlap: {_text(overlap[0])} and {_text(overlap[1])}")
+            )
+
+    def _bad_tiling(self, got: str) -> str:
+        return explain(
+            "the chunks of a tensor do not tile it",
+            expected=f"boxes that hold every element of shape {self.info.shape} exactly once",
+            got=got,
+            where=f"tensor {self.info.name}",
+            todo="save the checkpoint again; its sharding was described wrongly when saving",
+        )
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is the whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _text(box: Box) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True)) + "]"
+
+
+def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, if any. Boxes cover exactly numel elements when this is called."""
+    if len(boxes) < 2:
+        return None
+    intervals = []
+    strides = contiguous_strides(shape)
+    for box in boxes:
+        start = flat_start(shape, strides, box)
+        if start is None:
+            return _overlap_on_grid(boxes)
+        intervals.append((start, start + box.numel, box))
+    intervals.sort(key=lambda interval: interval[0])
+    clash = (pair for pair in pairwise(intervals) if pair[1][0] < pair[0][1])
+    return next(((left[2], right[2]) for left, right in clash), None)
+
+
+def flat_start(shape: Sequence[int], strides: Sequence[int], box: Box) -> int | None:
+    """Where a box begins in the flattened tensor, or None if it is not one run of it."""
+    is_whole = True  # the dims right of the current one are complete
+    start = 0
+    for full, stride, offset, size in zip(
+        reversed(shape), reversed(strides), reversed(box.offsets), reversed(box.sizes), strict=True
+    ):
+        if not (is_whole or size == 1):
+            return None
+        is_whole = is_whole and size == full
+        start += offset * stride
+    return start
+
+
+def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Count boxes per cell of the grid that all box edges span; fall back to pairs for absurd grids."""
+    import numpy as np
+
+    edges = []
+    for dim in range(len(boxes[0].offsets)):
+        ends = {e for b in boxes for e in (b.offsets[dim], b.offsets[dim] + b.sizes[dim])}
+        edges.append({end: i for i, end in enumerate(sorted(ends))})
+    cells = tuple(len(e) - 1 for e in edges)
+    if math.prod(cells) > _MAX_GRID_CELLS:
+        return _overlap_by_pairs(boxes)
+    owner = np.full(cells, -1, dtype=np.int64)
+    for number, box in enumerate(boxes):
+        where = tuple(slice(e[o], e[o + n]) for e, o, n in zip(edges, box.offsets, box.sizes, strict=True))
+        taken = owner[where]
+        if (taken >= 0).any():
+            return boxes[int(taken.max())], box
+        owner[where] = number
+    return None
+
+
+def _overlap_by_pairs(boxes: list[Box]) -> tuple[Box, Box] | None:
+    ordered = sorted(boxes, key=lambda box: box.offsets)
+    for i, box in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break
+            if box.intersect(other) is not None:
+                return box, other
+    return None

@@ -1,0 +1,132 @@
+"""Everything a conversion carries over, between the source and the target: tensors, other values, their
+nesting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from vescale_fsdp.conversion.source.source import Source, StoredValue
+from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["State", "model_state", "whole_state"]
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """Tensors and values by flattened name.
+
+    Args:
+        views: the tensors.
+        values: everything else.
+        paths: where each name sits in the nested state.
+        model: how the source's entries split into model, optimizer and others; ``model.names`` has this state's
+            names of the former, before rules.
+        is_model: names (of this state) that belong to the model.
+        left_out: names of the source that are not in this state.
+        warnings: what people must know of those.
+    """
+
+    views: Mapping[str, TensorView]
+    values: Mapping[str, StoredValue]
+    paths: Mapping[str, Path]
+    model: ModelNames
+    is_model: frozenset[str]
+    left_out: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = field(default=())
+
+    def path(self, name: str) -> Path:
+        """Where the entry sits in the nested state."""
+        return self.paths.get(name, (name,))
+
+    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> State:
+        """Only names that match an ``include`` pattern (if any are given) and no ``exclude`` pattern.
+
+        Raises:
+            ConversionError: for a pattern that matches nothing, or if nothing is left.
+        """
+        names = [*self.views, *self.values]
+        for pattern in (*include, *exclude):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConversionError(_no_match(pattern, names))
+        kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
+        if not kept.intersection(self.views):
+            raise ConversionError(_no_match(" ".join((*include, *exclude)), names))
+        return replace(
+            self,
+            views={n: v for n, v in self.views.items() if n in kept},
+            values={n: v for n, v in self.values.items() if n in kept},
+            left_out=(*self.left_out, *(n for n in names if n not in kept)),
+        )
+
+    def without(self, names: Iterable[str]) -> State:
+        """All but these tensors."""
+        dropped = set(names)
+        return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
+
+    def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> State:
+        """The model's tensors replaced one for one by what ``change`` makes of them (names kept)."""
+        old = [view for name, view in self.views.items() if name in self.is_model]
+        changed = {view.info.name: view for view in change(old)}
+        return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
+
+
+def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
+
+
+def _no_match(pattern: str, names: Sequence[str]) -> str:
+    return explain(
+        "a name pattern leaves nothing to do",
+        expected=f"patterns that match names such as {', '.join(names[:3])}",
+        got=pattern,
+        todo="list the names with: vescale-convert inspect SRC",
+    )
+
+
+def model_state(source: Source, prefix: str | None = None) -> State:
+    """The model alone, under its own names."""
+    model = find_model(source, prefix)
+    model.require_one("a Hugging Face repository holds no more", source.url)
+    views = {new: SourceView(source, old, new) for old, new in model.names.items()}
+    left_out = (*model.optimizer, *model.others, *source.omitted)
+    own = replace(model, names={name: name for name in views})
+    return State(views, {}, {}, own, frozenset(views), left_out)
+
+
+def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> State:
+    """Everything in the source; the model's container renamed to ``new_prefix`` if that is given."""
+    model = find_model(source, prefix)
+    if new_prefix is not None:
+        model.require_one("--prefix is the place of no more", source.url)
+    if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
+        new_prefix += "."
+    names: dict[str, str] = {}
+    paths: dict[str, Path] = {}
+    for name in (*source.tensors, *source.values):
+        path = source.path(name)
+        if new_prefix is not None and name in model.names:
+            short = model.names[name]
+            path = (*(part for part in new_prefix.split(".") if part), short)
+            names[name] = f"{new_prefix}{short}"
+        else:
+            names[name] = name
+        paths[names[name]] = path
+    if len(set(names.values())) != len(names):
+        raise ConversionError(
+            explain(
+                "two entries would get the same name",
+                expected="a prefix that no other entry has",
+                got=new_prefix,
+                todo="choose another --prefix",
+            )
+        )
+    views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
+    values = {names[name]: value for name, value in source.values.items()}
+    own = replace(model, names={names[name]: short for name, short in model.names.items()})
+    return State(views, values, paths, own, frozenset(own.names), source.omitted)

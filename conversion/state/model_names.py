@@ -1,0 +1,155 @@
+"""Which entries of a training checkpoint are the model, which the optimizer, and which neither.
+
+Frameworks nest the model at different depths: at the root (torchtitan), under ``model`` (the DCP tutorials,
+VeOmni), ``pytorch_model_fsdp_0`` (accelerate's file), ``app.model`` (a Stateful wrapper). The path of each
+entry in the saved state tells containers from dots inside a parameter's name; where paths are missing,
+names are all there is.
+
+A state of several models (``generator`` and ``discriminator``) goes through whatever can hold them all. What
+can hold one only asks which: `ModelNames.require_one`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["ModelNames", "find_model"]
+
+_OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)(_?\d+|_state_dict)?$")
+_MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?)$")
+_OPTIMIZER_KEYS = ("state", "param_groups")
+# What lies beside a model at the root and may hold tensors, such as torchtitan's train_state.step.
+_TRAINING = re.compile(
+    r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?)$"
+)
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The model's part of a checkpoint.
+
+    Args:
+        prefix: what its names begin with in the source, with the trailing dot; empty at the root.
+        names: source name -> name in the model, tensors only.
+        optimizer: names of optimizer entries, tensors and values.
+        others: names of everything else (schedulers, counters, random states).
+        rivals: the containers, if there are several models and nothing says which is meant; ``names`` are those of
+            them all then, in full.
+    """
+
+    prefix: str
+    names: dict[str, str]
+    optimizer: tuple[str, ...] = field(default=())
+    others: tuple[str, ...] = field(default=())
+    rivals: tuple[str, ...] = field(default=())
+
+    def require_one(self, reason: str, where: str) -> None:
+        """Refuse several models.
+
+        Raises:
+            ConversionError: if there are several; ``reason`` says what cannot hold them.
+        """
+        if self.rivals:
+            raise ConversionError(
+                explain(
+                    "the source holds several models",
+                    expected=f"one model: {reason}",
+                    got=_some(self.rivals, 8),
+                    where=where,
+                    todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
+                    "they are one model",
+                )
+            )
+
+
+def find_model(source: Source, prefix: str | None = None) -> ModelNames:
+    """Split a source's entries; ``prefix`` overrides the detection.
+
+    Raises:
+        ConversionError: if no tensor is left for the model.
+    """
+    everything = [*source.tensors, *source.values]
+    homes = _optimizer_homes(source.path(name) for name in everything)
+    optimizer = [name for name in everything if _is_optimizer(source.path(name), homes)]
+    rest = [name for name in source.tensors if name not in set(optimizer)]
+    rivals: tuple[str, ...] = ()
+    if prefix is None:
+        models = _find_models(source, rest)
+        prefix = _prefix(models[0]) if len(models) == 1 else ""
+        if not prefix:
+            rest = [name for name in rest if not _is_training(source.path(name))]
+        if len(models) > 1:
+            rivals = tuple(name_of(model) for model in models)
+            rest = [name for name in rest if name.startswith(tuple(map(_prefix, models)))]
+    elif prefix and not prefix.endswith("."):
+        prefix += "."
+    names = {name: name[len(prefix) :] for name in rest if name.startswith(prefix)}
+    if not names:
+        raise ConversionError(
+            explain(
+                "no model weights found in the source",
+                expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
+                got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
+                where=source.url,
+                todo="pass --model-prefix with what the names of the model's weights begin with",
+            )
+        )
+    taken = {*names, *optimizer}
+    others = tuple(name for name in everything if name not in taken)
+    return ModelNames(prefix, names, tuple(optimizer), others, rivals)
+
+
+def _some(names: Iterable[str], count: int = 3) -> str:
+    return ", ".join(list(names)[:count]) or "none"
+
+
+def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
+    """Containers that are an optimizer's state by what is in them, whatever they are called."""
+    return frozenset(
+        path[:depth]
+        for path in paths
+        for depth, part in enumerate(path)
+        if depth and str(part).split(".", 1)[0] == "param_groups"
+    )
+
+
+def _is_optimizer(path: Path, homes: Collection[Path]) -> bool:
+    """Whether an entry is optimizer state: under a container of that name or kind, or named so at the root."""
+    if len(path) == 1:  # no nesting known: a flattened name
+        return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
+    return any(
+        _OPTIMIZER.match(str(part))
+        or (path[: depth + 1] in homes and str(path[depth + 1]).split(".", 1)[0] in _OPTIMIZER_KEYS)
+        for depth, part in enumerate(path[:-1])
+    )
+
+
+def _is_training(path: Sequence[str | int]) -> bool:
+    return len(path) > 1 and _TRAINING.match(str(path[0])) is not None
+
+
+def _find_models(source: Source, names: Sequence[str]) -> list[Path]:
+    """Containers of models: the outermost of those named like one, else the outermost of all.
+
+    Counters at the root beside several containers make no model of the root.
+    """
+    containers = list(dict.fromkeys(source.path(name)[:-1] for name in names))
+    if named := [c for c in containers if c and _MODEL.match(str(c[-1]))]:
+        depth = min(map(len, named))
+        return [container for container in named if len(container) == depth]
+    nested = [container for container in containers if container and not _is_training((*container, ""))]
+    at_root = [name for name in names if len(source.path(name)) == 1]
+    if at_root and (len(nested) < 2 or any(source.tensors[name].info.shape for name in at_root)):
+        return [()]
+    inside = set(nested)
+    return [c for c in nested if not any(c[:depth] in inside for depth in range(1, len(c)))]
+
+
+def _prefix(container: Path) -> str:
+    return "".join(f"{part}." for part in container)

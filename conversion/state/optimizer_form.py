@@ -1,0 +1,171 @@
+"""The two shapes in which torch saves optimizer state, and the way from one to the other.
+
+    nested      (optimizer, state, FQN, exp_avg)    (optimizer, param_groups, 0, lr)    (..., 0, params) =
+    FQNs flattened   (optimizer, state.FQN.exp_avg)      (optimizer, param_groups.FQN.lr)    for every
+    parameter
+
+Tensors have the same names in both; only the paths differ. Flattening repeats each group's options for each
+of its parameters. The way back groups parameters with equal options: the order of groups, and empty ones,
+are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vescale_fsdp.conversion.source.source import StoredValue
+from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["with_optimizer_form"]
+
+
+def with_optimizer_form(state: State, form: str) -> State:
+    """The same state with its optimizer's entries in another form, or without them.
+
+    Raises:
+        ConversionError: if the optimizer's entries have neither form.
+    """
+    mine = [name for name in (*state.views, *state.values) if _container(state, name) is not None]
+    if form == "keep" or not mine:
+        return state
+    rest = _Parts(state, [name for name in (*state.views, *state.values) if name not in set(mine)])
+    if form == "drop":
+        return replace(
+            state,
+            views=rest.views,
+            values=rest.values,
+            paths=rest.paths,
+            left_out=(*state.left_out, *mine),
+        )
+    others = [name for name in state.model.optimizer if name in rest.paths]
+    optimizers: dict[Path, list[str]] = {}
+    for name in mine:
+        optimizers.setdefault(state.path(name)[: _depth(state.path(name))], []).append(name)
+    found = [_in_form(_Parts(state, names), form, state) for names in optimizers.values()]
+    made = [name for entries in found for name in entries.paths]
+    return replace(
+        state,
+        model=replace(state.model, optimizer=(*others, *made)),
+        views={**rest.views, **{name: view for entries in found for name, view in entries.views.items()}},
+        values={
+            **rest.values,
+            **{name: value for entries in found for name, value in entries.values.items()},
+        },
+        paths={**rest.paths, **{name: path for entries in found for name, path in entries.paths.items()}},
+    )
+
+
+def _in_form(entries: _Parts, form: str, state: State) -> _Parts:
+    """One optimizer's entries in the other form, unless they have it."""
+    is_nested = all(len(path) - _depth(path) >= 3 for path in entries.paths.values())
+    if is_nested == (form == "nested"):
+        return entries
+    return _flattened(entries) if is_nested else _nested(entries, _model_fqns(state))
+
+
+class _Parts:
+    """Some entries of a state."""
+
+    def __init__(self, state: State | None = None, names: Iterable[str] = ()) -> None:
+        self.views: dict[str, TensorView] = {}
+        self.values: dict[str, StoredValue] = {}
+        self.paths: dict[str, Path] = {}
+        for name in names:
+            assert state is not None
+            self.add(name, state.path(name), state.views.get(name), state.values.get(name))
+
+    def add(self, name: str, path: Path, view: TensorView | None, value: StoredValue | None) -> None:
+        self.paths[name] = path
+        if view is not None:
+            self.views[name] = view
+        if value is not None:
+            self.values[name] = value
+
+
+def _depth(path: Path) -> int:
+    """Length of the container's path: what stands before ``state`` or ``param_groups``."""
+    for place, part in enumerate(path):
+        if str(part).split(".", 1)[0] in ("state", "param_groups"):
+            return place
+    return len(path)
+
+
+def _container(state: State, name: str) -> Path | None:
+    path = state.path(name)
+    depth = _depth(path)
+    is_optimizer = name in set(state.model.optimizer) or (depth < len(path) and name not in state.is_model)
+    return path[:depth] if is_optimizer and depth < len(path) else None
+
+
+def _model_fqns(state: State) -> list[str]:
+    """Names of parameters, longest first, so that the first that fits is the right one."""
+    return sorted((str(state.path(name)[-1]) for name in state.is_model), key=lambda fqn: (-len(fqn), fqn))
+
+
+def _flattened(entries: _Parts) -> _Parts:
+    found = _Parts()
+    groups: dict[Path, dict[str, StoredValue]] = {}
+    for name, path in entries.paths.items():
+        depth = _depth(path)
+        if path[depth] == "state":
+            flat = (*path[:depth], name_of(path[depth:]))
+            found.add(name, flat, entries.views.get(name), entries.values.get(name))
+        else:
+            groups.setdefault(path[: depth + 2], {})[name_of(path[depth + 2 :])] = entries.values[name]
+    for group, options in groups.items():
+        depth = _depth(group)
+        fqns = options["params"]() if "params" in options else []
+        for fqn in fqns:
+            for option, value in options.items():
+                if option != "params":
+                    path = (*group[:depth], f"param_groups.{fqn}.{option}")
+                    found.add(name_of(path), path, None, value)
+    return found
+
+
+def _nested(entries: _Parts, fqns: list[str]) -> _Parts:
+    found = _Parts()
+    options: dict[Path, dict[str, dict[str, Any]]] = {}  # container -> parameter -> option -> value
+    for name, path in entries.paths.items():
+        depth = _depth(path)
+        kind, rest = str(path[depth]).split(".", 1)
+        fqn = next((fqn for fqn in fqns if rest.startswith(f"{fqn}.")), None)
+        if fqn is None:
+            raise ConversionError(
+                explain(
+                    "an optimizer entry belongs to no parameter",
+                    expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
+                    got=name,
+                    todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
+                )
+            )
+        last = rest[len(fqn) + 1 :]
+        if kind == "state":
+            deep = (*path[:depth], "state", fqn, last)
+            found.add(name, deep, entries.views.get(name), entries.values.get(name))
+        else:
+            options.setdefault(path[:depth], {}).setdefault(fqn, {})[last] = entries.values[name]()
+    for container, by_fqn in options.items():
+        _add_groups(found, container, by_fqn)
+    return found
+
+
+def _add_groups(found: _Parts, container: Path, by_fqn: Mapping[str, dict[str, Any]]) -> None:
+    """One group for each set of equal options, in the order in which they appear."""
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for fqn, options in by_fqn.items():
+        for known, fqns in groups:
+            if known == options:
+                fqns.append(fqn)
+                break
+        else:
+            groups.append((options, [fqn]))
+    for number, (options, fqns) in enumerate(groups):
+        for option, value in {"params": fqns, **options}.items():
+            path = (*container, "param_groups", ListIndex(number), option)
+            found.add(name_of(path), path, None, lambda value=value: value)  # type: ignore[misc]

@@ -1,0 +1,145 @@
+"""Whose optimizer is it? Key rules change one model's names, and the state of its optimizer with them; a state
+of several models has several optimizers, whose entries may have the same names.
+
+An optimizer belongs to the model whose parameters it speaks of, in their shapes. Among models that are alike
+the place decides (``{"generator": {"model": ..., "optimizer": ...}}``), then the name (``optim_g``). Where
+neither tells, nobody guesses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
+
+from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.errors import ConversionError, explain
+
+__all__ = ["home_of", "other_models", "own_optimizer", "parameter_key"]
+
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_BARE = {"opt", "optim", "optimizer", "optimizers", "model", "models", "module", "net", "state", "dict"}
+_BARE |= {"pytorch", "fsdp"}
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def home_of(path: Path) -> Path | None:
+    """The container of an optimizer's entry: what stands before ``state`` or ``param_groups``."""
+    for depth, part in enumerate(path):
+        if str(part).split(".", 1)[0] in ("state", "param_groups"):
+            return path[:depth]
+    return None
+
+
+def own_optimizer(state: State, container: Path, params: Shapes) -> frozenset[str]:
+    """Names of the optimizer entries that belong to the model in ``container`` with these parameters.
+
+    Raises:
+        ConversionError: if an optimizer may belong to this model or to another.
+    """
+    others = other_models(state)
+    homes: dict[Path, list[str]] = defaultdict(list)
+    for name in state.model.optimizer:
+        if (home := home_of(state.path(name))) is not None:
+            homes[home].append(name)
+    if not others:
+        return frozenset(name for names in homes.values() for name in names)
+    models = {container: params, **others}
+    mine: set[str] = set()
+    for home, names in homes.items():
+        owners = _owners(state, home, names, models)
+        if (len(owners) > 1 and container in owners) or not owners:
+            raise _unclear(home, owners or list(models))
+        if owners == [container]:
+            mine.update(names)
+    return frozenset(mine)
+
+
+def other_models(state: State) -> dict[Path, Shapes]:
+    """Containers of tensors that are neither the model nor an optimizer's."""
+    known = {*state.is_model, *state.model.optimizer}
+    found: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, view in state.views.items():
+        path = state.path(name)
+        if name not in known and len(path) > 1:
+            found[path[:-1]][str(path[-1])] = view.info.shape
+    return {home: shapes for home, shapes in found.items() if any(shapes.values())}
+
+
+def _owners(state: State, home: Path, names: Iterable[str], models: Mapping[Path, Shapes]) -> list[Path]:
+    """Models that the optimizer may belong to; one, if anything tells."""
+    spoken_of = [
+        (rest, state.views[name].info.shape)
+        for name in names
+        if name in state.views and (rest := parameter_key(state.path(name), home)) is not None
+    ]
+    named = [model for model, params in models.items() if all(_find(rest, params) for rest, _ in spoken_of)]
+    fitting = [
+        model
+        for model in named
+        if all(
+            shape in ((), (1,), models[model][str(_find(rest, models[model]))]) for rest, shape in spoken_of
+        )
+    ]
+    found = fitting or named
+    for tell in (_by_place, _by_name):
+        if len(found) > 1:
+            found = tell(home, found)
+    return found
+
+
+def parameter_key(path: Path, home: Path) -> str | None:
+    """What an optimizer's tensor says of its parameter: its name, which is the whole text or its beginning."""
+    kind, *rest = path[len(home) :]
+    if kind == "state" and rest:
+        return str(rest[0])
+    return str(kind).removeprefix("state.") if str(kind).startswith("state.") else None
+
+
+def _find(text: str, params: Shapes) -> str | None:
+    """The parameter that a text names or begins with; the longest."""
+    while text not in params and "." in text:
+        text = text.rpartition(".")[0]
+    return text if text in params else None
+
+
+def _by_place(home: Path, models: list[Path]) -> list[Path]:
+    shared = {model: _shared(home, model) for model in models}
+    return [model for model in models if shared[model] == max(shared.values())]
+
+
+def _shared(*paths: Path) -> int:
+    """Number of parts that all paths begin with."""
+    return sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+
+
+def _by_name(home: Path, models: list[Path]) -> list[Path]:
+    common = _shared(home, *models)
+    own = _words(home[common:])
+    found = [model for model in models if _alike(own, _words(model[common:]))]
+    return found if len(found) == 1 else models
+
+
+def _words(path: Path) -> frozenset[str]:
+    return frozenset(word.lower() for word in _WORD.findall(name_of(path))) - _BARE
+
+
+def _alike(left: frozenset[str], right: frozenset[str]) -> bool:
+    if not left or not right:
+        return left == right
+    return any(a.startswith(b) or b.startswith(a) for a in left for b in right)
+
+
+def _unclear(home: Path, owners: list[Path]) -> ConversionError:
+    return ConversionError(
+        explain(
+            "it is not clear which model an optimizer belongs to",
+            expected="an optimizer with the parameters of one model, beside it, or named after it",
+            got=f"{name_of(home) or 'one at the root'}, which may belong to "
+            + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),
+            todo="leave the optimizers out with --optimizer drop",
+        )
+    )

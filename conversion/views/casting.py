@@ -1,0 +1,135 @@
+"""Changing the type of ordinary floats while they stream. Everything else keeps its type, always.
+
+Router biases or state-space parameters may have to stay float32, so besides one type for all there are
+patterns with a type of their own, and those win. Integers, booleans, complex and 8-bit or smaller floats
+are never cast; the scales of quantised weights only by a pattern that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.layout.geometry import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["CastRules", "CastView"]
+
+
+@dataclass(frozen=True)
+class CastRules:
+    """Which tensor gets which type.
+
+    Args:
+        default: for every ordinary float; None to keep the source's types.
+        patterns: name pattern (``*``, ``?``) -> type; the first that matches wins over the default.
+    """
+
+    default: DType | None = None
+    patterns: Mapping[str, DType] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> CastRules:
+        """From texts such as ``bfloat16`` or ``*.gate.bias=float32``.
+
+        Raises:
+            ConversionError: for a type that is no ordinary float.
+        """
+        default: DType | None = None
+        patterns: dict[str, DType] = {}
+        for text in texts:
+            pattern, _, name = text.rpartition("=")
+            try:
+                dtype = dtype_from_torch(_SHORT.get(name, name))
+            except ConversionError:
+                dtype = None
+            if dtype is None or dtype.kind != "float":
+                raise ConversionError(
+                    explain(
+                        "weights cannot be cast to this type",
+                        expected="float16, bfloat16, float32 or float64",
+                        got=name,
+                        todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
+                    )
+                )
+            if pattern:
+                patterns[pattern] = dtype
+            else:
+                default = dtype
+        return cls(default, patterns)
+
+    def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
+        """The same tensors, cast where a rule says so; those ``kept`` only where a pattern does.
+
+        Raises:
+            ConversionError: for a pattern that matches no tensor, or one that must not be cast.
+        """
+        unused = set(self.patterns)
+        found: list[TensorView] = []
+        for view in views:
+            info = view.info
+            pattern = next((p for p in self.patterns if fnmatchcase(info.name, p)), None)
+            unused -= {p for p in unused if fnmatchcase(info.name, p)}
+            default = None if info.name in kept else self.default
+            dtype = self.patterns[pattern] if pattern is not None else default
+            if dtype is None or dtype == info.dtype or (pattern is None and info.dtype.kind != "float"):
+                found.append(view)
+                continue
+            if info.dtype.kind != "float":
+                raise ConversionError(
+                    _bad(f"a float tensor for {pattern}", f"{info.name} of {info.dtype.name}")
+                )
+            found.append(CastView(view, dtype))
+        if unused:
+            raise ConversionError(_bad("patterns that match a tensor", ", ".join(sorted(unused))))
+        return found
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+
+
+def _bad(expected: str, got: str) -> str:
+    return explain(
+        "a --dtype pattern cannot be applied",
+        expected=expected,
+        got=got,
+        todo="correct the pattern; names are listed by: vescale-convert inspect SRC",
+    )
+
+
+@dataclass(frozen=True)
+class CastView(TensorView):
+    """A float tensor in another float type."""
+
+    inner: TensorView
+    dtype: DType
+
+    @property
+    def info(self) -> TensorInfo:
+        found = self.inner.info
+        return TensorInfo(found.name, found.shape, self.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        from vescale_fsdp.conversion.views.rounding import cast_array
+
+        source = self.inner.info.dtype
+        raw = np.empty(box.sizes, dtype=source.raw)
+        self.inner.read_into(box, raw)
+        out[...] = cast_array(raw, source, self.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return self.inner.sources()
+
+    def identity(self) -> str:
+        return f"{self.inner.identity()} as {self.dtype.name}"

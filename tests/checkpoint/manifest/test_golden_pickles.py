@@ -1,0 +1,124 @@
+"""Pickles that 0.1 wrote name classes by where they stood then; they are read for ever.
+
+``torch.save`` of values of ours (placements, layouts, policies), pickles of ragged tensors (as DCP's process writer
+makes them) and what ``dcp.save`` pickles into its ``.distcp`` files all hold such names. The folder was written
+once, by two ranks, at the first commit of 0.1's flat modules; `write` shows how and is not run again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+
+import vescale_fsdp
+from tests.support.checkpoint_states import SHAPES, full, ragged_group
+from tests.support.distributed import run_ranks
+from vescale_fsdp import optim, quantize
+from vescale_fsdp.checkpoint import PerRank
+
+GOLDEN = Path(__file__).parent.parent / "golden_pickles"
+
+
+def values() -> dict[str, Any]:
+    """Every kind of value of ours that people put into states and configurations."""
+    specs = [
+        vescale_fsdp.TensorSpec("w", (6, 4), "float32", 4),
+        vescale_fsdp.TensorSpec("b", (5,), "float32", 1),
+    ]
+    layout = vescale_fsdp.plan_group(specs, 2)
+    return {
+        "ragged": vescale_fsdp.RaggedShard((0,), (1, 2)),
+        "strided": vescale_fsdp.StridedRaggedShard((0,), (1, 2), 2),
+        "granularity": [
+            vescale_fsdp.Element(),
+            vescale_fsdp.Flat(16),
+            vescale_fsdp.Rows(2),
+            vescale_fsdp.Tiles(2, 2),
+            vescale_fsdp.Whole(),
+        ],
+        "slot": layout.slots[0],
+        "layout": layout,
+        "padding": vescale_fsdp.PaddingPolicy(),
+        "spec": specs[0],
+        "codecs": [quantize.Fp8Blocks(), quantize.Mxfp8()],
+        "per rank": PerRank([1, "two"]),
+    }
+
+
+def write(folder: Path) -> None:
+    """What wrote the golden folder, on each of two ranks."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    model = ragged_group(mesh, block_rows=2)
+    torch.save(model, folder / f"tensors-{rank}.pt", pickle_protocol=4)
+    dcp.save(
+        {"model": model, "values": values()["ragged"], "layout": values()["layout"]},
+        checkpoint_id=folder / "dcp",
+    )
+    if rank == 0:
+        torch.save(values(), folder / "values.pt")
+        net = torch.nn.Linear(8, 4)
+        for optimizer in (
+            optim.AdamW8bit(net.parameters()),
+            optim.Muon([net.weight]),
+            optim.Shampoo(net.parameters()),
+        ):
+            torch.save(optimizer, folder / f"{type(optimizer).__name__}.pt")
+
+
+def test_values_are_read() -> None:
+    """`torch.load` finds every class, and each value equals the one made today."""
+    found, expected = torch.load(GOLDEN / "values.pt", weights_only=False), values()
+    assert found.pop("per rank").value == expected.pop("per rank").value
+
+    assert expected == found
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Muon", "Shampoo"])
+def test_optimizers_are_read(name: str) -> None:
+    """An optimizer that was saved whole comes back as one."""
+    found = torch.load(GOLDEN / f"{name}.pt", weights_only=False)
+
+    assert type(found) is getattr(optim, name)
+    assert found.param_groups[0]["params"][0].shape == (4, 8)
+
+
+def _read_tensors() -> int:
+    found = torch.load(GOLDEN / f"tensors-{dist.get_rank()}.pt", weights_only=False)
+    held = 0
+    for name, shape in SHAPES.items():
+        tensor = found[name]
+        start, stop = tensor.piece
+        assert type(tensor) is vescale_fsdp.RaggedDTensor and tensor.layout_ref[0].slot(name).shape == shape
+        assert torch.equal(full(name, shape).reshape(-1)[start:stop], tensor.to_local())
+        held += stop - start
+    return held
+
+
+def test_ragged_tensors_are_read() -> None:
+    """Each rank's pickle of its ragged tensors gives back their pieces, placements and layouts."""
+    held = run_ranks(2, _read_tensors)
+
+    assert min(held) > 0 and sum(held) == sum(torch.Size(shape).numel() for shape in SHAPES.values())
+
+
+def _load_dcp() -> None:
+    model = ragged_group(init_device_mesh("cpu", (dist.get_world_size(),)))
+    for tensor in model.values():
+        tensor.to_local().zero_()
+    state = {"model": model, "values": None, "layout": None}
+    dcp.load(state, checkpoint_id=GOLDEN / "dcp")
+    for name, shape in SHAPES.items():
+        start, stop = model[name].piece
+        assert torch.equal(full(name, shape).reshape(-1)[start:stop], model[name].to_local())
+    assert state["values"] == values()["ragged"] and state["layout"] == values()["layout"]
+
+
+def test_a_dcp_folder_is_read() -> None:
+    """Stock ``dcp.load`` reads tensors and pickled values on another number of ranks."""
+    run_ranks(3, _load_dcp)

@@ -1,0 +1,162 @@
+"""Manifests edited by hand: every error is a CheckpointError, and comes before the state is touched."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.generated_states import Box, assert_same, fresh
+from vescale_fsdp.checkpoint import PerRank, load, read_state, save, verify
+from vescale_fsdp.checkpoint.saving.save import Format
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.placement import RaggedShard
+
+WRONG: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    -(2**70),
+    0.5,
+    1e300,
+    "",
+    "x",
+    "nan",
+    "ü\ud800",
+    "0",
+]
+WRONG += [
+    [],
+    {},
+    [[]],
+    [0],
+    {"$": "tensor", "i": 0},
+    {"$": "tuple"},
+    {"$": ["x"]},
+    {"$": "dict", "v": [[{}, 1]]},
+]
+WRONG += [
+    {"$": "numpy", "dtype": "O", "v": 1},
+    {"$": "bytes", "v": "?"},
+    {"$": "device", "v": "x"},
+    {"$": None},
+]
+
+
+def _state(rank_value: int) -> dict[str, Any]:
+    mesh = cpu_mesh()
+    whole = torch.arange(20.0).reshape(5, 4)
+    return {
+        "model": {"w": distribute_tensor(whole, mesh, [RaggedShard((0, 1), (7, 13)[: mesh.size()])])}
+        if mesh.size() == 2
+        else {"w": whole.clone()},
+        "plain": torch.arange(3, dtype=torch.bfloat16),
+        "array": np.arange(4),
+        "box": Box({"lr": 0.1, "moment": torch.ones(2)}),
+        "misc": {
+            1: (2, {3.5}),
+            "k": [b"x", 1j, float("inf"), torch.int8, torch.device("cpu"), np.float32(2)],
+        },
+        "rng": PerRank({"seed": rank_value, "t": torch.ones(2)}),
+    }
+
+
+def _places(node: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON value."""
+    keys = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
+    return [(node, key) for key in keys] + [place for key in keys for place in _places(node[key])]
+
+
+def _deepen(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def _mutate(draw: Random, data: dict[str, Any]) -> None:
+    """One edit: another value, a key more or less or of another name, a swap, a value many levels deep."""
+    node, key = draw.choice(_places(data))
+    ways: list[Callable[[], Any]] = [
+        lambda: node.__setitem__(key, copy.deepcopy(draw.choice(WRONG))),
+        lambda: node.__setitem__(key, copy.deepcopy(draw.choice(WRONG))),
+        lambda: node.__delitem__(key),
+        lambda: node.__setitem__(key, _deepen(node[key], draw.choice([1, 300]))),
+    ]
+    if isinstance(node[key], (int, float)):
+        ways.append(lambda: node.__setitem__(key, node[key] + draw.choice([-1, 1, 7, 0.5])))
+    if isinstance(node, dict):
+        ways.append(lambda: node.__setitem__(draw.choice(["$", "v", "i", "x"]), draw.choice(WRONG)))
+        ways.append(lambda: node.__setitem__(draw.choice(["$", "v", "x"]), node.pop(key)))
+    else:
+        ways.append(lambda: node.append(copy.deepcopy(node[key])))
+    other, name = draw.choice(_places(data))
+    if other is node:
+        ways.append(lambda: node.__setitem__(key, copy.deepcopy(other[name])))
+    draw.choice(ways)()
+
+
+def _text_of(draw: Random, data: dict[str, Any]) -> bytes:
+    """The manifest as an editor would write it, mostly with the checksum that fits."""
+    content = {key: value for key, value in data.items() if key != "checksum"}
+    compact = json.dumps(content, separators=(",", ":")).encode()
+    if draw.random() < 0.9 and "checksum" in data:
+        content["checksum"] = xxhash.xxh3_128_hexdigest(compact)
+    text = json.dumps(content, separators=(",", ":"))
+    if draw.random() < 0.03:
+        text = text.replace(":1", draw.choice([":NaN", ":Infinity", ":1e999", ':1,"version":1']), 1)
+    return text.encode()
+
+
+def _mutations(path: Path, form: Format, seeds: range) -> tuple[int, int]:
+    """How many edits were refused, and how many were loaded."""
+    save(path, _state(7), format=form, user={"a": [1, None]})
+    manifest = path / "manifest.json"
+    good = manifest.read_bytes()
+    refused = loaded = 0
+    for seed in seeds:
+        draw = Random(seed)
+        data = json.loads(good)
+        for _ in range(draw.choice([1, 1, 2])):
+            _mutate(draw, data)
+        manifest.write_bytes(_text_of(draw, data))
+        state, before = fresh(_state(1)), fresh(_state(1))
+        try:
+            verify(path)
+            with suppress(CheckpointError):
+                read_state(path).tree(read=True)
+            try:
+                load(path, state, strict=bool(seed % 2))
+                loaded += 1
+            except CheckpointError:
+                assert_same(before, state)
+                refused += 1
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+    manifest.write_bytes(good)
+    state = fresh(_state(1))
+    load(path, state)
+    assert_same(_state(7), state)
+    return refused, loaded
+
+
+@pytest.mark.parametrize("form", ["native", "zarr"])
+def test_edited_manifests(form: Format, tmp_path: Path) -> None:
+    """No edit ends in an error of another class, nor in one after the state has been written to."""
+    ((refused, loaded),) = run_ranks(1, _mutations, tmp_path / "c", form, range(250))
+    assert refused > 100 and loaded > 5

@@ -1,0 +1,223 @@
+"""Regions, rank sets and distributions against brute force over every element."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vescale_fsdp.checkpoint.manifest.distribution import (
+    Axis,
+    Cut,
+    Distribution,
+    Holders,
+    LayoutCut,
+    ShardCut,
+    UnitsCut,
+    cut_from_json,
+)
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.region import Patch, Region, Run, overlaps, runs_of_box
+from vescale_fsdp.checkpoint.state.describe import axes_of_ranks, shard_order
+from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+
+
+def elements(shape: tuple[int, ...], region: Region) -> np.ndarray:  # type: ignore[type-arg]
+    """Flat indices of a region's elements, in its own order."""
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    return whole[region.box.slices()].reshape(-1)[region.span.start : region.span.stop]
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    """A region of a tensor of this shape, large enough to meet others."""
+    offsets = tuple(draw(st.integers(0, n // 2)) for n in shape)
+    sizes = tuple(n - o - draw(st.integers(0, (n - o) // 2)) for n, o in zip(shape, offsets, strict=True))
+    box = Box(offsets, sizes)
+    start = draw(st.integers(0, box.numel // 2))
+    return Region(box, FlatRange(start, box.numel - draw(st.integers(0, (box.numel - start) // 2))))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
+    """A shape and two regions of it; often of one box."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=draw(st.integers(0, 3)), max_size=3)))
+    source = draw(regions(shape))
+    return shape, source, draw(regions(shape))
+
+
+@given(pairs())
+def test_overlaps_move_exactly_the_shared_elements(case: tuple[tuple[int, ...], Region, Region]) -> None:
+    """Copying by runs and patches gives what copying element by element gives."""
+    _prove_overlaps(*case)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)])
+def test_overlaps_of_all_small_regions(shape: tuple[int, ...]) -> None:
+    """The same for every region of two small shapes, each against regions of all kinds."""
+    found = list(_all_regions(shape))
+    assert len(found) > 100
+    for place, source in enumerate(found):
+        for target in found[place % 7 :: 7]:
+            _prove_overlaps(shape, source, target)
+
+
+def _all_regions(shape: tuple[int, ...]) -> Iterator[Region]:
+    starts = itertools.product(*(range(n) for n in shape))
+    for offsets in starts:
+        for sizes in itertools.product(*(range(1, n - o + 1) for n, o in zip(shape, offsets, strict=True))):
+            box = Box(offsets, sizes)
+            for start, stop in itertools.combinations(range(box.numel + 1), 2):
+                yield Region(box, FlatRange(start, stop))
+
+
+def _prove_overlaps(shape: tuple[int, ...], source: Region, target: Region) -> None:
+    have, want = elements(shape, source), elements(shape, target)
+    got = np.full(len(want), -1)
+    for share in overlaps(source, target):
+        if isinstance(share, Run):
+            got[share.target : share.target + share.numel] = have[share.source : share.source + share.numel]
+            continue
+        assert isinstance(share, Patch)
+        size = int(np.prod(share.source_sizes))
+        outer = have[share.source : share.source + size].reshape(share.source_sizes)
+        into = got[share.target : share.target + int(np.prod(share.target_sizes))].reshape(share.target_sizes)
+        assert (into[share.target_box.slices()] == -1).all()
+        into[share.target_box.slices()] = outer[share.source_box.slices()]
+
+    assert np.array_equal(np.where(np.isin(want, have), want, -1), got)
+
+
+@given(st.data())
+def test_runs_of_box_cover_it(data: st.DataObject) -> None:
+    """Runs hold every element of the box, are apart by more than the gap, and read over no larger one."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
+    gap = data.draw(st.integers(0, 40))
+    box = Box(offsets, sizes)
+    inside = set(elements(shape, Region(box, FlatRange(0, box.numel))).tolist())
+
+    runs = runs_of_box(shape, box, max_gap_numel=gap)
+    covered = [element for start, stop in runs for element in range(start, stop)]
+
+    assert inside <= set(covered) and len(covered) == len(set(covered))
+    assert min(covered) == min(inside) and max(covered) == max(inside)
+    assert all(b.start - a.stop > gap for a, b in itertools.pairwise(runs))
+    for start, stop in runs:
+        held = [element for element in range(start, stop) if element in inside]
+        assert held[0] == start and held[-1] == stop - 1
+        assert all(b - a - 1 <= gap for a, b in itertools.pairwise(held))
+    if gap == 0:
+        assert set(covered) == inside
+
+
+@given(st.sets(st.integers(0, 60), max_size=40))
+def test_rank_sets_hold_what_they_are_made_of(ranks: set[int]) -> None:
+    """Runs of runs name exactly the ranks, and survive JSON."""
+    found = RankSet.from_json(RankSet.of(ranks).to_json())
+
+    assert tuple(sorted(ranks)) == found.ranks
+    assert all((rank in found) == (rank in ranks) for rank in range(61))
+
+
+def test_regular_rank_sets_stay_small() -> None:
+    """Stages, strides and two of every eight are one run, whatever the world size."""
+    for ranks in (range(4096, 8192), range(3, 16_384, 8), [r for r in range(16_384) if r % 8 in (2, 3)]):
+        assert len(RankSet.of(ranks).runs) == 1
+
+
+def _distributions() -> tuple[list[tuple[tuple[int, ...], Distribution, int]], tuple[GroupLayout, ...]]:
+    layout = plan_group([TensorSpec("a", (7, 6), "float32", 6), TensorSpec("b", (5,), "float32", 1)], 4)
+    whole = TensorSlot("a", (5, 4), "float32", 4, 0)
+    scattered = TensorSlot("u", (6, 5), "float32", 5, 24, (PieceRun(2, 3, 10, 0),))
+    second = GroupLayout(5, 12, (whole, scattered))
+    two = (Axis(4, 1),)
+    grid = (Axis(2, 3), Axis(3, 1))
+    cases: list[tuple[tuple[int, ...], tuple[Axis, ...], tuple[Cut, ...], int]] = [
+        ((7, 6), two, (LayoutCut(0, 0),), 4),
+        ((5,), two, (LayoutCut(0, 1),), 4),
+        ((7, 6), two, (ShardCut(1),), 4),
+        ((3, 2), two, (ShardCut(0),), 4),
+        ((7, 6), two, (UnitsCut((0,), ((1, 3), (1, 0), (2, 2))),), 4),
+        ((7, 6), grid, (ShardCut(1), ShardCut(0)), 6),
+        ((7, 6), grid, (ShardCut(0), ShardCut(0)), 6),
+        ((4, 6), (Axis(2, 2), Axis(2, 1)), (ShardCut(1), UnitsCut((0,), ((1, 1), (1, 3)))), 4),
+        ((6, 5), (Axis(5, 1),), (LayoutCut(1, 1),), 5),
+        ((), (), (), 2),
+    ]
+    return [(shape, Distribution(axes, cuts), size) for shape, axes, cuts, size in cases], (layout, second)
+
+
+def test_regions_of_all_coordinates_tile_the_tensor() -> None:
+    """Every element is held by exactly one place, and `touching` finds exactly the places that matter."""
+    cases, layouts = _distributions()
+    for shape, distribution, _ in cases:
+        numel = int(np.prod(shape))
+        everywhere = list(np.ndindex(*(axis.size for axis in distribution.axes)))
+        held = {c: distribution.region(shape, c, layouts) for c in everywhere}
+        seen = np.concatenate([elements(shape, region) for region in held.values()])
+        assert sorted(seen.tolist()) == list(range(numel))
+        for wanted in held.values():
+            touched = dict(distribution.touching(shape, wanted, layouts))
+            for coordinates, region in held.items():
+                if overlaps(region, wanted):
+                    assert touched[coordinates] == region
+        for cut in distribution.cuts:
+            assert cut_from_json(cut.to_json()) == cut
+
+
+def test_a_strided_overlap() -> None:
+    """Columns 1 and 2 of a (2, 4) tensor whose first three columns are stored: no run, one patch."""
+    stored = Region(Box((0, 0), (2, 3)), FlatRange(0, 6))
+    wanted = Region(Box((0, 1), (2, 2)), FlatRange(0, 4))
+
+    assert overlaps(stored, wanted) == [Patch(0, (2, 3), Box((0, 1), (2, 2)), 0, (2, 2), Box((0, 0), (2, 2)))]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 4), (4, 2, 2), (2, 1, 3)])
+def test_the_order_of_shards(sizes: tuple[int, ...]) -> None:
+    """Every order of three axes over one dim is told by its split factors; other factors tell none."""
+    for wanted in itertools.permutations(range(3)):
+        factors = [
+            math.prod(sizes[other] for other in wanted[: wanted.index(axis)] if other > axis)
+            for axis in range(3)
+        ]
+        found = shard_order({axis: (0, factor) for axis, factor in enumerate(factors)}, sizes)
+        assert found == [axis for axis in wanted if sizes[axis] > 1]
+    assert shard_order({0: (0, 5), 2: (0, 1)}, sizes) is None
+    assert shard_order({0: (0, sizes[2]), 2: (1, 1)}, sizes) is None  # of another dim
+    assert shard_order({0: (1, 1), 2: (0, 1)}, sizes) == [0, 2]
+    assert shard_order({}, sizes) == []
+
+
+def test_axes_of_meshes() -> None:
+    """Meshes that follow a rule are described by it, sub-meshes alike; others by a table."""
+    world = np.arange(24).reshape(2, 3, 4)
+    sub = [axes_of_ranks(world[:, 1, :]), axes_of_ranks(world[:, 2, :])]
+    odd = axes_of_ranks(np.array([5, 1, 7]))
+
+    assert axes_of_ranks(world) == (Axis(2, 12), Axis(3, 4), Axis(4, 1))
+    assert sub[0] == sub[1] == (Axis(2, 12), Axis(4, 1))
+    assert axes_of_ranks(np.array([1, 2])) == (Axis(2, 1, 1),)
+    assert odd[0].table == ((1, 1), (5, 0), (7, 2))
+    assert odd[0].coordinates([5, 6, 7]) == [0, -1, 2]
+    assert Axis.from_json(odd[0].to_json()) == odd[0]
+
+
+def test_holders_number_replicas_in_rank_order() -> None:
+    """Ranks at one place come in order; a place nobody takes is named."""
+    holders = Holders(RankSet.world(8), (Axis(2, 2),))
+
+    assert [holders.ranks_at((c,)) for c in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert holders.position(6) == ((1,), 2, 4)
+    assert holders.missing_place() is None
+    assert Holders(RankSet.of([0, 1, 4]), (Axis(2, 2),)).missing_place() == 1
+    assert Holders(RankSet.of([0, 1]), ()).position(3) is None

@@ -1,0 +1,82 @@
+"""What a conversion loads: no torch unless the format needs it, no numpy where bytes only move."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from vescale_fsdp.checkpoint import save
+
+RUN = """
+import sys
+from vescale_fsdp.conversion.cli import cli
+try:
+    cli(sys.argv[1:], prog_name="vescale-convert")
+except SystemExit as stop:
+    assert not stop.code, stop.code
+heavy = {"torch", "numpy", "zarr", "fsspec", "tqdm", "google_crc32c"} & set(sys.modules)
+print("loaded:", *sorted(heavy))
+"""
+
+
+def loaded(*arguments: str) -> set[str]:
+    """Which of the heavy libraries one command has loaded when it ends well."""
+    command = [sys.executable, "-c", RUN, *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], check=True, capture_output=True, text=True)
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same small state as native, DCP, Hugging Face and torch.save."""
+    folder = tmp_path_factory.mktemp("sources")
+    model = {"a.weight": torch.randn(64, 32), "b.weight": torch.randn(16).to(torch.bfloat16)}
+    state = {"model": model, "step": 3}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    save(folder / "native", state)
+    torch.save(state, folder / "state.pt")
+    return folder
+
+
+@pytest.mark.parametrize("source", ["native", "dcp", "state.pt", "hf"])
+def test_to_hf_needs_no_torch(sources: Path, tmp_path: Path, source: str) -> None:
+    """From every format, values equal; a cast may load numpy but not torch."""
+    if source == "hf":
+        loaded("to-hf", str(sources / "dcp"), str(tmp_path / "hf"))
+    path = tmp_path / "hf" if source == "hf" else sources / source
+
+    assert loaded("to-hf", str(path), str(tmp_path / "out")) == set()
+    assert loaded("to-hf", str(path), str(tmp_path / "cast"), "--dtype", "bf16") == {"numpy"}
+    expected = torch.load(sources / "state.pt", weights_only=True)["model"]
+    found, cast = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "cast"))
+    assert found.keys() == expected.keys() and len(found) == 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(cast[name], expected[name].bfloat16()) for name in expected)
+
+
+@pytest.mark.parametrize("target", ["to-fsdp2", "to-torch", "to-zarr"])
+def test_other_targets_need_no_torch(sources: Path, tmp_path: Path, target: str) -> None:
+    """Pickles, zips and zarr chunks are written by hand."""
+    assert "torch" not in loaded(target, str(sources / "dcp"), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("source", ["native", "dcp"])
+def test_looking_needs_no_torch(sources: Path, source: str) -> None:
+    """inspect and verify read metadata and checksums by themselves."""
+    assert "torch" not in loaded("inspect", str(sources / source)) | loaded("verify", str(sources / source))
+
+
+def test_help_loads_nothing() -> None:
+    """--help of the command, and of one with all options."""
+    assert loaded("--help") == set()
+
+
+def test_the_probe_sees_torch(sources: Path, tmp_path: Path) -> None:
+    """The control: a target whose format is torch's does load it."""
+    assert "torch" in loaded("to-vescale", str(sources / "dcp"), str(tmp_path / "out"))

@@ -1,0 +1,66 @@
+"""Peak memory of a conversion, seen from outside: the budget and an interpreter, whatever the tensor's size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from vescale_fsdp.checkpoint import save
+
+MIB = 2**20
+TENSOR_BYTES = 256 * MIB  # one tensor, four times the budget
+BUDGET_MIB = 64
+INTERPRETER_MIB = 150
+
+# Runs a command and prints its largest resident size in KiB, as the kernel counted it.
+WATCH = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stderr=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peak_mib(*command: str) -> float:
+    """Peak resident size of a Python command."""
+    root = Path(__file__).parents[3]
+    watched = [sys.executable, "-c", WATCH, sys.executable, *command]
+    done = subprocess.run(watched, cwd=root, check=True, capture_output=True, text=True)
+    return int(done.stdout) / 1024
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tensor of 256 MiB as DCP, native and a file of raw bytes."""
+    folder = tmp_path_factory.mktemp("sources")
+    state = {"model": {"big": torch.ones(TENSOR_BYTES // 4096, 1024)}}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    save(folder / "native", state)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [("dcp", []), ("native", []), ("dcp", ["--dtype", "bf16"]), ("native", ["--dtype", "bf16"])],
+)
+def test_one_tensor_larger_than_the_budget(
+    sources: Path, tmp_path: Path, source: str, options: list[str]
+) -> None:
+    """Moved or computed, the process stays below its budget and 150 MiB of interpreter."""
+    command = ["-m", "vescale_fsdp.conversion", "to-hf", "-q", "--memory-budget", f"{BUDGET_MIB}MiB"]
+    peak = peak_mib(*command, *options, str(sources / source), str(tmp_path / "out"))
+
+    assert peak < BUDGET_MIB + INTERPRETER_MIB
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert size > TENSOR_BYTES / (2 if options else 1)
+
+
+def test_the_measure_sees_what_is_held(sources: Path) -> None:
+    """The control: a process that reads the data file whole is far above the limit."""
+    file = max((sources / "dcp").iterdir(), key=lambda path: path.stat().st_size)
+
+    assert peak_mib("-c", f"open({str(file)!r}, 'rb').read()") > BUDGET_MIB + INTERPRETER_MIB

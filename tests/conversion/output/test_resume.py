@@ -1,0 +1,359 @@
+"""Killed conversions go on where they stopped; shared conversions write what one process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from vescale_fsdp.checkpoint import save
+from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.local_store import LocalStore
+from vescale_fsdp.conversion.output.copying import CopyLimits
+from vescale_fsdp.conversion.output.run_plan import Part, RunOptions, _Run
+from vescale_fsdp.errors import ConversionError
+
+LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
+SHARD_BYTES = 3_000_000
+
+# Converts one part, and kills itself when so many pieces of work are done. Imports no torch: ten start quickly.
+KILLED = f"""
+import itertools, os, signal, sys
+from vescale_fsdp.conversion import ConvertOptions, CopyLimits, Part, RunOptions, convert, open_source
+source, out, moment, index, parts = sys.argv[1:]
+count = itertools.count(1)
+def progress(nbytes):
+    if next(count) == int(moment):
+        os.kill(os.getpid(), signal.SIGKILL)
+limits = CopyLimits({LIMITS.memory_budget_bytes}, {LIMITS.threads})
+options = RunOptions(resume=True, part=Part(int(index), int(parts)), limits=limits)
+convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes={SHARD_BYTES}, run=options), progress=progress)
+"""
+
+
+def run(source: str, target: str, *, progress: object = None, **options: object) -> ConvertReport:
+    """Convert with small buffers and files."""
+    chosen = ConvertOptions(max_shard_bytes=SHARD_BYTES, run=RunOptions(**options, limits=LIMITS))  # type: ignore[arg-type]
+    callback = progress or (lambda _: None)
+    return convert(open_source(source), target, "hf", chosen, progress=callback)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 MB in tensors of many sizes, one larger than the shard limit, as DCP and native."""
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.w": torch.randn(100 + 37 * i, 500) for i in range(16)}
+    tensors["layers.3.big"] = torch.randn(1100, 1000)
+    folder = tmp_path_factory.mktemp("sources")
+    dcp.save({"model": tensors}, checkpoint_id=folder / "dcp", no_dist=True)
+    save(folder / "native", {"model": tensors})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(sources: Path) -> str:
+    """The DCP one."""
+    return str(sources / "dcp")
+
+
+@pytest.fixture(scope="module")
+def expected(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an undisturbed conversion writes."""
+    path = tmp_path_factory.mktemp("expected")
+    run(source, str(path))
+    found = contents(path)
+    assert len(found) > 5
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a folder, hidden ones too."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("dcp", 1), ("native", 1), ("dcp", 3)])
+def test_killed_at_ten_moments(
+    kind: str, parts: int, sources: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """SIGKILL, then --resume: byte for byte the undisturbed result, and finished files were not redone.
+
+    With parts, the last one to run is the one killed: nothing has a final name while it is not resumed.
+    """
+    source, kept, chance = str(sources / kind), 0, random.Random(1)
+    works = []  # how many pieces of work each part is
+    for index in range(parts):
+        done: list[int] = []
+        run(source, str(tmp_path / "count"), progress=done.append, part=Part(index, parts))
+        works.append(len(done) - 1)  # the first call reports files that were kept
+    for moment in range(10):
+        out, victim = tmp_path / str(moment), chance.randrange(parts)
+        for index in set(range(parts)) - {victim}:
+            run(source, str(out), part=Part(index, parts))
+        at = chance.randint(2, works[victim])
+        command = [sys.executable, "-c", KILLED, source, str(out), str(at), str(victim), str(parts)]
+        dead = subprocess.run(command, check=False, cwd=Path(__file__).parents[3])
+        assert dead.returncode == -signal.SIGKILL
+        assert not any(name in expected for name in os.listdir(out))  # nothing has a final name
+        report = run(source, str(out), resume=True, part=Part(victim, parts))
+        kept += len(report.outcome.kept)
+        assert report.outcome.published and contents(out) == expected
+    assert kept > (10 if parts == 1 else 0)
+
+
+def _interrupt(source: str, out: Path, after: int) -> None:
+    """Stop by Ctrl-C after some segments: finished files stay, under partial names."""
+    left = after
+
+    def progress(_: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(source, str(out), progress=progress)
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "longer"])
+def test_resume_redoes_a_finished_file_that_was_damaged(
+    source: str, expected: dict[str, bytes], tmp_path: Path, damage: str
+) -> None:
+    """Finished files are read again before they are believed."""
+    _interrupt(source, tmp_path / "out", 18)
+    finished = sorted(file for file in (tmp_path / "out").iterdir() if file.name.endswith(".partial"))
+    assert len(finished) >= 2
+    size = finished[0].stat().st_size
+    with finished[0].open("r+b") as file:
+        if damage == "changed":
+            file.seek(size // 2)
+            file.write(b"\xff\xff\xff\xff\x00")
+        else:
+            file.truncate(size - 1 if damage == "cut" else size + 1)
+    report = run(source, str(tmp_path / "out"), resume=True)
+    assert len(report.outcome.kept) == len(finished) - 1
+    assert contents(tmp_path / "out") == expected
+
+
+def test_resume_refuses_other_parameters(source: str, tmp_path: Path) -> None:
+    """Another plan than the interrupted one is an error; so is starting over without saying so."""
+    _interrupt(source, tmp_path / "out", 18)
+    chosen = ConvertOptions(max_shard_bytes=4_000_000, run=RunOptions(resume=True))
+    with pytest.raises(ConversionError, match="was another one"):
+        convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
+    with pytest.raises(ConversionError, match="--resume"):
+        run(source, str(tmp_path / "out"))
+
+
+def test_overwrite_starts_anew_and_clears_leftovers(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """--overwrite on an interrupted target: same result, no partial file or journal left."""
+    _interrupt(source, tmp_path / "out", 18)
+    (tmp_path / "out" / ".old.safetensors.partial").write_bytes(b"x")
+    report = run(source, str(tmp_path / "out"), overwrite=True)
+    assert report.outcome.kept == ()
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_torn_journal_line_is_ignored(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """A kill while a line is written costs one file, not the resume."""
+    _interrupt(source, tmp_path / "out", 18)
+    journal = next(file for file in (tmp_path / "out").iterdir() if file.name.endswith(".jsonl"))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) >= 3 and json.loads(lines[1])["file"]
+    journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:9])
+    report = run(source, str(tmp_path / "out"), resume=True)
+    assert len(report.outcome.kept) == len(lines) - 2
+    assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_parts_write_what_one_process_writes(
+    source: str, expected: dict[str, bytes], tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Three shares in any order: published by the last one, byte for byte the same."""
+    reports = [run(source, str(tmp_path / "out"), part=Part(i, 3)) for i in order]
+    assert [report.outcome.published for report in reports] == [False, False, True]
+    assert contents(tmp_path / "out") == expected
+
+
+def test_a_part_that_is_not_done_holds_back_the_others(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """One share was stopped after some of its files: whoever ends meanwhile publishes nothing."""
+    out = tmp_path / "out"
+    journal = out / ".part-0-of-2.vescale-convert.jsonl"
+
+    def stop(_: int) -> None:
+        if '"file"' in journal.read_text():
+            raise KeyboardInterrupt
+
+    one = RunOptions(part=Part(0, 2), limits=CopyLimits(LIMITS.memory_budget_bytes, threads=1))
+    with pytest.raises(KeyboardInterrupt):
+        convert(
+            open_source(source),
+            str(out),
+            "hf",
+            ConvertOptions(max_shard_bytes=SHARD_BYTES, run=one),
+            progress=stop,
+        )
+    assert "complete" not in journal.read_text()
+    assert not run(source, str(out), part=Part(1, 2)).outcome.published
+    assert not any(name.startswith("model") for name in os.listdir(out))
+    assert run(source, str(out), part=Part(0, 2), resume=True).outcome.published
+    assert contents(out) == expected
+
+
+def test_an_old_index_never_stands_over_new_files(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing fails after the first file: readers find no index rather than one for a mixture."""
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    run(source, str(tmp_path / "out"))
+    assert index.exists()
+    commit, done = LocalStore.commit, list[str]()
+
+    def second_fails(store: LocalStore, name: str) -> None:
+        if done:
+            raise OSError("no more")
+        done.append(name)
+        commit(store, name)
+
+    monkeypatch.setattr(LocalStore, "commit", second_fails)
+    with pytest.raises(OSError, match="no more"):
+        run(source, str(tmp_path / "out"), overwrite=True)
+    assert len(done) == 1 and not index.exists()
+
+
+def test_settings_that_cannot_be_read_are_found_before_anything_has_its_name(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that breaks off while it is copied: no weights and no config.json stand there as if complete."""
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (assets / name).write_text("{}")
+    read_into = LocalStore.read_into
+
+    def breaks(store: LocalStore, name: str, offset: int, buffer: memoryview) -> None:
+        if name == "tokenizer.json":
+            raise ConversionError("the tokenizer cannot be read")
+        read_into(store, name, offset, buffer)
+
+    monkeypatch.setattr(LocalStore, "read_into", breaks)
+    options = ConvertOptions(assets=str(assets), max_shard_bytes=SHARD_BYTES)
+    with pytest.raises(ConversionError, match="tokenizer cannot"):
+        convert(open_source(source), str(tmp_path / "out"), "hf", options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_old_result_goes_with_its_folders(source: str, tmp_path: Path) -> None:
+    """--overwrite with other tensors: no empty folders of arrays that are no more."""
+    out = tmp_path / "out"
+    convert(open_source(source), str(out), "zarr", ConvertOptions(include=("*.w",)))
+    assert len(list(out.glob("data-*/model/*"))) > 10
+    more = ConvertOptions(include=("*big",), run=RunOptions(overwrite=True))
+    convert(open_source(source), str(out), "zarr", more)
+    (data,) = out.glob("data-*")
+    assert sorted(path.name for path in out.iterdir()) == [data.name, "manifest.json", "zarr.json"]
+    assert [path.name for path in (data / "model").iterdir() if path.is_dir()] == ["layers.3.big"]
+
+
+# Kills itself when so many files have their final names.
+KILLED_PUBLISHING = f"""
+import itertools, os, signal, sys
+from vescale_fsdp.conversion import ConvertOptions, CopyLimits, RunOptions, convert, open_source
+from vescale_fsdp.conversion.local_store import LocalStore
+source, out, moment = sys.argv[1:]
+count, commit = itertools.count(), LocalStore.commit
+def commit_or_die(store, name):
+    if next(count) == int(moment):
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(store, name)
+LocalStore.commit = commit_or_die
+options = RunOptions(resume=True, limits=CopyLimits({LIMITS.memory_budget_bytes}, {LIMITS.threads}))
+convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes={SHARD_BYTES}, run=options))
+"""
+
+
+def test_a_run_killed_while_it_publishes_goes_on(
+    source: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Twice: some files have their names, the index waits under a partial one, and nothing is copied again."""
+    out = tmp_path / "out"
+    for moment in ("1", "3"):
+        command = [sys.executable, "-c", KILLED_PUBLISHING, source, str(out), moment]
+        dead = subprocess.run(command, check=False, cwd=Path(__file__).parents[3])
+        assert dead.returncode == -signal.SIGKILL
+        assert 0 < len(set(os.listdir(out)) & set(expected)) < len(expected)
+    report = run(source, str(out), resume=True)
+    assert not report.outcome.written and contents(out) == expected
+
+
+@pytest.mark.parametrize("moment", ["listed", "loaded", "copied"])
+def test_a_part_that_resumes_while_another_publishes(
+    moment: str, source: str, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts were done when all were killed: whoever comes first publishes, and the others change nothing."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_publish_if_last", lambda self: False)
+        for index in range(2):
+            run(source, str(out), part=Part(index, 2))
+    others = {"listed": "run", "loaded": "_is_intact", "copied": "_publish_if_last"}
+    original, first = getattr(_Run, others[moment]), [True]
+
+    def after_the_other(self: _Run, *args: object) -> object:
+        if first and self._options.part.index == 0:
+            first.clear()
+            assert run(source, str(out), resume=True, part=Part(1, 2)).outcome.published
+        return original(self, *args)
+
+    monkeypatch.setattr(_Run, others[moment], after_the_other)
+    assert run(source, str(out), resume=True, part=Part(0, 2)).outcome.published
+    assert not first and contents(out) == expected
+
+
+def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) -> None:
+    """A share run with other options is found before anything is published."""
+    run(source, str(tmp_path / "out"), part=Part(0, 2))
+    chosen = ConvertOptions(max_shard_bytes=4_000_000, run=RunOptions(part=Part(1, 2)))
+    with pytest.raises(ConversionError, match="was another one"):
+        convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
+    assert not any(name.startswith("model") for name in os.listdir(tmp_path / "out"))
+
+
+def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """Two processes at once under torchrun: the same files."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = ["-m", "vescale_fsdp.conversion", "to-hf", source, str(tmp_path / "out")]
+    sizes = ["--max-shard-size", str(SHARD_BYTES), "--memory-budget", "8MiB"]
+    subprocess.run([*command, *arguments, *sizes], check=True, capture_output=True)
+    assert contents(tmp_path / "out") == expected
+
+
+def test_progress_adds_up(source: str, tmp_path: Path) -> None:
+    """The bytes announced are the bytes reported, also when finished files are kept."""
+    announced: list[int] = []
+    done: list[int] = []
+    chosen = ConvertOptions(max_shard_bytes=SHARD_BYTES, run=RunOptions(limits=LIMITS, resume=True))
+    _interrupt(source, tmp_path / "out", 18)
+    report = convert(
+        open_source(source),
+        str(tmp_path / "out"),
+        "hf",
+        chosen,
+        progress=done.append,
+        announce=announced.append,
+    )
+    assert report.outcome.kept and announced == [report.plan.tensor_nbytes]
+    assert sum(done) == announced[0]

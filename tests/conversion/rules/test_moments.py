@@ -1,0 +1,145 @@
+"""Key rules on a training state: the optimizer's tensors and options follow their parameters, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.dtype_zoo import same_bytes
+from tests.support.rule_cases import convert_in_parts, experts, hf_folder, llama
+from vescale_fsdp.errors import ConversionError
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_moments_follow_their_parameters(tmp_path: Path, flat: bool) -> None:
+    """Optimizer state takes the same rules, steps and groups the new names, nested and flattened."""
+    source = hf_folder(tmp_path / "hf", llama())
+    convert_in_parts(source, tmp_path / "ours.pt", "torch", rules="torchtitan-llama")
+    model = torch.load(tmp_path / "ours.pt", weights_only=True)
+    moments = {name: torch.randn_like(value) for name, value in model.items()}
+    if flat:
+        optimizer: dict[str, Any] = {}
+        for name in model:
+            optimizer |= {f"state.{name}.exp_avg": moments[name], f"state.{name}.step": torch.tensor(5.0)}
+            optimizer[f"param_groups.{name}.lr"] = 0.5
+    else:
+        state = {name: {"exp_avg": moments[name], "step": torch.tensor(5.0)} for name in model}
+        optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(model)}]}
+    dcp.save(
+        {"model": model, "optimizer": optimizer, "epoch": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    options = {"rules": "torchtitan-llama", "rules_to": "hf", "assets": str(source)}
+    convert_in_parts(tmp_path / "dcp", tmp_path / "out.pt", "torch", **options)
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert sorted(loaded["model"]) == sorted(llama()) and loaded["epoch"] == 3
+    key = "model.layers.0.self_attn.q_proj.weight"
+    expected = (
+        moments["layers.0.attention.qkv_linear.wq.weight"].view(6, 2, 2, 24).transpose(1, 2).reshape(24, 24)
+    )
+    if flat:
+        assert torch.equal(loaded["optimizer"][f"state.{key}.exp_avg"], expected)
+        assert (
+            loaded["optimizer"][f"state.{key}.step"] == 5
+            and loaded["optimizer"][f"param_groups.{key}.lr"] == 0.5
+        )
+        assert len(loaded["optimizer"]) == 3 * len(model)
+    else:
+        assert torch.equal(loaded["optimizer"]["state"][key]["exp_avg"], expected)
+        assert loaded["optimizer"]["state"][key]["step"] == 5
+        (group,) = loaded["optimizer"]["param_groups"]
+        assert group["lr"] == 0.5 and sorted(group["params"]) == sorted(llama())
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened"])
+def test_a_tied_parameter_is_optimized_once(tmp_path: Path, form: str) -> None:
+    """Its twin comes back as a weight, without a step or a group; options follow the rules in either form."""
+    weights = {name: value for name, value in llama().items() if name != "lm_head.weight"}
+    assets = hf_folder(tmp_path / "hf", weights, tie_word_embeddings=True)
+    state = {name: {"exp_avg": value + 1, "step": torch.tensor(5.0)} for name, value in weights.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(weights)}]}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "hf.pt")
+    options = {"rules": "torchtitan-llama", "rules_to": "ours", "assets": str(assets), "optimizer": form}
+    convert_in_parts(tmp_path / "hf.pt", tmp_path / "ours.pt", "torch", **options)
+    loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
+    names = set(loaded["model"]) - {"lm_head.weight"}
+    assert len(names) == len(weights) == len(loaded["model"]) - 1
+    if form == "nested":
+        assert set(loaded["optimizer"]["state"]) == names
+        assert set(loaded["optimizer"]["param_groups"][0]["params"]) == names
+    else:
+        kinds = ("state.{}.exp_avg", "state.{}.step", "param_groups.{}.lr")
+        assert set(loaded["optimizer"]) == {kind.format(name) for name in names for kind in kinds}
+
+
+def test_moments_of_experts_are_taken_apart_and_grouped(tmp_path: Path) -> None:
+    """Moments of a grouped tensor go to its experts, every one with its step and options; grouped again they are the
+    same state."""
+    source = hf_folder(tmp_path / "hf", experts("mlp", "gate_proj", "up_proj", "down_proj"))
+    convert_in_parts(source, tmp_path / "grouped.pt", "torch", rules="transformers-moe")
+    model = torch.load(tmp_path / "grouped.pt", weights_only=True)
+    moments = {name: torch.randn_like(value) for name, value in model.items()}
+    state = {name: {"exp_avg": moments[name], "step": torch.tensor(4.0)} for name in model}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": list(model)}]}
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    options = {"rules": "transformers-moe", "assets": str(source)}
+    convert_in_parts(tmp_path / "dcp", tmp_path / "apart.pt", "torch", rules_to="hf", **options)
+    apart = torch.load(tmp_path / "apart.pt", weights_only=True)
+    prefix = "model.layers.1.mlp.experts."
+    up = apart["optimizer"]["state"][f"{prefix}2.up_proj.weight"]
+    assert same_bytes(up["exp_avg"], moments[f"{prefix}gate_up_proj"][2, 10:]) and up["step"] == 4
+    assert len(apart["model"]) == len(apart["optimizer"]["state"]) == 2 * (3 * 3 + 1) + 1
+    assert sorted(apart["optimizer"]["param_groups"][0]["params"]) == sorted(apart["model"])
+    convert_in_parts(tmp_path / "apart.pt", tmp_path / "again.pt", "torch", rules_to="ours", **options)
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert sorted(again["optimizer"]["param_groups"][0]["params"]) == sorted(model)
+    for name, value in state.items():
+        assert same_bytes(again["model"][name], model[name])
+        assert same_bytes(again["optimizer"]["state"][name]["exp_avg"], value["exp_avg"])
+        assert again["optimizer"]["state"][name]["step"] == 4
+
+
+def test_counters_of_parameters_of_one_item(tmp_path: Path) -> None:
+    """A parameter with a single item (a scale) is no reason to take steps for moments, nor moments for steps."""
+    weights = {"scale": torch.ones(1), "w": torch.ones(3)}
+    state = {name: {"exp_avg": torch.rand_like(w), "step": torch.tensor(5.0)} for name, w in weights.items()}
+    for number, kept in enumerate((["scale", "w"], ["scale"])):
+        mine = {name: state[name] for name in kept}
+        folder = tmp_path / str(number)
+        dcp.save({"model": weights, "optimizer": {"state": mine}}, checkpoint_id=folder, no_dist=True)
+        rules = 'format = 1\nkeep_others = true\n[[rule]]\nhf = "scale"\nours = "s"\n'
+        (tmp_path / "r.toml").write_text(rules)
+        options = {"rules": str(tmp_path / "r.toml"), "rules_to": "ours"}
+        convert_in_parts(folder, tmp_path / f"{number}.pt", "torch", **options)
+        made = torch.load(tmp_path / f"{number}.pt", weights_only=True)["optimizer"]["state"]
+        assert sorted(made) == ["s", "w"][: len(kept)]
+        assert same_bytes(made["s"]["exp_avg"], state["scale"]["exp_avg"]) and made["s"]["step"] == 5
+
+
+def test_state_that_cannot_follow_is_refused(tmp_path: Path) -> None:
+    """Row-factored state is not guessed at."""
+    source = hf_folder(tmp_path / "hf", llama())
+    state = {name: {"row": torch.ones(value.shape[0], 1)} for name, value in llama().items()}
+    dcp.save({"model": llama(), "optimizer": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(ConversionError, match="does not follow"):
+        convert_in_parts(
+            tmp_path / "dcp", tmp_path / "x.pt", "torch", rules="torchtitan-llama", assets=str(source)
+        )
+
+
+def test_a_cast_is_for_weights_not_for_moments(tmp_path: Path) -> None:
+    """Every other operation moves items; a cast would spoil what the optimizer keeps in float32."""
+    state = {"model": {"a": torch.ones(2)}, "optimizer": {"state": {"a": {"exp_avg": torch.rand(2)}}}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    cast = 'ops = [{ cast = { to = "bfloat16", back = "float32" } }]'
+    (tmp_path / "r.toml").write_text(f'format = 1\n[[rule]]\nhf = "a"\nours = "b"\n{cast}\n')
+    options = {"rules": str(tmp_path / "r.toml"), "rules_to": "ours"}
+    convert_in_parts(tmp_path / "dcp", tmp_path / "out.pt", "torch", **options)
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert loaded["model"]["b"].dtype == torch.bfloat16
+    assert same_bytes(
+        loaded["optimizer"]["state"]["b"]["exp_avg"], state["optimizer"]["state"]["a"]["exp_avg"]
+    )

@@ -1,0 +1,118 @@
+"""Key rules that do not fit their source or their own two sides are refused, and each error says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.rule_cases import RULES, STACKED, convert_in_parts, deepseek, hf_folder
+from vescale_fsdp.errors import ConversionError
+
+THREE = """
+format = 1
+[[rule]]
+hf = ["a", "b", "c"]
+ours = "d"
+ops = [{ rope = { heads = [1, 0] } }, { concat = { dim = 0, sizes = [2, 2, 2] } }]
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "text"),
+    [
+        ({"a.0.q": 4, "a.0.k": 2, "other": 1}, RULES, "none for other"),
+        ({"a.0.q": 4, "a.0.k": 2, "a.1.q": 4}, RULES, r"only a\.1\.q"),
+        ({"a.0.q": 4, "a.0.k": 3}, RULES, "size that the rule says"),
+        ({"a.0.q": 4, "a.0.k": 3}, RULES, r"2 in dim 0 \(2\)(.|\n)*where: a\.0\.k"),
+        ({"c": 1}, RULES + '[[rule]]\nhf = "c"\nours = "d"\n', r"nothing matches a\.\{l\}\.q"),
+        ({"a.0.q": 4, "a.0.k": 2}, RULES + '[[rule]]\nhf = "a.{x}.q"\nours = "z.{x}"\n', "two for a.0.q"),
+        (
+            {"c": 1, "e": 1},
+            'format = 1\n[[rule]]\nhf="c"\nours="d"\n[[rule]]\nhf="e"\nours="d"\n',
+            "made twice",
+        ),
+        ({"c": 1}, 'format = 1\n[[rule]]\nhf="c.{l}"\nours="d"\n', "do not fit together"),
+        ({"c": 1}, 'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{exec="x"}]\n', "does not exist"),
+        ({"c": 1}, "format = 2\n", "format = 1"),
+        ({"c": 1}, "format = 1\n[[rules]]\n", "the tables"),
+        ({"c": 1}, "not toml", "cannot be read"),
+        ({"a.0.q": 4, "a.0.k": 2}, RULES.replace('"2"', '"kv_rows"'), "kv_rows"),
+        ({"a.0.q": 4, "a.0.k": 2}, RULES.replace('["4", "2"]', '["4"]'), "2 names"),
+        ({"c": 1}, 'format = 1\nextends = "nothing"\n', "extends = one of"),
+        ({"c": 1}, 'format = 1\n[rename]\n"a" = "b"\n', "extends = one of"),
+        ({"c": 1}, 'format = 1\nextends = "torchtitan-llama"\n[rename]\n"wq" = "b"\n', r"wq(.|\n)*rename"),
+        ({"c": 3}, 'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{rope={heads="1"}}]\n', "multiple of 1 x 2"),
+        ({"a": 2, "b": 2, "c": 2}, THREE, "fewer tensors"),
+        (
+            {"c": 6},
+            'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{reshape={hf=[6, 2], ours=[5, 2]}}]\n',
+            "shape",
+        ),
+        (
+            {"c": 3},
+            'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{reshape={hf=[2, 3], ours=[6]}}]\n',
+            "after undoing",
+        ),
+        (
+            {"c": 6},
+            'format = 1\n[[rule]]\nhf="c"\nours="d"\nops=[{pad={dim=0, from=5, to=8}}]\n',
+            "5 in dim 0",
+        ),
+        ({"c": 1}, 'format = 1\n[[rule]]\nhf="c"\nours="d.*"\n', "no \\*"),
+        ({"c": 1}, 'format = 1\n[[drop]]\nhf="c"\nfrom={l=1}\n', "names in c"),
+        ({"c.q": 1}, 'format = 1\nkeep_others = true\n[[refuse]]\nhf="c.*"\ntodo="ask"\n', r"c\.q(.|\n)*ask"),
+        (
+            {"e": 1},
+            'format = 1\n[[rule]]\nhf="h"\nours="h"\ntie="e"\n[[rule]]\nhf="e"\nours="e"\n',
+            "nothing matches h",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit(tmp_path: Path, names: dict[str, int], rules: str, text: str) -> None:
+    """Unused keys and rules, incomplete groups, wrong sizes, doubles and bad files: named before a byte
+    moves."""
+    source = hf_folder(tmp_path / "hf", {name: torch.ones(size, 2) for name, size in names.items()})
+    (tmp_path / "r.toml").write_text(rules)
+    with pytest.raises(ConversionError, match=text):
+        convert_in_parts(source, tmp_path / "out.pt", "torch", rules=str(tmp_path / "r.toml"))
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("rules", "shape", "text"),
+    [
+        (STACKED, (13, 3, 2), r"12 in dim 1 \(12\)"),
+        (RULES.replace("{l}", "0"), (7, 2), r"6 in dim 0 \(4 \+ 2\)"),
+    ],
+)
+def test_what_does_not_come_apart_is_named(
+    tmp_path: Path, rules: str, shape: tuple[int, ...], text: str
+) -> None:
+    """Ours are too large for what the rule makes of them: which size was expected, and why."""
+    name = "w" if rules is STACKED else "b.0.qk"
+    torch.save({name: torch.ones(shape)}, tmp_path / "ours.pt")
+    (tmp_path / "r.toml").write_text(rules)
+    with pytest.raises(ConversionError, match=text):
+        convert_in_parts(tmp_path / "ours.pt", tmp_path / "out", "hf", rules=str(tmp_path / "r.toml"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "todo"),
+    [
+        ("torchtitan-deepseek-v3", "model.layers.0.self_attn.o_proj.weight_scale_inv", "fp8_cast_bf16"),
+        ("transformers-moe", "model.layers.0.mlp.experts.0.up_proj.weight_scale_inv", "bf16"),
+        ("torchtitan-gpt-oss", "model.layers.0.mlp.experts.gate_up_proj_blocks", "dequantize"),
+    ],
+)
+def test_quantised_weights_are_refused_with_the_way_on(
+    tmp_path: Path, rules: str, name: str, todo: str
+) -> None:
+    """Scales would not follow what is stacked or renamed: refused, with what to do; carried over without rules."""
+    tensors = {**deepseek(1), name: torch.ones(3, 3, dtype=torch.uint8)}
+    source = hf_folder(tmp_path / "hf", tensors, num_hidden_layers=1)
+    with pytest.raises(ConversionError, match=f"{name}(.|\n)*what to do: .*{todo}"):
+        convert_in_parts(source, tmp_path / "out.pt", "torch", rules=rules)
+    convert_in_parts(source, tmp_path / "out.pt", "torch")
+    assert torch.load(tmp_path / "out.pt", weights_only=True)[name].dtype == torch.uint8

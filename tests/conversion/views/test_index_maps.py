@@ -1,0 +1,160 @@
+"""Views that move items: any part of any of them equals numpy's, so that a tensor may be cut anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.conversion.views.casting import CastView
+from vescale_fsdp.conversion.views.index_maps import (
+    ConcatView,
+    IndexView,
+    InterleaveView,
+    PadView,
+    PermuteView,
+    ReshapeView,
+    SliceView,
+    StackView,
+    ZerosView,
+)
+from vescale_fsdp.conversion.views.tensor_view import TensorView, read_range
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.layout.geometry import Box
+
+
+class _Array(TensorView):
+    """A tensor in memory."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array.astype(np.int32)
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo("x", self._array.shape, dtype_from_torch("int32"))
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        index: tuple[Any, ...] = (*box.slices(), ...)
+        out[...] = self._array[index].view(out.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return iter(())
+
+    def identity(self) -> str:
+        return "array"
+
+
+def _count(*shape: int) -> np.ndarray:
+    return np.arange(int(np.prod(shape))).reshape(shape)
+
+
+A, B = _count(6, 8), _count(6, 8) + 1000
+VIEWS: dict[str, tuple[TensorView, np.ndarray]] = {
+    "concat 0": (ConcatView((_Array(A), _Array(B[:2])), 0), np.concatenate([A, B[:2]])),
+    "concat 1": (ConcatView((_Array(A), _Array(B)), 1), np.concatenate([A, B], 1)),
+    "slice": (SliceView(_Array(A), 1, 3, 4), A[:, 3:7]),
+    "stack 0": (StackView((_Array(A), _Array(B)), 0), np.stack([A, B])),
+    "stack 1": (StackView((_Array(A), _Array(B)), 1), np.stack([A, B], 1)),
+    "stack of scalars": (StackView((_Array(np.array(3)), _Array(np.array(4))), 0), np.array([3, 4])),
+    "index": (IndexView(_Array(_count(3, 4, 5)), 1, 2), _count(3, 4, 5)[:, 2]),
+    "permute": (PermuteView(_Array(_count(3, 4, 5)), (2, 0, 1)), _count(3, 4, 5).transpose(2, 0, 1)),
+    "reshape": (ReshapeView(_Array(_count(3, 4, 5)), (6, 10)), _count(6, 10)),
+    "reshape of permuted": (
+        ReshapeView(PermuteView(_Array(_count(3, 4, 5)), (1, 0, 2)), (2, 30)),
+        _count(3, 4, 5).transpose(1, 0, 2).reshape(2, 30),
+    ),
+    "permute of reshape": (
+        PermuteView(ReshapeView(_Array(_count(12, 5)), (3, 4, 5)), (2, 1, 0)),
+        _count(3, 4, 5).transpose(2, 1, 0),
+    ),
+    "interleave": (
+        InterleaveView(_Array(_count(12, 3)), 0, 1, 2),
+        _count(12, 3).reshape(2, 6, 3).swapaxes(0, 1).reshape(12, 3),
+    ),
+    "interleave back in groups": (
+        InterleaveView(_Array(_count(3, 24)), 1, 2, 3, back=True),
+        _count(3, 24).reshape(3, 2, 4, 3).swapaxes(2, 3).reshape(3, 24),
+    ),
+    "interleave in groups": (
+        InterleaveView(_Array(_count(24, 3)), 0, 2, 3),
+        _count(24, 3).reshape(2, 3, 4, 3).swapaxes(1, 2).reshape(24, 3),
+    ),
+    "interleave back": (
+        InterleaveView(_Array(_count(12, 3)), 0, 1, 2, back=True),
+        _count(12, 3).reshape(6, 2, 3).swapaxes(0, 1).reshape(12, 3),
+    ),
+    "pad": (PadView(_Array(A), 0, 9), np.pad(A, ((0, 3), (0, 0)))),
+    "pad 1": (PadView(_Array(A), 1, 11), np.pad(A, ((0, 0), (0, 3)))),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_any_range_of_a_view_is_that_of_the_array(name: str) -> None:
+    """Every flat range of every view equals numpy's, so cutting a tensor anywhere changes nothing."""
+    view, expected = VIEWS[name]
+    assert view.info.shape == expected.shape
+    buffer = np.empty(4 * expected.size, dtype=np.uint8)
+    for start in range(expected.size):
+        for stop in range(start + 1, expected.size + 1):
+            buffer.fill(0xEE)
+            found = read_range(view, start, stop, buffer).view(np.int32)
+            assert np.array_equal(found, expected.reshape(-1)[start:stop]), (start, stop)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_any_box_of_a_view_is_that_of_the_array(name: str) -> None:
+    """Boxes too, into an array with strides of its own."""
+    view, expected = VIEWS[name]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        offsets = tuple(int(rng.integers(0, n)) for n in expected.shape)
+        sizes = tuple(int(rng.integers(1, n - o + 1)) for n, o in zip(expected.shape, offsets, strict=True))
+        box = Box(offsets, sizes)
+        out = np.empty(sizes[::-1], dtype=np.uint32).T
+        view.read_into(box, out)
+        assert np.array_equal(out.view(np.int32), expected[box.slices()])
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_small_part_of_a_large_group_reads_little(back: bool) -> None:
+    """Interleaving the halves of a whole tensor must not read it whole for every part of it."""
+    asked: list[int] = []
+
+    class Counting(_Array):
+        def read_into(self, box: Box, out: np.ndarray) -> None:
+            asked.append(box.numel)
+            super().read_into(box, out)
+
+    view = InterleaveView(Counting(_count(1000, 4)), 0, 1, 2, back)
+    view.read_into(Box((300, 0), (10, 4)), np.empty((10, 4), dtype=np.uint32))
+    assert 40 <= sum(asked) <= 80
+
+
+def test_views_of_other_values_have_other_identities() -> None:
+    """A run resumes only if these are equal: every argument counts, and casts on the way to the same type."""
+    a, f16, f32 = _Array(_count(4, 12)), dtype_from_torch("float16"), dtype_from_torch("float32")
+    views: list[TensorView] = [
+        a,
+        *(
+            InterleaveView(a, dim, groups, 2, back)
+            for dim in (0, 1)
+            for groups in (1, 2)
+            for back in (False, True)
+        ),
+        InterleaveView(a, 1, 1, 3),
+        *(SliceView(a, dim, start, size) for dim in (0, 1) for start in (0, 1) for size in (1, 2)),
+        *(IndexView(a, dim, index) for dim in (0, 1) for index in (0, 1)),
+        *(PadView(a, dim, size) for dim in (0, 1) for size in (12, 13)),
+        *(ReshapeView(a, shape) for shape in ((48,), (6, 8))),
+        *(ConcatView(parts, dim) for parts in ((a,), (a, a)) for dim in (0, 1)),
+        *(StackView(parts, dim) for parts in ((a,), (a, a)) for dim in (0, 1)),
+        PermuteView(a, (1, 0)),
+        CastView(a, f32),
+        CastView(CastView(a, f16), f32),
+        ZerosView(a.info),
+    ]
+    assert len({view.identity() for view in views}) == len(views)

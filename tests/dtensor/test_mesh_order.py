@@ -1,0 +1,132 @@
+"""Meshes that name their ranks out of order: training and checkpoints as on a sorted mesh, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedDTensor, RaggedShard, distribute_tensor, fully_shard
+from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.dtensor.mesh_order import ascends, place_in, ranks_by_place
+from vescale_fsdp.errors import CheckpointError, PlacementError
+
+# Ranks, and whether each axis ascends.
+MESHES = {
+    "swapped": ([1, 0], (False,)),
+    "replicas": ([[1], [0]], (False, True)),
+    "both": ([[3, 1], [2, 0]], (False, False)),
+    "rotated": ([2, 0, 1], (False,)),
+    "sorted": ([[0, 2], [1, 3]], (True, True)),
+}
+
+
+def mesh_of(ranks: list[int] | list[list[int]]) -> DeviceMesh:
+    names = ("replicate", "shard") if isinstance(ranks[0], list) else ("shard",)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+
+def trained(shard: object, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Loss, full parameters and full gradients of two steps."""
+    model = models.build()
+    for module in (*model.blocks, model):
+        shard(module, mesh=mesh)  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(2):
+        loss = models.loss_of(model, models.batch(step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        seen += [loss.detach(), *(p.full_tensor().clone() for p in model.parameters())]  # type: ignore[operator]
+        seen += [p.grad.full_tensor().clone() for p in model.parameters()]  # type: ignore[union-attr]
+    return seen
+
+
+def train_beside_fsdp2(name: str, folder: Path) -> None:
+    ranks, ascending = MESHES[name]
+    mesh = mesh_of(ranks)
+    assert tuple(ascends(mesh, axis) for axis in range(mesh.ndim)) == ascending
+    assert ranks_by_place(mesh)[place_in(mesh)] == dist.get_rank()
+    for ours, theirs in zip(trained(fully_shard, mesh), trained(torch_fully_shard, mesh), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert theirs.abs().sum() > 0
+    save_and_read(mesh, folder)
+
+
+def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
+    """Saved on this mesh, by DCP and natively; read on the sorted one."""
+    full = torch.arange(60.0).view(12, 5)
+    model = fully_shard(nn.Linear(5, 12, bias=False), mesh=mesh)
+    weight = model.weight
+    assert isinstance(weight, RaggedDTensor)
+    start, stop = weight.piece
+    with torch.no_grad():
+        weight.to_local().copy_(full.view(-1)[start:stop])
+    assert torch.equal(weight.full_tensor(), full)
+    assert f"elements [{start}:{stop})" in repr(weight)
+    dcp.save({"w": weight.detach()}, checkpoint_id=folder / "dcp")
+    save(folder / "native", {"w": weight})
+    world = dist.get_world_size()
+    units = (1,) * (world - 1) + (12 - world + 1,)
+    for read in (
+        lambda state: dcp.load(state, checkpoint_id=folder / "dcp"),
+        lambda s: load(folder / "native", s),
+    ):
+        target = distribute_tensor(torch.zeros(12, 5), cpu_mesh(), (RaggedShard((0,), units),))
+        read({"w": target})
+        assert torch.equal(target.full_tensor(), full)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_training_and_checkpoints(name: str, tmp_path: Path) -> None:
+    """FSDP2's losses, parameters and gradients; a checkpoint that another mesh reads unchanged."""
+    run_ranks(torch.tensor(MESHES[name][0]).numel(), train_beside_fsdp2, name, tmp_path)
+
+
+def from_one_source() -> None:
+    full = torch.arange(12.0).view(6, 2) * (dist.get_rank() + 1)
+    first = distribute_tensor(
+        full, mesh_of([[3, 1], [2, 0]]), (Replicate(), RaggedShard((0,), (1, 2))), src_data_rank=0
+    )
+    assert torch.equal(
+        first.full_tensor(), torch.arange(12.0).view(6, 2)
+    )  # rank 0 is first in both its groups
+
+
+def test_values_of_one_source() -> None:
+    """The source is the rank that is first in the groups of all axes."""
+    run_ranks(4, from_one_source)
+
+
+def refuse(folder: Path) -> None:
+    crossed = mesh_of([[0, 3], [2, 1]])
+    for call in (
+        lambda: fully_shard(nn.Linear(4, 4), mesh=crossed),
+        lambda: save(
+            folder, {"w": distribute_tensor(torch.ones(4), crossed, (Replicate(), RaggedShard((0,), (1, 3))))}
+        ),
+    ):
+        with pytest.raises(PlacementError, match=r"(?s)in different orders.*init_device_mesh"):
+            call()
+    swapped = mesh_of([[1, 0], [3, 2]])
+    with pytest.raises(PlacementError, match="out of order is not defined"):
+        distribute_tensor(torch.ones(4, 4), swapped, (RaggedShard((0,), (1, 1)), Shard(0)))
+    stock = torch_distribute(torch.arange(8.0), swapped, (Replicate(), Shard(0)), src_data_rank=None)
+    assert stock.full_tensor()[0] != 0, "torch gathers what it cut in another order"
+    with pytest.raises(CheckpointError, match=r"out of order.*redistribute"):
+        save(folder, {"w": stock})
+
+
+def test_what_has_no_order_is_refused(tmp_path: Path) -> None:
+    """Replicas that would hold different shards, and torch's own Shard where it contradicts itself."""
+    run_ranks(4, refuse, tmp_path / "none")

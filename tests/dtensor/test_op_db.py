@@ -1,0 +1,247 @@
+"""torch's own operator database, walked: every sample on ragged tensors is right or refused, never wrong.
+
+Each sample is run twice: on plain tensors, and with every tensor of the main shape made ragged and every other
+one a replicated DTensor. The cut alternates: inside a row, between rows, everything on one of the two ranks.
+In-place and ``out=`` forms are run too, where the operator has them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.dtensor.operators import elementwise
+from vescale_fsdp.dtensor.operators import table as operators
+from vescale_fsdp.dtensor.ragged_dtensor import Rule, distribute_tensor, set_rules
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import pytree
+
+# Values that nobody can predict: memory that was not written, and random numbers of another generator.
+UNPREDICTABLE = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "normal",
+    "bernoulli",
+    "exponential",
+    "cauchy",
+    "geometric",
+    "log_normal",
+    "uniform",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "randn",
+    "randint",
+    "multinomial",
+    "nn.functional.alpha_dropout",
+    "nn.functional.dropout",
+    "nn.functional.rrelu",
+}
+
+
+def cuts_of(shape: torch.Size) -> list[RaggedShard]:
+    """Inside a row; between rows; all on the second rank."""
+    numel = shape.numel()
+    row = numel_of(shape[1:])
+    inside, between = max(1, numel * 2 // 5), (shape[0] + 1) // 2 * row
+    return [
+        RaggedShard.from_piece_numels(shape, pair)
+        for pair in ((inside, numel - inside), (between, numel - between), (0, numel))
+    ]
+
+
+def distributed(tree: Any, main: torch.Size | None, cut: RaggedShard, mesh: DeviceMesh) -> Any:
+    """Arguments with ragged tensors where they have the main shape, and replicated ones elsewhere."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.ndim == 0:
+            return value
+        full = value.detach()
+        if value.shape == main:
+            return distribute_tensor(full, mesh, [cut])
+        return DTensor.from_local(full.clone(), mesh, [Replicate()], run_check=False)
+
+    return pytree.tree_map(convert, tree)
+
+
+def same(got: Any, want: Any, compare_values: bool) -> str:
+    """What is wrong with a result, or nothing."""
+    got_leaves, want_leaves = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    if len(got_leaves) != len(want_leaves):
+        return f"{len(got_leaves)} results, not {len(want_leaves)}"
+    for a, b in zip(got_leaves, want_leaves, strict=True):
+        if not isinstance(b, torch.Tensor):
+            if a != b:
+                return f"{a} is not {b}"
+            continue
+        full = a.full_tensor() if isinstance(a, DTensor) else a
+        if full.shape != b.shape or full.dtype != b.dtype:
+            return f"{full.dtype} {tuple(full.shape)}, not {b.dtype} {tuple(b.shape)}"
+        if compare_values and not torch.allclose(full, b.detach(), rtol=1e-4, atol=1e-5, equal_nan=True):
+            return "other values"
+    return ""
+
+
+def forms(op: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The ways to call an operator, each taking fresh arguments and returning all it changed."""
+    yield "function", op.op
+    if op.inplace_variant is not None:
+        yield "in place", lambda x, *args, **kwargs: [op.inplace_variant(x, *args, **kwargs), x]
+    if op.supports_out:
+
+        def with_out(x: Any, *args: Any, **kwargs: Any) -> Any:
+            target = torch.zeros_like(x)
+            return [op.op(x, *args, out=target, **kwargs), target]
+
+        yield "out=", with_out
+
+
+def run_sample(op: Any, sample: Any, number: int, mesh: DeviceMesh) -> Iterator[tuple[str, str]]:
+    """(form, verdict) of one sample: right, refused, skipped, or what is wrong."""
+    first = next((t for t in pytree.tree_leaves(sample.input) if isinstance(t, torch.Tensor)), None)
+    if first is None or first.ndim == 0 or first.numel() == 0 or first.layout != torch.strided:
+        yield "function", "skipped: nothing to cut"
+        return
+    cuts = cuts_of(first.shape)
+    tree = (sample.input, *sample.args), sample.kwargs
+    cut = cuts[number % len(cuts)]
+    for form, call in forms(op):
+        try:
+            got = _call(call, distributed(tree, first.shape, cut, mesh))
+        except NotImplementedError:
+            yield form, "refused"
+            continue
+        except Exception as error:
+            if "in-place operations that require placement changes" in str(error):
+                yield form, "refused"  # by torch 2.11's own DTensor, which our reduction handed over to
+            elif _fails(call, _copies(tree)):
+                yield form, "skipped: fails on plain tensors"
+            elif _fails(call, distributed(tree, None, cut, mesh), type(error)):
+                yield form, "skipped: fails on torch's own DTensors"
+            else:
+                raise
+            continue
+        try:
+            want = _call(call, _copies(tree))
+        except Exception:  # noqa: BLE001  not ours to judge
+            yield form, "skipped: fails on plain tensors"
+            continue
+        yield form, same(got, want, op.name not in UNPREDICTABLE) or "right"
+
+
+def _copies(tree: Any) -> Any:
+    return pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, torch.Tensor) else v, tree)
+
+
+def _call(call: Callable[..., Any], tree: Any) -> Any:
+    args, kwargs = tree
+    return call(*args, **kwargs)
+
+
+def _fails(call: Callable[..., Any], tree: Any, how: type[Exception] = Exception) -> bool:
+    try:
+        _call(call, tree)
+    except how:
+        return True
+    return False
+
+
+def walk(only: tuple[str, ...] | None) -> tuple[Counter[str], list[str], set[str]]:
+    """Verdicts over the database, or over the named operators; what was wrong; the names of what was right."""
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db  # seconds; only here
+
+    mesh = cpu_mesh()
+    verdicts: Counter[str] = Counter()
+    wrong: list[str] = []
+    right: set[str] = set()
+    ops = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
+    for op in ops if only is None else [op for op in ops if op.name in only]:
+        torch.manual_seed(0)
+        for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
+            try:
+                for form, verdict in run_sample(op, sample, number, mesh):
+                    verdicts[verdict] += 1
+                    if verdict == "right":
+                        right.add(op.name)
+                    elif verdict != "refused" and not verdict.startswith("skipped"):
+                        wrong.append(f"{op.name} {form} sample {number}: {verdict}")
+            except Exception as error:  # noqa: BLE001  any other error than a refusal is a finding
+                wrong.append(f"{op.name} sample {number}: {type(error).__name__} {str(error)[:200]}")
+    return verdicts, wrong, right
+
+
+def walk_with_a_wrong_rule() -> list[str]:
+    """What the walk finds when cumsum, which looks along a dim, is taken for elementwise."""
+    rule_of = operators.rule_of
+
+    def careless(func: torch._ops.OpOverload) -> Rule:
+        return elementwise.elementwise if func is torch.ops.aten.cumsum.default else rule_of(func)
+
+    set_rules(careless)
+    try:
+        return walk(("cumsum",))[1]
+    finally:
+        set_rules(rule_of)
+
+
+ESSENTIAL = {
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "all",
+    "amax",
+    "any",
+    "argmax",
+    "clamp",
+    "div",
+    "eq",
+    "exp",
+    "isfinite",
+    "lerp",
+    "linalg.vector_norm",
+    "log",
+    "masked_fill",
+    "max",
+    "maximum",
+    "mean",
+    "mul",
+    "norm",
+    "pow",
+    "prod",
+    "sign",
+    "sqrt",
+    "std",
+    "sub",
+    "sum",
+    "to",
+    "var",
+    "where",
+    "zeros_like",
+}
+
+
+def test_every_sample_is_right_or_refused() -> None:
+    """No sample of any operator gives another value than on plain tensors, on either rank."""
+    for verdicts, wrong, right in run_ranks(2, walk, None, timeout_s=400.0):
+        assert wrong == []
+        assert right >= ESSENTIAL
+        assert verdicts["right"] > 3000 and verdicts["refused"] > 3000
+
+
+def test_a_wrong_rule_is_found() -> None:
+    """The walk can fail: an operator that is not elementwise, run as if it were, is reported."""
+    assert all(run_ranks(2, walk_with_a_wrong_rule))

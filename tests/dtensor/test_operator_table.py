@@ -1,0 +1,159 @@
+"""The dispatch table, the document written from it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import vescale_fsdp
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.dtensor_conformance import plain
+from vescale_fsdp.dtensor.operators.table import FAMILIES, is_supported, operator_table, rule_of
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.layout.placement import RaggedShard
+
+aten = torch.ops.aten
+DOCUMENT = Path(str(vescale_fsdp.__file__)).parent / "OPERATORS.md"
+
+
+def test_document_is_the_table() -> None:
+    """OPERATORS.md is what the dispatch table says (python tools/operators_table.py writes it)."""
+    written, version = DOCUMENT.read_text(), torch.__version__.split("+")[0]
+    if f"torch {version}" not in written:
+        pytest.skip(f"written for another torch than {version}; operators differ between releases")
+
+    assert written == operator_table()
+
+
+def test_every_family_has_operators() -> None:
+    """No row of the table is empty, and each operator has one family."""
+    rows = [line for line in operator_table().splitlines() if line.startswith("| ") and "`" in line]
+
+    assert len(rows) == len(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "func, supported",
+    [
+        (aten.add.Tensor, True),
+        (aten.add_.Tensor, True),
+        (aten.add.out, True),
+        (aten._foreach_add_.List, True),
+        (aten._fused_adamw_.default, True),
+        (aten.sum.dim_IntList, True),
+        (aten.max.other, True),
+        (aten.max.dim, True),
+        (aten.mm.default, False),
+        (aten.t.default, False),
+        (aten.index.Tensor, False),
+        (aten.tril.default, False),
+        (aten.sum.IntList_out, False),
+        (aten.native_dropout.default, False),
+        (aten.resize_.default, False),
+        (aten.set_.source_Tensor, False),
+        (aten._foreach_max.default, False),
+    ],
+)
+def test_what_is_supported(func: torch._ops.OpOverload, supported: bool) -> None:
+    """Each overload is decided for itself."""
+    assert is_supported(func) is supported
+    assert (rule_of(func) in FAMILIES) is supported
+
+
+def refusals() -> list[str]:
+    """The errors of operators that cannot be right, and of arguments that cannot be combined."""
+    mesh = cpu_mesh()
+    cut, other = RaggedShard((0, 1), (7, 13)), RaggedShard((0,), (1, 3))
+    x = distribute_tensor(plain((4, 5)), mesh, [cut])
+    y = distribute_tensor(plain((4, 5)), mesh, [other])
+    whole = plain((4, 5))
+    calls = [
+        lambda: x @ whole.t(),
+        lambda: x.t(),
+        lambda: x[1:3],
+        lambda: x.sum(dim=1),
+        lambda: x + whole,
+        lambda: whole.add_(x),
+        lambda: torch.add(x, x, out=whole),
+        lambda: x + plain((3, 4, 5)),
+        lambda: x + y,
+        lambda: torch._foreach_add_([whole], [x]),
+        lambda: x.normal_(generator=torch.Generator()),
+        lambda: torch.eye(4, 5, out=x),
+        lambda: torch.nn.init.orthogonal_(x),
+    ]
+    texts = []
+    for call in calls:
+        try:
+            call()
+            texts.append("no error")
+        except (NotImplementedError, ValueError) as error:
+            texts.append(f"{type(error).__name__} {error}")
+    assert torch.equal(x.full_tensor(), plain((4, 5))) and torch.equal(whole, plain((4, 5)))
+    return texts
+
+
+def test_refusals_name_operator_placement_and_way_out() -> None:
+    """Every refusal says what, where and what to do; nothing was written."""
+    for texts in run_ranks(2, refusals):
+        for text in texts:
+            assert text.startswith(("UnsupportedOpError", "PlacementError")), text
+            assert "aten." in text and "RaggedShard(dims=" in text and "what to do:" in text
+
+
+def partial_dims() -> list[str]:
+    """Reductions and scans along dims, where pieces hold the dim whole: against the plain tensor."""
+    mesh = cpu_mesh()
+    full = plain((6, 4, 5), 3)
+    done = []
+    for cut in (RaggedShard((0,), (1, 0, 5)), RaggedShard((0, 1), (7, 0, 17))):
+        x = distribute_tensor(full, mesh, [cut])
+        for name, fn in {
+            "sum": lambda t: t.sum(dim=-1),
+            "sum keepdim": lambda t: t.sum(dim=2, keepdim=True),
+            "mean": lambda t: t.mean(dim=-1),
+            "max": lambda t: list(t.max(dim=-1)),
+            "argmin": lambda t: t.argmin(dim=-1),
+            "norm": lambda t: torch.linalg.vector_norm(t, 2, dim=-1),
+            "softmax": lambda t: t.softmax(-1),
+            "cumsum": lambda t: t.cumsum(-1),
+            "sort": lambda t: list(t.sort(-1)),
+            "topk": lambda t: list(t.topk(2, dim=-1)),
+            "var": lambda t: t.var(dim=-1),
+            "any": lambda t: (t > 1).any(dim=-1),
+            "logsumexp": lambda t: t.logsumexp(-1),
+        }.items():
+            got, want = fn(x), fn(full)
+            for a, b in zip(*((v if isinstance(v, list) else [v]) for v in (got, want)), strict=True):
+                assert isinstance(a, RaggedDTensor), name
+                torch.testing.assert_close(a.full_tensor(), b, msg=name)
+            done.append(name)
+        for fn in (lambda t: t.sum(dim=(0, 1)), lambda t: t.mean(dim=(0, 1)), lambda t: t.norm(dim=(0, 1))):
+            torch.testing.assert_close(fn(x).full_tensor(), fn(full))
+    return done
+
+
+def test_reductions_along_whole_dims() -> None:
+    """Along dims that every piece holds whole, results are right and stay ragged."""
+    assert len(run_ranks(3, partial_dims)[0]) == 26
+
+
+def shapes_of_views() -> None:
+    """Views keep the piece and share its memory."""
+    mesh = cpu_mesh()
+    full = plain((6, 4, 5))
+    x = distribute_tensor(full, mesh, [RaggedShard((0, 1, 2), (13, 0, 107))])
+    for shape in ((-1,), (24, 5), (6, 20), (2, 3, 4, 5), (6, 1, 4, 5)):
+        view = x.view(shape)
+        assert isinstance(view, RaggedDTensor) and torch.equal(view.full_tensor(), full.view(shape))
+        assert view.to_local().data_ptr() == x.to_local().data_ptr()
+    assert x.flatten(1).shape == (6, 20) and x.unsqueeze(0).squeeze(0).shape == x.shape
+    x.view(-1).mul_(2)
+    assert torch.equal(x.full_tensor(), full * 2)
+
+
+def test_views() -> None:
+    """A view of any shape is the same flat range in other dims."""
+    run_ranks(3, shapes_of_views)

@@ -1,0 +1,231 @@
+"""Random values by position: the generator's test vectors, and full tensors that know nothing of ranks or cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import vescale_fsdp
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.dtensor.operators.philox import normals, philox, uniforms
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.placement import RaggedShard
+
+CPU = torch.device("cpu")
+
+
+def one(*words: int) -> tuple[torch.Tensor, ...]:
+    """Words as one-element tensors."""
+    return tuple(torch.tensor([word]) for word in words)
+
+
+@pytest.mark.parametrize(
+    "counter, key, expected",
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    """The three known answers of Philox-4x32-10 that its authors publish with Random123."""
+    assert tuple(int(word) for word in philox(one(*counter), key)) == expected
+
+
+@pytest.mark.parametrize("bits", [8, 24, 32, 53])
+def test_any_spans_are_the_same_stream(bits: int) -> None:
+    """Values of a span do not depend on where the span begins, ends or what else is drawn."""
+    whole = uniforms([FlatRange(0, 300_000)], 7, 3, bits, CPU)
+    spans = [
+        FlatRange(5, 6),
+        FlatRange(99, 262_148),
+        FlatRange(7, 7),
+        FlatRange(262_143, 262_146),
+        FlatRange(299_999, 300_000),
+    ]
+    parts = torch.cat([whole[s.start : s.stop] for s in spans])
+
+    assert torch.equal(uniforms(spans, 7, 3, bits, CPU), parts)
+    assert torch.equal((whole * 2.0**bits).frac(), torch.zeros_like(whole))
+    assert 0 <= whole.min() < 0.01 and 0.99 < whole.max() < 1
+    far = FlatRange(2**40 + 3, 2**40 + 9)
+    assert torch.equal(
+        uniforms([FlatRange(2**40, 2**40 + 20)], 7, 3, bits, CPU)[3:9], uniforms([far], 7, 3, bits, CPU)
+    )
+
+
+def test_normals_are_normal() -> None:
+    """Moments and tails of a million normals; the arithmetic agrees with torch's own log, sin and cos."""
+    n = 1 << 20
+    values = normals([FlatRange(0, n)], 1, 0, CPU)
+    deviation = n**-0.5
+
+    assert abs(values.mean()) < 4 * deviation and abs(values.var() - 1) < 6 * deviation
+    assert abs((values**4).mean() - 3) < 40 * deviation and values.abs().max() < 6.77
+    assert abs((values.abs() > 1.959964).double().mean() - 0.05) < 6 * deviation
+    words = (uniforms([FlatRange(0, 4096)], 1, 0, 32, CPU) * 2.0**32).view(-1, 2)
+    radius = (-2 * torch.log((words[:, 0] + 0.5) / 2**32)).sqrt()
+    angle = (words[:, 1] / 2**32) * 2 * math.pi
+    expected = torch.stack([radius * angle.cos(), radius * angle.sin()], 1).view(-1)
+    torch.testing.assert_close(values[:4096], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_streams_and_seeds_differ() -> None:
+    """Another seed or another stream gives other values, uncorrelated ones."""
+    draws = [
+        normals([FlatRange(0, 4096)], *pair, CPU) for pair in ((0, 0), (0, 1), (1, 0), (2**40, 0), (0, 2**40))
+    ]
+    correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(5)
+
+    assert correlations.abs().max() < 0.1
+
+
+SHAPES = ((7, 5), (11,), (4, 3, 3, 3), (6, 4))
+INITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "normal_": lambda t: t.normal_(),
+    "uniform_": lambda t: t.uniform_(-2, 3),
+    "bernoulli_": lambda t: t.bernoulli_(0.3),
+    "rand_like": lambda t: t.copy_(torch.rand_like(t)),
+    "randn_like": lambda t: t.copy_(torch.randn_like(t)),
+    "init.normal_": lambda t: nn.init.normal_(t, 1.0, 0.02),
+    "init.uniform_": lambda t: nn.init.uniform_(t, -0.1, 0.1),
+    "init.trunc_normal_": lambda t: nn.init.trunc_normal_(t, std=0.02, a=-0.04, b=0.04),
+    "init.trunc_normal_ tail": lambda t: nn.init.trunc_normal_(t, std=1.0, a=1.5, b=2.0),
+    "init.kaiming_uniform_": lambda t: (
+        nn.init.kaiming_uniform_(t, a=math.sqrt(5)) if t.ndim > 1 else t.zero_()
+    ),
+    "init.kaiming_normal_": lambda t: nn.init.kaiming_normal_(t) if t.ndim > 1 else t.zero_(),
+    "init.xavier_uniform_": lambda t: nn.init.xavier_uniform_(t) if t.ndim > 1 else t.zero_(),
+    "init.xavier_normal_": lambda t: nn.init.xavier_normal_(t) if t.ndim > 1 else t.zero_(),
+    "init.zeros_": lambda t: nn.init.zeros_(t),
+    "init.ones_": lambda t: nn.init.ones_(t),
+    "init.constant_": lambda t: nn.init.constant_(t, 0.5),
+}
+
+
+def initialised(mesh_shape: tuple[int, ...], style: str, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    """Full tensors of all shapes after every kind of init, for one way of cutting them."""
+    mesh = cpu_mesh(*mesh_shape)
+    vescale_fsdp.manual_seed(1234)
+    torch.manual_seed(torch.distributed.get_rank())  # torch's own generators must not matter
+    results = {}
+    for name, init in INITS.items():
+        tensors = [
+            distribute_tensor(torch.zeros(shape, dtype=dtype), mesh, placements(shape, mesh_shape, style))
+            for shape in SHAPES
+        ]
+        for tensor in tensors:
+            init(tensor)
+        results[name] = [tensor.full_tensor() for tensor in tensors]
+        assert all(isinstance(tensor, RaggedDTensor) for tensor in tensors)
+    return results
+
+
+def placements(shape: tuple[int, ...], mesh_shape: tuple[int, ...], style: str) -> tuple[Placement, ...]:
+    """Rows, single elements, or one owner on a 1-D mesh; beside replicas or Shard on a 2-D one."""
+    ranks = mesh_shape[0]
+    if style == "shard" and (len(shape) < 2 or shape[-1] % mesh_shape[1]):
+        style = "replicas"
+    inner = (*shape[:-1], shape[-1] // mesh_shape[1]) if style == "shard" else shape
+    numel, row = numel_of(inner), numel_of(inner[1:])
+    if style == "owner":
+        cuts = [0] * (ranks - 1) + [numel]
+    elif style == "rows":
+        rows = [inner[0] * (r + 1) // ranks - inner[0] * r // ranks for r in range(ranks)]
+        cuts = [n * row for n in rows]
+    else:
+        edges = sorted({numel * r * r // (ranks * ranks) for r in range(ranks + 1)})
+        edges = [0] * (ranks + 1 - len(edges)) + edges
+        cuts = [b - a for a, b in pairwise(edges)]
+    ragged = RaggedShard.from_piece_numels(inner, cuts)
+    if len(mesh_shape) == 1:
+        return (ragged,)
+    return (ragged, Shard(len(shape) - 1) if style == "shard" else Replicate())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_init_knows_nothing_of_ranks_and_cuts(dtype: torch.dtype) -> None:
+    """Every init gives bit-identical full tensors on 1, 2, 3 and 7 ranks, whatever the cut or the mesh."""
+    reference = run_ranks(1, initialised, (1,), "elements", dtype)[0]
+    cases = [
+        ((2,), "elements"),
+        ((3,), "rows"),
+        ((7,), "elements"),
+        ((3,), "owner"),
+        ((2, 2), "replicas"),
+        ((2, 2), "shard"),
+    ]
+    for mesh_shape, style in cases if dtype == torch.float32 else cases[:2]:
+        for result in run_ranks(math.prod(mesh_shape), initialised, mesh_shape, style, dtype):
+            for name, tensors in reference.items():
+                for tensor, want in zip(result[name], tensors, strict=True):
+                    assert torch.equal(tensor, want), (name, mesh_shape, style, tuple(want.shape))
+    for name in ("normal_", "uniform_", "init.trunc_normal_", "init.kaiming_uniform_"):
+        assert len(reference[name][0].unique()) > 20, name
+    assert reference["uniform_"][0].min() >= -2 and reference["uniform_"][0].max() < 3
+    assert reference["init.trunc_normal_"][0].abs().max() <= 0.04
+    assert not torch.equal(reference["normal_"][0], reference["randn_like"][0])
+
+
+def model_digest(world: int, granularity: object) -> list[torch.Tensor]:
+    """Parameters of a model initialised on the meta device and sharded."""
+    mesh = cpu_mesh()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7), nn.Linear(7, 5, bias=False))
+    vescale_fsdp.fully_shard(model, mesh=mesh, granularity=granularity)
+    model.to_empty(device="cpu")
+    vescale_fsdp.manual_seed(3)
+    for module in model:
+        module.reset_parameters()
+    params = list(model.parameters())
+    assert all(isinstance(p, RaggedDTensor) for p in params)
+    return [p.full_tensor() for p in params if isinstance(p, RaggedDTensor)]
+
+
+def test_sharded_models_start_the_same() -> None:
+    """fully_shard, to_empty and reset_parameters give one model on 1, 2, 3 and 7 ranks, for any granularity."""
+    reference = run_ranks(1, model_digest, 1, None)[0]
+
+    assert len(reference[0].unique()) > 20
+    for world, granularity in ((2, None), (3, vescale_fsdp.Rows(2)), (7, vescale_fsdp.Whole())):
+        for params in run_ranks(world, model_digest, world, granularity):
+            assert all(map(torch.equal, params, reference))
+
+
+def unseeded() -> tuple[list[float], list[float], object]:
+    """Without manual_seed the ranks agree on rank 0's torch seed; state can be taken and given back."""
+    vescale_fsdp.set_rng_state((None, 0))
+    mesh = cpu_mesh(2, 2)
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    tensor = distribute_tensor(torch.zeros(6), mesh, [Replicate(), RaggedShard((0,), (1, 2))])
+    first = tensor.normal_().full_tensor().tolist()
+    state = vescale_fsdp.get_rng_state()
+    second = tensor.normal_().full_tensor().tolist()
+    vescale_fsdp.set_rng_state(state)
+    assert tensor.normal_().full_tensor().tolist() == second != first
+    return first, second, state
+
+
+def test_unseeded_ranks_agree() -> None:
+    """Replicas and pieces share one seed even if torch's seeds differ between ranks."""
+    results = run_ranks(4, unseeded)
+
+    assert results == [results[0]] * 4 and results[0][2] == (100, 1)

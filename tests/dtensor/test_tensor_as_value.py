@@ -1,0 +1,146 @@
+"""A ragged tensor as a value: what it prints, how it is copied, and what torch.save says."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.dtensor_conformance import plain
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, is_ragged
+from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+
+
+def representations() -> list[str]:
+    """What tensors print here: cut inside rows; a parameter beside Shard(0); nothing."""
+    full = torch.arange(24.0).view(6, 4)
+    cut = distribute_tensor(full, cpu_mesh(), [RaggedShard((0, 1), (3, 0, 13, 8))])
+    mesh = cpu_mesh(2, 2)
+    beside = torch.nn.Parameter(distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2)), Shard(0)]))
+    return [repr(cut), repr(beside)]
+
+
+def test_repr_tells_what_is_here() -> None:
+    """Global shape, placements, this rank's range and boxes, and its values."""
+    first, second, third, _ = run_ranks(4, representations)
+
+    assert first[0] == (
+        "RaggedDTensor(shape=(6, 4), dtype=torch.float32, placements=(RaggedShard(dims=(0, 1), units=(3, 0, 13, 8))), "
+        "rank 0 of (4,) holds elements [0:3) = [0, 0:3], local=tensor([0., 1., 2.]))"
+    )
+    assert "rank 1 of (4,) holds nothing" in second[0]
+    assert "holds elements [3:16) = [0, 3], [1:4, 0:4], local=" in third[0]
+    assert "placements=(StridedRaggedShard(dims=(0,), units=(1, 2), split_factor=2), S(0))" in first[1]
+    assert "rank (0, 1) of (2, 2) holds elements [0:4) = [3, 0:4]" in second[1]
+    assert all("requires_grad=True" in texts[1] for texts in (first, second, third))
+
+
+def copies() -> None:
+    """deepcopy and pickle keep values, placement, layout reference and requires_grad; memory is their own."""
+    mesh = cpu_mesh()
+    tensor = distribute_tensor(plain((6, 4)), mesh, [RaggedShard((0, 1), (7, 0, 17))])
+    tensor.layout_ref = ("layout", "w")  # type: ignore[assignment]
+    parameter = torch.nn.Parameter(tensor.clone())
+    within = torch.cat([torch.zeros(3), tensor.to_local()])[3:]  # a piece that does not start its storage
+    within_tensor = RaggedDTensor.wrap(within, tensor._spec, layout_ref=tensor.layout_ref)
+    sliced = torch.nn.Parameter(within_tensor)
+    sliced.grad, sliced.tag = within_tensor.clone(), ["a user's"]  # type: ignore[attr-defined]
+    twin = copy.deepcopy(sliced)
+    assert torch.equal(twin.grad.full_tensor(), plain((6, 4))) and twin.tag == ["a user's"]  # type: ignore[union-attr,attr-defined]
+    assert twin.grad is not sliced.grad and twin.tag is not sliced.tag  # type: ignore[attr-defined]
+    for original in (tensor, parameter, within_tensor, sliced):
+        for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+            assert isinstance(twin, torch.nn.Parameter) is isinstance(original, torch.nn.Parameter)
+            assert is_ragged(twin) and twin.placements == tensor.placements
+            assert twin.requires_grad == original.requires_grad and twin.layout_ref == tensor.layout_ref
+            assert torch.equal(twin.to_local(), tensor.to_local())
+            assert (
+                twin.to_local().numel() == 0 or twin.to_local().data_ptr() != original.to_local().data_ptr()
+            )
+            assert torch.equal(twin.full_tensor().detach(), plain((6, 4)))
+    state = {"w": tensor, "nested": [tensor]}
+    memo_copy = copy.deepcopy(state)
+    assert memo_copy["w"] is memo_copy["nested"][0]  # type: ignore[index]
+
+
+def test_copies_are_the_same_tensor() -> None:
+    """Copies and pickles are ragged tensors of the same values, on every rank."""
+    run_ranks(3, copies)
+
+
+def torch_saves() -> list[str]:
+    """What torch.save says of a ragged tensor, alone and inside a state dict."""
+    tensor = distribute_tensor(plain((6, 4)), cpu_mesh(), [RaggedShard((0,), (1, 2))])
+    texts = []
+    for thing in (tensor, {"model": {"w": torch.nn.Parameter(tensor)}}):
+        with pytest.raises(UnsupportedOpError) as caught:
+            torch.save(thing, io.BytesIO())
+        texts.append(str(caught.value))
+    buffer = io.BytesIO()
+    torch.save(tensor.full_tensor(), buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer), plain((6, 4)))
+    return texts
+
+
+def test_torch_save_is_refused_with_the_way_out() -> None:
+    """torch.save would store one rank's piece: it is refused, and the text names what to use instead."""
+    for texts in run_ranks(2, torch_saves):
+        for text in texts:
+            assert "checkpoint.save" in text and "full_tensor()" in text and "(6, 4)" in text
+
+
+def test_strided_runs() -> None:
+    """The runs of a strided cut are those of its picture: 0 and 3; 1, 2 and 4, 5."""
+    placement = StridedRaggedShard((0,), (1, 2), 2)
+
+    assert [tuple(run) for run in placement.runs((6,), 0)] == [(0, 1), (3, 4)]
+    assert [tuple(run) for run in placement.runs((6,), 1)] == [(1, 3), (4, 6)]
+    assert placement != RaggedShard((0,), (1, 2)) and len({placement, copy.deepcopy(placement)}) == 1
+
+
+def strided_order() -> list[float]:
+    """A strided tensor's pieces in rank order of its ragged axis, and the tensor."""
+    mesh = cpu_mesh(2, 2)
+    full = torch.arange(12.0).view(6, 2)
+    tensor = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2)), Shard(0)])
+    placement = tensor.placements[0]
+    assert isinstance(placement, StridedRaggedShard)
+    together = tensor.redistribute(placements=[tensor.placements[0], Shard(0)])
+    assert torch.equal(together.full_tensor(), full)
+    runs = placement.runs((6, 2), mesh.get_local_rank(0))
+    own = runs[mesh.get_local_rank(1)]
+    assert tensor.to_local().tolist() == full.view(-1)[own.start : own.stop].tolist()
+    halves = tensor.redistribute(placements=[Replicate(), Shard(0)])
+    assert isinstance(halves, DTensor) and not isinstance(halves, RaggedDTensor)
+    return tensor.to_local().tolist()
+
+
+def test_strided_pieces_make_the_tensor() -> None:
+    """Pieces lie where `runs` says, and full_tensor undoes the permutation."""
+    assert run_ranks(4, strided_order) == [
+        [0.0, 1.0],
+        [6.0, 7.0],
+        [2.0, 3.0, 4.0, 5.0],
+        [8.0, 9.0, 10.0, 11.0],
+    ]
+
+
+def both_orders() -> bool:
+    """Rows cut raggedly beside columns cut by Shard(1): whichever axis cuts first, a rank holds the same."""
+    mesh = cpu_mesh(2, 2)
+    full = plain((4, 6))
+    ours = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3)), Shard(1)]).to_local()
+    rows = full[:1] if mesh.get_local_rank(0) == 0 else full[1:]
+    return torch.equal(ours, rows.chunk(2, dim=1)[mesh.get_local_rank(1)].reshape(-1))
+
+
+def test_order_of_axes_beside_other_dims() -> None:
+    """Cuts between whole rows (blocks that are multiples of the row) commute with Shard of a later dim."""
+    assert run_ranks(4, both_orders) == [True] * 4

@@ -1,0 +1,169 @@
+"""The harness itself: what a hung, dying or failing rank does to its test, and to the next one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import RankError, RankTimeout, cpu_mesh, run_ranks
+
+
+def _rank_and_sum(base: int) -> tuple[int, int, int]:
+    total = torch.tensor([base + dist.get_rank()])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), int(total)
+
+
+def _hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(300)
+
+
+def _hang_in_collective() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(300)
+    dist.barrier()
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("broken on purpose")
+    dist.barrier()
+
+
+def _die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def _write_own_file(folder: Path) -> int:
+    (folder / f"rank{dist.get_rank()}").write_text("here")
+    dist.barrier()
+    return len(list(folder.iterdir()))
+
+
+def _pid_and_threads() -> tuple[int, int]:
+    return os.getpid(), torch.get_num_threads()
+
+
+def _mesh_shape() -> tuple[int, ...]:
+    return tuple(cpu_mesh(2, 2, names=("replicate", "shard")).shape)
+
+
+def _random_number() -> float:
+    return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    """Each rank runs the function with the arguments, in one process group of the asked size."""
+    total = sum(10 + rank for rank in range(world_size))
+
+    assert run_ranks(world_size, _rank_and_sum, 10) == [
+        (rank, world_size, total) for rank in range(world_size)
+    ]
+
+
+def test_workers_are_kept_and_single_threaded() -> None:
+    """Two calls reach the same processes, which use one thread each."""
+    first = run_ranks(2, _pid_and_threads)
+
+    assert run_ranks(2, _pid_and_threads) == first
+    assert len({pid for pid, _ in first} | {os.getpid()}) == 3
+    assert [threads for _, threads in first] == [1, 1]
+
+
+def test_every_call_starts_from_the_same_seed() -> None:
+    """Random numbers do not depend on which tests ran before, nor on the rank."""
+    first = run_ranks(2, _random_number)
+
+    assert first[0] == first[1]
+    assert run_ranks(2, _random_number) == first
+
+
+def test_ranks_share_the_tests_folder(tmp_path: Path) -> None:
+    """A tmp_path handed over is one folder for all ranks."""
+    assert run_ranks(3, _write_own_file, tmp_path) == [3, 3, 3]
+
+
+def test_mesh_helper_gives_two_axes() -> None:
+    """cpu_mesh makes an HSDP mesh when asked."""
+    assert run_ranks(4, _mesh_shape) == [(2, 2)] * 4
+
+
+def test_exception_names_its_rank_and_line() -> None:
+    """The rank that raised first is named, with its traceback; the next call works."""
+    with pytest.raises(RankError, match="broken on purpose") as caught:
+        run_ranks(3, _raise_on, 1)
+
+    assert caught.value.rank == 1
+    assert "in _raise_on" in str(caught.value)
+    assert [rank for rank, _, _ in run_ranks(3, _rank_and_sum, 0)] == [0, 1, 2]
+
+
+def test_dead_process_is_reported() -> None:
+    """A rank that vanishes is named with its exit code; the next call works."""
+    with pytest.raises(RankError, match="exit code 7") as caught:
+        run_ranks(2, _die_on, 1)
+
+    assert caught.value.rank == 1
+    assert len(run_ranks(2, _rank_and_sum, 0)) == 2
+
+
+@pytest.mark.parametrize(("fn", "args", "hung"), [(_hang_on, (1,), [1]), (_hang_in_collective, (), [0, 1])])
+def test_hang_ends_in_stacks_and_dead_workers(
+    fn: Callable[..., None], args: tuple[int, ...], hung: list[int]
+) -> None:
+    """A hang shows where every rank stands, kills the pool, and does not spoil the next call."""
+    pids = [pid for pid, _ in run_ranks(2, _pid_and_threads)]
+    with pytest.raises(RankTimeout) as caught:
+        run_ranks(2, fn, *args, timeout_s=5.0)
+
+    text = str(caught.value)
+    assert f"ranks {hung} of 2 did not return from {fn.__name__}" in text
+    assert "stacks of rank 0" in text and "stacks of rank 1" in text
+    assert f"in {fn.__name__}" in text
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert len(run_ranks(2, _rank_and_sum, 0)) == 2
+
+
+_ORPHAN = """
+import os
+from tests.distributed import run_ranks
+from tests.test_distributed_harness import _pid_and_threads
+if __name__ == "__main__":
+    print(*[pid for pid, _ in run_ranks(2, _pid_and_threads)], flush=True)
+    os._exit(0)
+"""
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    """A session that ends without any clean-up leaves no worker behind."""
+    script = tmp_path / "orphan.py"
+    script.write_text(_ORPHAN)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+    assert len(pids) == 2
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]

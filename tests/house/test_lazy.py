@@ -1,0 +1,102 @@
+"""Packages load their names on first use: what loads when, and that a name means one thing in any order."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ["vescale_fsdp", "vescale_fsdp.checkpoint", "vescale_fsdp.conversion"]
+ROOT = Path(__file__).parents[2]
+
+# Ways to bring in the function `fully_shard` or the module of that name; each must leave the function public.
+IMPORTS = [
+    "import vescale_fsdp.fully_shard",
+    "from vescale_fsdp import fully_shard as public",
+    "import vescale_fsdp.redistribute; from vescale_fsdp.fully_shard import fully_shard as direct",
+]
+CHECK = """
+import sys, types
+import vescale_fsdp
+from vescale_fsdp import fully_shard, redistribute
+assert isinstance(fully_shard, types.FunctionType) and vescale_fsdp.fully_shard is fully_shard
+assert isinstance(redistribute, types.FunctionType) and vescale_fsdp.redistribute is redistribute
+import vescale_fsdp.fully_shard, vescale_fsdp.redistribute
+assert vescale_fsdp.fully_shard is fully_shard is sys.modules["vescale_fsdp.fully_shard"].fully_shard
+assert vescale_fsdp.redistribute is redistribute is not sys.modules["vescale_fsdp.redistribute"]
+"""
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("first", IMPORTS)
+def test_a_function_named_like_its_module_stays_the_function(first: str) -> None:
+    """Whatever imports the submodule first, and whatever follows, the package offers the function."""
+    others = [statement for statement in IMPORTS if statement != first]
+    forks = [
+        f"if os.fork() == 0:\n    {statement}\n    exec({CHECK!r}); os._exit(0)" for statement in others
+    ]  # fresh copies of the interpreter as `first` left it: imports take seconds
+    wait = f"codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range({len(others)})]\n"
+    assert run("\n".join(["import os", first, *forks, wait, CHECK, "print(codes)"])).strip() == str([0] * 2)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_type_checkers_and_the_interpreter_see_the_same_names(name: str) -> None:
+    """The imports under TYPE_CHECKING, the lazy table and `__all__` are one list, and every name is there."""
+    package = importlib.import_module(name)
+    body = ast.parse(Path(str(package.__file__)).read_text()).body
+    (checked,) = [node for node in body if isinstance(node, ast.If)]
+    typed = {
+        (alias.name, n.module) for n in checked.body if isinstance(n, ast.ImportFrom) for alias in n.names
+    }
+
+    assert typed == set(package.__exports__.items())
+    assert sorted(package.__all__) == sorted(package.__exports__)
+    for public, module in typed:
+        assert getattr(package, public) is getattr(importlib.import_module(str(module)), public)
+    assert set(package.__all__) <= set(dir(package))
+
+
+def test_unknown_names_are_refused() -> None:
+    """A misspelt name is an AttributeError, and so an ImportError in a from-import."""
+    package = importlib.import_module("vescale_fsdp")
+    with pytest.raises(AttributeError, match="'vescale_fsdp' has no attribute 'fuly_shard'"):
+        package.fuly_shard  # noqa: B018
+    with pytest.raises(ImportError, match="fuly_shard"):
+        exec("from vescale_fsdp import fuly_shard")  # noqa: S102
+
+
+def test_the_front_door_costs_nothing() -> None:
+    """Importing the packages loads neither torch nor numpy; asking for a torch name does (the control)."""
+    loaded = "print(*sorted({'torch', 'numpy'} & set(sys.modules)))"
+    imports = "import sys, " + ", ".join(PACKAGES)
+    lines = run(
+        f"{imports}\n{loaded}\nimport vescale_fsdp as v\nv.plan_group\n{loaded}\nv.Rows\nv.fully_shard\n{loaded}"
+    )
+
+    assert lines.splitlines() == ["", "", "numpy torch"]
+
+
+def test_ragged_tensors_find_their_operators() -> None:
+    """The rules of operators stand above the tensor class, and come with the first operator."""
+    code = """
+import sys
+from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor
+from vescale_fsdp.placement import RaggedShard
+assert "vescale_fsdp.dtensor.operators.table" not in sys.modules
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [RaggedShard((0,), (1,))])
+print(type(x + x).__name__, float((x + x).sum().full_tensor()))
+dist.destroy_process_group()
+"""
+    assert run(code).split() == ["RaggedDTensor", "30.0"]

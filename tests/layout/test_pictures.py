@@ -1,0 +1,100 @@
+"""Pictures: well-formed SVG whose bands are as wide as the pieces they stand for."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from tools.bench.model_shapes import LAYERS
+from vescale_fsdp.layout.granularity import Rows
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.report.pictures import BODY_PX, layout_svg, rank_colour, short_names
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _layout(num_shards: int) -> GroupLayout:
+    return plan_group(
+        [
+            TensorSpec("layers.0.up.weight", (176, 64), "bfloat16", 16 * 64),
+            TensorSpec("layers.0.down.weight", (64, 176), "bfloat16", 16 * 176),
+            TensorSpec("layers.0.norm.weight", (64,), "bfloat16", 1),
+            TensorSpec("layers.0.empty", (0, 4), "bfloat16", 1),
+        ],
+        num_shards,
+    )
+
+
+def _bands(svg: str, phrase: str) -> list[float]:
+    """Widths of the rectangles whose tooltip holds a phrase."""
+    root = ElementTree.fromstring(svg)
+    titled = [(rect.findtext(f"{SVG}title") or "", rect) for rect in root.iter(f"{SVG}rect")]
+    return [float(rect.attrib["width"]) for tip, rect in titled if phrase in tip]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5, 16])
+def test_lane_bands_are_as_wide_as_their_pieces(num_shards: int) -> None:
+    """The bands of each rank's lane have the widths of its pieces on the scale of one shard."""
+    layout = _layout(num_shards)
+
+    svg = layout_svg(layout, "a <title>")
+
+    for rank in range(num_shards):
+        expected = [piece.numel / layout.shard_numel * BODY_PX for _, piece in layout.pieces_of(rank)]
+        drawn = _bands(svg, f"on rank {rank} at ")
+        assert drawn == pytest.approx([max(width, 0.6) for width in expected], abs=0.01)
+    assert "a &lt;title&gt;" in svg
+
+
+def test_a_tensor_bar_is_cut_where_ranks_change() -> None:
+    """The parts of one tensor's bar add up to the whole bar, one part per rank that holds some."""
+    layout = _layout(4)
+    slot = layout.slot("layers.0.up.weight")
+
+    parts = _bands(layout_svg(layout), "layers.0.up.weight: rank")
+
+    held = [numel for numel in layout.piece_numels(slot) if numel]
+    assert len(held) > 1
+    assert parts == pytest.approx([numel / slot.numel * BODY_PX for numel in held], abs=0.01)
+
+
+def test_a_large_layout_is_drawn_in_part_and_says_so() -> None:
+    """The picture of 10,000 ranks stays small and names how many ranks it leaves out."""
+    svg = layout_svg(plan_group([TensorSpec("w", (80_000, 8), "float32", 1)], 10_000))
+
+    assert "9,986 more ranks" in svg
+    assert len(svg) < 100_000
+
+
+def test_a_tensor_without_dims_is_a_scalar() -> None:
+    """A label is never an empty shape."""
+    svg = layout_svg(plan_group([TensorSpec("s", (), "float32", 1), TensorSpec("w", (3,), "float32", 1)], 2))
+
+    assert "scalar, 1 x block 1" in svg
+
+
+def test_names_lose_only_what_all_share() -> None:
+    """Shared leading parts go; a name that is a part of the others stays readable."""
+    assert short_names(["a.b.w", "a.b.c.w"]) == {"a.b.w": "w", "a.b.c.w": "c.w"}
+    assert short_names(["only.one"]) == {"only.one": "only.one"}
+
+
+def test_neighbouring_ranks_differ_in_colour() -> None:
+    """No two of sixteen ranks share a fill."""
+    assert len({rank_colour(rank, 16) for rank in range(16)}) == 16
+
+
+def test_scattered_and_widely_held_tensors_are_marked() -> None:
+    """A scattered tensor is named as such; one on hundreds of ranks is one bar that says on which."""
+    specs = [
+        TensorSpec(fqn, shape, "bfloat16", Rows(128).block_numel(shape))
+        for fqn, shape in LAYERS["gpt-oss-120B"].items()
+    ]
+
+    svg = layout_svg(plan_group(specs, 1024))
+
+    assert "2880 x 4096, 23 x block 524,288, scattered" in svg
+    assert "on 577 ranks, 4 to 580" in svg
+    assert "padding 17.48 %, copied 0.37 %" in svg

@@ -1,0 +1,96 @@
+"""Owners are balanced by work and the same everywhere; matrices are flat ranges. No process group."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vescale_fsdp.dtensor.piece_map import Holding
+from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.optim.muon.matrices import Matrix, matrices_of
+from vescale_fsdp.optim.muon.ownership import assign_owners, newton_schulz_flops
+from vescale_fsdp.optim.muon.plan import TakingPart, plan_step
+
+
+def llama_3_8b_matrices() -> list[tuple[int, int]]:
+    """The 224 hidden matrices of Llama-3-8B."""
+    layer = [
+        (4096, 4096),
+        (1024, 4096),
+        (1024, 4096),
+        (4096, 4096),
+        (14336, 4096),
+        (14336, 4096),
+        (4096, 14336),
+    ]
+    return layer * 32
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "most"), [(2, 1.001), (8, 1.001), (32, 1.001), (64, 1.06), (128, 1.06)]
+)
+def test_llama_is_balanced(num_ranks: int, most: float) -> None:
+    """Llama-3-8B's iterations are spread evenly up to 32 ranks, and within 6 % up to 128."""
+    flops = [newton_schulz_flops(rows, cols, 5) for rows, cols in llama_3_8b_matrices()]
+    owners = assign_owners(flops, [[0] * num_ranks] * len(flops), [0] * num_ranks)
+    loads = [sum(f for f, o in zip(flops, owners, strict=True) if o == rank) for rank in range(num_ranks)]
+
+    assert sum(flops) == pytest.approx(666e12, rel=0.01)
+    assert max(loads) / (sum(loads) / num_ranks) <= most
+
+
+@given(
+    flops=st.lists(st.integers(1, 1000), min_size=1, max_size=30),
+    num_ranks=st.integers(1, 6),
+)
+def test_owners_are_within_the_bound(flops: list[int], num_ranks: int) -> None:
+    """Longest processing time first: no rank has more than the mean plus one matrix."""
+    owners = assign_owners(flops, [[0] * num_ranks] * len(flops), [0] * num_ranks)
+    loads = [sum(f for f, o in zip(flops, owners, strict=True) if o == rank) for rank in range(num_ranks)]
+
+    assert max(loads) <= sum(flops) / num_ranks + max(flops)
+
+
+def test_owners_take_what_they_hold_and_respect_fixed_work() -> None:
+    """Among idle ranks the one that holds most of a matrix takes it; a busy rank is passed over."""
+    assert assign_owners([5], [[1, 3, 2]], [0, 0, 0]) == [1]
+    assert assign_owners([5], [[1, 3, 2]], [0, 9, 0]) == [2]
+
+
+def test_work_of_a_matrix() -> None:
+    """5 steps on 2 x 3: 5 * (4 * 4 * 3 + 2 * 8), the same for its transpose."""
+    assert newton_schulz_flops(2, 3, 5) == newton_schulz_flops(3, 2, 5) == 320
+
+
+def test_matrices_are_flat_ranges() -> None:
+    """Experts and fused blocks follow each other in the flattened tensor."""
+    assert matrices_of((4, 3)) == (Matrix(0, 4, 3),)
+    assert matrices_of((2, 4, 3)) == (Matrix(0, 4, 3), Matrix(12, 4, 3))
+    assert matrices_of((2, 4, 3), (3, 1)) == (
+        Matrix(0, 3, 3),
+        Matrix(9, 1, 3),
+        Matrix(12, 3, 3),
+        Matrix(21, 1, 3),
+    )
+    assert matrices_of((0, 3)) == ()
+    with pytest.raises(LayoutError, match="adamw_params"):
+        matrices_of((2, 2, 2, 2))
+
+
+def test_a_matrix_on_one_rank_stays_there() -> None:
+    """Plain tensors and whole matrices are planned where they lie; nothing travels."""
+    plain = TakingPart(Holding((4, 3), (0, 12)), matrices_of((4, 3)), 5)
+    plan = plan_step([plain, plain], 1 << 20, {})
+
+    assert plan.here == ((0, Matrix(0, 4, 3)), (1, Matrix(0, 4, 3)))
+    assert plan.buckets == ()
+    assert plan.gathered == ()
+
+
+def test_holder_of_a_range() -> None:
+    """A range inside one piece has a holder; one that crosses a cut has none; empty pieces hold nothing."""
+    holding = Holding((4, 3), (0, 6, 6, 12))
+    assert holding.holder_of(Matrix(0, 2, 3).range) == 0
+    assert holding.holder_of(Matrix(6, 2, 3).range) == 2
+    assert holding.holder_of(Matrix(3, 2, 3).range) is None

@@ -1,0 +1,393 @@
+"""Optimizer state saved on N ranks continues on M with the same bits, and is refused where it means something else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.optim_cases import full_tensors, full_value, laid_like
+from vescale_fsdp import checkpoint as native
+from vescale_fsdp import fully_shard
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Tiles, Whole
+from vescale_fsdp.optim import AdamW8bit, AdamWOptions, Muon, Shampoo, split_params
+
+KINDS = ("muon", "adamw8bit", "adamw8bit-tiles", "shampoo")
+WORLDS = (1, 2, 3, 4)
+
+
+class Experts(nn.Module):
+    """A stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.empty(3, 16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Model(nn.Module):
+    """An embedding, two odd matrices, a stack, biases and a norm: some of it 8-bit, some of it with empty shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.up = nn.Linear(65, 70)
+        self.experts = Experts()
+        self.norm = nn.LayerNorm(5)
+        self.lm_head = nn.Linear(33, 129, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def build(
+    kind: str,
+    sharded: bool,
+    seed: int,
+    dtype: torch.dtype,
+    granularity: Granularity | None = None,
+    hybrid: bool = False,
+) -> tuple[Model, torch.optim.Optimizer]:
+    """The model with values of a seed, and its optimizer."""
+    model = Model()
+    shapes = [tuple(p.shape) for p in model.parameters()]
+    for param, value in zip(model.parameters(), full_tensors(shapes, seed).values(), strict=True):
+        param.data = value.to(dtype)
+    tiles = Tiles(32, 32)
+    rules = {
+        "muon": Muon.granularity(),
+        "adamw8bit": AdamW8bit.granularity(),
+        "adamw8bit-tiles": AdamW8bit.granularity(block=tiles),
+        "shampoo": Shampoo.granularity(block_size=16, adamw=["*embed*", "*norm*"]),
+    }
+    if sharded:
+        rule = granularity if granularity is not None else rules[kind]
+        mesh = cpu_mesh(2, 2) if hybrid else cpu_mesh()
+        fully_shard(model.up, mesh=mesh, granularity=rule)
+        fully_shard(model, mesh=mesh, granularity=rule)
+    matrices, rest = split_params(model)
+    adamw = AdamWOptions(lr=0.01)
+    if kind == "muon":
+        return model, Muon(matrices, lr=0.02, adamw_params=rest, adamw=adamw)
+    if kind == "shampoo":
+        rest = [p for fqn, p in model.named_parameters() if "embed" in fqn or "norm" in fqn]
+        others = [p for p in model.parameters() if all(p is not r for r in rest)]
+        return model, Shampoo(others, eps=1e-6, block_size=16, update_every=2, adamw_params=rest, adamw=adamw)
+    block: Flat | Tiles = tiles if kind == "adamw8bit-tiles" else Flat(256)
+    groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0, "state_bits": 32}]
+    return model, AdamW8bit(groups, lr=0.01, block=block)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    """Steps with the gradients of these numbers."""
+    params = list(model.parameters())
+    for number in numbers:
+        grads = full_tensors([tuple(p.shape) for p in params], 100 + number)
+        for param, grad in zip(params, grads.values(), strict=True):
+            param.grad = laid_like(grad.to(param.dtype), param)
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters and all state, in full."""
+    found = {}
+    for fqn, param in model.named_parameters():
+        found[fqn] = full_value(param)
+        for name, value in optimizer.state[param].items():
+            found[f"{fqn}/{name}"] = full_value(value)
+    return found
+
+
+def save_run(kind: str, folder: Path, dtype: torch.dtype, form: str) -> None:
+    """Three steps, then a save by stock DCP or in the native format."""
+    model, optimizer = build(kind, True, 0, dtype, hybrid=form == "hybrid")
+    steps(model, optimizer, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    state = {
+        "model": model.state_dict(),
+        "optim": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    if form == "native":
+        native.save(folder, state)
+    else:
+        dcp.save(state, checkpoint_id=folder)
+
+
+def load_run(
+    kind: str, folders: list[Path], dtype: torch.dtype, form: str
+) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """For each folder: another model loads it and takes one more step; everything before and after the step."""
+    results = []
+    for folder in folders:
+        model, optimizer = build(kind, True, 7, dtype, hybrid=form == "hybrid")
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        state = {
+            "model": model.state_dict(),
+            "optim": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        if form == "native":
+            native.load(folder, state)
+        else:
+            dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optim"], options=options)
+        loaded = everything(model, optimizer)
+        steps(model, optimizer, range(3, 4))
+        results.append((loaded, everything(model, optimizer)))
+    return results
+
+
+def round_trips(kind: str, tmp_path: Path, dtype: torch.dtype, form: str, worlds: tuple[int, ...]) -> None:
+    """Save on every world size, load each on every world size, compare with one process bit for bit."""
+    model, optimizer = build(kind, False, 0, dtype)
+    steps(model, optimizer, range(3))
+    before = everything(model, optimizer)
+    steps(model, optimizer, range(3, 4))
+    after = everything(model, optimizer)
+    assert any((before[name] != after[name]).any() for name in before if "/" in name)
+    folders = [tmp_path / f"{world}" for world in worlds]
+    for world, folder in zip(worlds, folders, strict=True):
+        run_ranks(world, save_run, kind, folder, dtype, form)
+    for world in worlds:
+        for results in run_ranks(world, load_run, kind, folders, dtype, form):
+            assert len(results) == len(worlds)
+            for loaded, stepped in results:
+                assert_equal(loaded, before)
+                assert_equal(stepped, after)
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Same names, dtypes and bits."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_world_size_loads_every_other(kind: str, tmp_path: Path) -> None:
+    """Saved on 1, 2, 3, 4 ranks and loaded on 1, 2, 3, 4: state and next step equal one process, bit for bit."""
+    round_trips(kind, tmp_path, torch.float32, "dcp", WORLDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flattened_state_dicts_round_trip(kind: str, tmp_path: Path) -> None:
+    """The flattened form that torchtitan saves works too."""
+    round_trips(kind, tmp_path, torch.float32, "flat", (2, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_format_round_trips(kind: str, tmp_path: Path) -> None:
+    """vescale_fsdp.checkpoint saves and reshards the same state."""
+    round_trips(kind, tmp_path, torch.float32, "native", (1, 3, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hybrid_meshes_round_trip(kind: str, tmp_path: Path) -> None:
+    """Saved and loaded on 2 replicas x 2 shards."""
+    round_trips(kind, tmp_path, torch.float32, "hybrid", (4,))
+
+
+@pytest.mark.parametrize("kind", ["adamw8bit", "shampoo"])
+def test_fp32_state_survives_bf16_parameters(kind: str, tmp_path: Path) -> None:
+    """Scales, factors and counters beside bf16 parameters keep dtype and bits."""
+    round_trips(kind, tmp_path, torch.bfloat16, "dcp", (1, 3))
+
+
+def keys_run(kind: str) -> list[str]:
+    """Names of all state before any step."""
+    model, optimizer = build(kind, True, 0, torch.float32)
+    return sorted(get_optimizer_state_dict(model, optimizer, options=FLAT))
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_exists_before_the_first_step(kind: str) -> None:
+    """Every rank has the same keys for every parameter from construction on."""
+    first, *others = run_ranks(3, keys_run, kind)
+    assert all(other == first for other in others)
+    names = [fqn for fqn, _ in Model().named_parameters()]
+    assert all(any(key.startswith(f"state.{name}.") for key in first) for name in names)
+
+
+def full_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A full state dict taken from 2 ranks, loaded into a fresh sharded optimizer by plain load_state_dict."""
+    model, optimizer = build(kind, True, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    other_model, other = build(kind, True, 0, torch.float32)
+    tensors = [v for parts in full["state"].values() for v in parts.values()]  # type: ignore[union-attr]
+    assert all(type(value) is torch.Tensor for value in tensors)
+    set_optimizer_state_dict(other_model, other, full)
+    return everything(model, optimizer), everything(other_model, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_state_dicts_load_into_shards(kind: str) -> None:
+    """Full, plain tensors are cut to each rank's piece when they are loaded."""
+    for saved, loaded in run_ranks(2, full_run, kind):
+        state = {name: value for name, value in saved.items() if "/" in name}
+        assert_equal({name: loaded[name] for name in state}, state)
+
+
+def from_first_rank_run(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A full state dict that only rank 0 has (on the host), broadcast into a fresh sharded optimizer."""
+    model, optimizer = build(kind, True, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    full = get_optimizer_state_dict(model, optimizer, options=options)
+    other_model, other = build(kind, True, 0, torch.float32)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    native.set_optimizer_state_dict(other_model, other, full, options=options)
+    return everything(model, optimizer), everything(other_model, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_full_state_dicts_come_from_the_first_rank(kind: str) -> None:
+    """Ours of torch's functions broadcasts what rank 0 holds; every rank keeps its piece."""
+    for saved, loaded in run_ranks(3, from_first_rank_run, kind):
+        state = {name: value for name, value in saved.items() if "/" in name}
+        assert_equal({name: loaded[name] for name in state}, state)
+
+
+def copy_run(kind: str, other_granularity: Granularity | None) -> tuple[dict[str, torch.Tensor], ...]:
+    """One sharded optimizer's state dict loaded into another, laid out as the first or otherwise."""
+    model, optimizer = build(kind, True, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    other_model, other = build(kind, True, 0, torch.float32, other_granularity)
+    other.load_state_dict(optimizer.state_dict())
+    steps(model, optimizer, range(3, 4))
+    steps(other_model, other, range(2))  # the first's tensors must not be shared
+    return everything(model, optimizer), everything(other_model, other)
+
+
+def one_more_step(kind: str) -> dict[str, torch.Tensor]:
+    """One process: the state after three steps and, on the first values, two more."""
+    model, optimizer = build(kind, False, 0, torch.float32)
+    steps(model, optimizer, range(3))
+    with torch.no_grad():
+        for param, value in zip(
+            model.parameters(), build(kind, False, 0, torch.float32)[0].parameters(), strict=True
+        ):
+            param.copy_(value)
+    steps(model, optimizer, range(2))
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("other_granularity", [None, Rows(5)], ids=["same cuts", "other cuts"])
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit", "shampoo"])
+def test_state_is_copied_between_shards(kind: str, other_granularity: Granularity | None) -> None:
+    """Loading DTensors copies them, redistributed where the cuts differ; nothing is shared afterwards."""
+    if other_granularity is not None and kind != "muon":
+        other_granularity = Whole()  # the only other cuts that keep their blocks
+    expected = one_more_step(kind)
+    for _, loaded in run_ranks(2, copy_run, kind, other_granularity):
+        assert_equal(loaded, expected)
+
+
+def test_counters_are_not_cast() -> None:
+    """A step count of 257 beside a bf16 parameter is 257 after loading; cast to bf16 it would be 256."""
+    param = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    optimizer = AdamW8bit([param])
+    optimizer.state[param]["step"].fill_(257)
+    optimizer.state[param]["exp_avg_scales"].fill_(1.001)
+    other = AdamW8bit([param])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    assert other.state[param]["step"].item() == 257
+    assert other.state[param]["exp_avg_scales"].dtype == torch.float32
+    assert torch.equal(other.state[param]["exp_avg_scales"], optimizer.state[param]["exp_avg_scales"])
+
+
+def plain(kind: str, **options: Any) -> torch.optim.Optimizer:
+    """An optimizer of one matrix."""
+    param = nn.Parameter(torch.ones(64, 64))
+    if kind == "muon":
+        return Muon([param], **options)
+    return AdamW8bit([param], **options) if kind == "adamw8bit" else Shampoo([param], **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles_go_on(kind: str) -> None:
+    """A deep copy and a pickle of model and optimizer take the same next step as the original."""
+    model, optimizer = build(kind, False, 0, torch.float32)
+    steps(model, optimizer, range(2))
+    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    steps(model, optimizer, range(2, 3))
+    for other_model, other in copies:
+        steps(other_model, other, range(2, 3))
+        assert_equal(everything(other_model, other), everything(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "own", "text"),
+    [
+        ("adamw8bit", {"block": Flat(2048)}, {}, "flat:2048"),
+        ("adamw8bit", {"block": Tiles(32, 32)}, {}, "tiles:32x32"),
+        ("adamw8bit", {"min_8bit_numel": 10_000}, {}, "min_8bit_numel"),
+        ("shampoo", {"block_size": 32}, {"block_size": 16}, "block_size"),
+        ("shampoo", {"grafting": "none"}, {}, "grafting"),
+    ],
+)
+def test_other_blocks_are_refused(kind: str, saved: dict[str, Any], own: dict[str, Any], text: str) -> None:
+    """State recorded with another block, map or grafting is refused, naming both; nothing is changed."""
+    optimizer = plain(kind, **own)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=text) as caught:
+        optimizer.load_state_dict(plain(kind, **saved).state_dict())
+    assert "what to do" in str(caught.value)
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
+def test_another_momentum_form_is_refused() -> None:
+    """SGD-form momentum is 20 times larger; state that says so, or says nothing, is refused."""
+    optimizer = plain("muon")
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["momentum_form"] = "sgd"
+    with pytest.raises(CheckpointError, match="momentum_form"):
+        optimizer.load_state_dict(saved)
+    param = nn.Parameter(torch.ones(64, 64))
+    param.grad = torch.ones(64, 64)
+    theirs = torch.optim.Muon([param])
+    theirs.step()
+    unrecorded = theirs.state_dict()
+    with pytest.raises(CheckpointError, match="not recorded"):
+        optimizer.load_state_dict(unrecorded)
+    unrecorded["param_groups"][0].update(momentum_form="ema", algorithm="muon", row_splits=None)
+    optimizer.load_state_dict(unrecorded)
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["momentum_buffer"], theirs.state[param]["momentum_buffer"])
+
+
+def test_other_parts_and_shapes_are_refused() -> None:
+    """fp32 moments are not quantised in silence, and another model's state does not fit."""
+    optimizer = plain("adamw8bit")
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0] = {k: torch.zeros(64, 64) for k in ("exp_avg", "exp_avg_sq")} | {
+        "step": torch.tensor(1.0)
+    }
+    with pytest.raises(CheckpointError, match="never quantised"):
+        optimizer.load_state_dict(saved)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg_codes"] = torch.zeros(64, 32, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="exp_avg_codes"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="other parts"):
+        optimizer.load_state_dict({**saved, "state": {}})

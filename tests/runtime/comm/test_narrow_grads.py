@@ -1,0 +1,241 @@
+"""On gloo gradients wait for their reduction, and travel, in autograd's dtype; they are summed in the reduction's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import collectives, fully_shard
+from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.param_group import ParamGroup
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def shard(function: Any = fully_shard, dtype: torch.dtype = torch.bfloat16) -> models.Stack:
+    model = models.build()
+    for module in (*model.blocks, model):
+        function(module, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    return model
+
+
+def groups_of(model: nn.Module) -> list[ParamGroup]:
+    states = [state_of(module) for module in model.modules()]
+    return [group for state in states if state is not None for group in state.groups]
+
+
+def backward(model: Any, number: int) -> None:
+    models.loss_of(model, models.batch(number, dist.get_rank())).backward()
+
+
+def accumulate(model: Any, numbers: list[int]) -> dict[str, torch.Tensor]:
+    """Full gradients of several batches, of which the last one reduces."""
+    for number in numbers:
+        model.set_requires_gradient_sync(number == numbers[-1])
+        backward(model, number)
+    grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[bool]:
+    return [torch.equal(ours[name], grad) for name, grad in theirs.items()]
+
+
+def compare(dtype: torch.dtype, steps: list[list[int]]) -> list[torch.dtype]:
+    """FSDP2's gradients to the last bit, step by step; dtypes that ours were reduced from, of the first unit."""
+    ours, theirs = shard(dtype=dtype), shard(torch_fully_shard, dtype)
+    reduced = []
+    start = ParamGroup.start_reduce
+
+    def watched(group: ParamGroup) -> Any:
+        found = start(group)
+        assert found.shard.dtype is torch.float32
+        if group is groups_of(ours.blocks[0])[0]:
+            reduced.append(found.source.flat.dtype)
+        return found
+
+    with mock.patch.object(ParamGroup, "start_reduce", watched):
+        for numbers in steps:
+            assert all(equal(accumulate(ours, numbers), accumulate(theirs, numbers)))
+    spares = [spare for group in groups_of(ours) for spare in group.spare_grads[dtype]]
+    assert spares and not any(spare.flat.untyped_storage().nbytes() for spare in spares)
+    return reduced
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_widened_on_their_way(dtype: torch.dtype) -> None:
+    """What is reduced after each backward travels as it is; what is summed before it, in fp32 (from then on)."""
+    for reduced in run_ranks(2, compare, dtype, [[0], [1], [2, 3, 4], [5]]):
+        assert reduced == [dtype, dtype, torch.float32, torch.float32]
+
+
+def sums_in_bf16() -> bool:
+    with mock.patch.object(ParamGroup, "grad_dtype", torch.bfloat16):
+        return all(equal(accumulate(shard(), [2, 3, 4]), accumulate(shard(torch_fully_shard), [2, 3, 4])))
+
+
+def test_sums_in_bf16_would_differ() -> None:
+    """The case above tells a sum of micro-batches in bf16 from one in fp32."""
+    assert run_ranks(2, sums_in_bf16) == [False, False]
+
+
+class Own:
+    """A reduce-scatter that reads what it sums in."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        assert input_tensor.dtype is output_tensor.dtype is torch.float32
+        return collectives.reduce_scatter_into(output_tensor, input_tensor, op, group)
+
+
+def change_reductions() -> None:
+    ours, theirs = shard(), shard(torch_fully_shard)
+    for model in (ours, theirs):
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        backward(model, 0)
+    for module in (*ours.blocks, ours):
+        module.set_custom_reduce_scatter(Own())  # type: ignore[operator]
+    assert all(equal(accumulate(ours, [1]), accumulate(theirs, [1])))
+    early = shard()
+    for module in (*early.blocks, early):
+        module.set_custom_reduce_scatter(Own())  # type: ignore[operator]
+    assert all(equal(accumulate(early, [2]), accumulate(theirs, [2])))
+
+
+def test_a_users_reduction_reads_what_it_sums_in() -> None:
+    """Also the gradients that were there before it was set."""
+    run_ranks(2, change_reductions)
+
+
+class Either(nn.Module):
+    """Uses the layers it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+        for number in numbers:
+            x = self.layers[number](x)
+        return x
+
+
+# By rank and backward: rank 0 has a second gradient for every parameter, rank 1 for none.
+USED = [[[0, 1], [0, 1]], [[0], [1]]]
+
+
+def use_unequally() -> torch.dtype:
+    torch.manual_seed(0)
+    model: Any = fully_shard(Either(), mesh=cpu_mesh(), mp_policy=MIXED)
+    rank = dist.get_rank()
+    reduced = []
+    scatter = collectives.reduce_scatter_into
+
+    def watched(shard: torch.Tensor, full: torch.Tensor, *rest: Any) -> Any:
+        reduced.append(full.dtype)
+        return scatter(shard, full, *rest)
+
+    with mock.patch("vescale_fsdp.runtime.comm.group_comm.reduce_scatter_into", watched):
+        for number in (0, 1):
+            model.set_requires_gradient_sync(number == 1)
+            model(models.batch(number, rank), USED[rank][number]).sum().backward()
+    torch.manual_seed(0)
+    plain = Either()
+    sums = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
+    plain.bfloat16()
+    for of_rank, backwards in enumerate(USED):
+        for number, layers in enumerate(backwards):
+            plain.zero_grad()
+            plain(models.batch(number, of_rank).bfloat16(), layers).sum().backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None:
+                    sums[name] += param.grad.float()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), sums[name] / 2) and sums[name].abs().sum() > 0
+    (dtype,) = reduced
+    return dtype
+
+
+def test_ranks_agree_on_what_they_reduce_from() -> None:
+    """Also where one of them has summed two backwards and the other had one gradient of each parameter."""
+    assert run_ranks(2, use_unequally) == [torch.float32, torch.float32]
+
+
+PAIRS = [
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.int64, torch.int64),
+    (torch.complex64, torch.complex64),
+]
+
+
+def scatter(numel: int) -> list[int]:
+    """Sums and means of every pair of dtypes; the bytes that were allocated for each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made: list[int] = []
+    new_empty = torch.Tensor.new_empty
+
+    def making(like: torch.Tensor, *sizes: Any) -> torch.Tensor:
+        room = new_empty(like, *sizes)
+        made.append(room.numel() * room.element_size())
+        return room
+
+    for narrow, wide in PAIRS:
+        fulls = [(torch.arange(world * numel) * (r + 1) % 61 - 30).to(narrow) for r in range(world)]
+        total = torch.stack([full.to(wide) for full in fulls]).sum(0)[rank * numel : (rank + 1) * numel]
+        for op in [dist.ReduceOp.SUM] if wide is torch.int64 else [dist.ReduceOp.SUM, dist.ReduceOp.AVG]:
+            shard, full = torch.full((numel,), 7, dtype=wide), fulls[rank].clone()
+            made.append(0)
+            with mock.patch.object(torch.Tensor, "new_empty", making):
+                work = collectives.reduce_scatter_into(shard, full, op, dist.group.WORLD)
+                if work is not None:
+                    work.wait()
+            assert (work is None) == (narrow is not wide), "what travels as it is is through at once"
+            torch.testing.assert_close(shard, total if op == dist.ReduceOp.SUM else total / world)
+    return made
+
+
+@pytest.mark.parametrize("numel", [0, 1, 64])
+def test_sums_of_slices(numel: int) -> None:
+    """Any dtype: the sum is right, and room is made for the other slices only, as narrow as they are."""
+    for made in run_ranks(3, scatter, numel):
+        expected = []
+        for narrow, wide in PAIRS:
+            for _ in range(1 if wide is torch.int64 else 2):
+                expected += [0, 2 * numel * narrow.itemsize] if narrow is not wide else [0]
+        assert made == expected
+
+
+def order_of_sums() -> list[float]:
+    """1, 2^-24 and 2^-24 in fp32: 1 if the small ones are added to it one by one."""
+    rank = dist.get_rank()
+    full = torch.full((3,), 1.0 if rank == 0 else 2.0**-24, dtype=torch.bfloat16)
+    shard = torch.empty(1)
+    collectives.reduce_scatter_into(shard, full, dist.ReduceOp.SUM, dist.group.WORLD)
+    return shard.tolist()
+
+
+def test_sums_have_one_order() -> None:
+    """That of the ranks, whoever owns the slice."""
+    assert run_ranks(3, order_of_sums) == [[1.0]] * 3

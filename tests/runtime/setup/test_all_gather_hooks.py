@@ -1,0 +1,349 @@
+"""Parameters of tensor subclasses that gather themselves: the same hooks, calls and numbers as under FSDP2."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.hooked_tensors import (
+    CarelessInt8,
+    HalfRows,
+    Int8Rows,
+    OnlyBefore,
+    ThreeArguments,
+    Unpadded,
+    Wrapper,
+    WrapsNothing,
+)
+from vescale_fsdp import Rows, fully_shard
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
+from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.self_gathering_group import HookedParamGroup
+
+
+class Block(nn.Module):
+    """One weight that gathers itself, beside plain parameters."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, rows)
+        self.down = nn.Linear(rows, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def build(kind: type[Wrapper] | None, rows: int = 8) -> nn.Sequential:
+    torch.manual_seed(5)
+    model = nn.Sequential(Block(rows), Block(rows))
+    for block in model if kind is not None else ():
+        for layer in (block.up, block.down) if kind is Int8Rows else (block.up,):  # 6 rows: on 2 ranks only
+            layer.weight = nn.Parameter(kind(layer.weight.detach()))  # type: ignore[misc]
+    return model
+
+
+def shard(shard_fn: Any, kind: type[Wrapper], rows: int, **options: Any) -> nn.Sequential:
+    model = build(kind, rows)
+    for module in (*model, model):
+        shard_fn(module, **{"mesh": cpu_mesh(), **options})
+    return model
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def train_beside_fsdp2(
+    kind: type[Wrapper], rows: int, options: dict[str, Any]
+) -> tuple[list[float], list[int]]:
+    """Losses of a few AdamW steps, equal to FSDP2's to the bit on two ranks; elements held here."""
+    exact = {"rtol": 0.0, "atol": 0.0} if dist.get_world_size() == 2 else {"rtol": 1e-4, "atol": 1e-5}
+    if options.pop("hybrid", False):
+        options["mesh"] = cpu_mesh(1, dist.get_world_size(), names=("replicate", "shard"))
+    ours, theirs = (shard(fn, kind, rows, **options) for fn in (fully_shard, torch_fully_shard))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True) for m in (ours, theirs)]
+    losses = []
+    for step in range(3):
+        both = [m(inputs(step)).pow(2).mean() for m in (ours, theirs)]
+        for loss in both:
+            loss.backward()
+        torch.testing.assert_close(*both, **exact)
+        losses.append(both[0].item())
+        for (name, param), twin in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert isinstance(param, RaggedDTensor) and isinstance(param.grad, RaggedDTensor), name
+            expected = twin.grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(param.grad.full_tensor(), expected, **exact, msg=name)
+            assert expected.abs().sum() > 0
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weight = ours.get_parameter("0.up.weight")
+    assert isinstance(weight, RaggedDTensor) and type(weight.to_local()) is torch.Tensor
+    return losses, [weight.to_local().numel()]
+
+
+@pytest.mark.parametrize(
+    "world, kind, rows, options",
+    [
+        (2, Int8Rows, 8, {}),
+        (2, Int8Rows, 8, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+        (2, Int8Rows, 8, {"reshard_after_forward": False}),
+        (2, Int8Rows, 8, {"hybrid": True}),
+        (2, HalfRows, 7, {}),
+        (3, HalfRows, 7, {}),
+        (4, HalfRows, 7, {}),
+    ],
+    ids=str,
+)
+def test_parity_with_fsdp2(world: int, kind: type[Wrapper], rows: int, options: dict[str, Any]) -> None:
+    """Losses and gradients are FSDP2's, rows that do not divide included; each rank holds the same rows."""
+    results = run_ranks(world, train_beside_fsdp2, kind, rows, options)
+
+    chunk = -(-rows // world)
+    for rank, (losses, held) in enumerate(results):
+        assert held == [6 * max(0, min(chunk, rows - rank * chunk))]
+        assert losses[0] != losses[-1]
+
+
+def differs_from_plain() -> bool:
+    model, plain = shard(fully_shard, Int8Rows, 8), build(None)
+    return torch.equal(model(inputs(0)), plain(inputs(0)))
+
+
+def test_the_hooks_decide_what_the_forward_reads() -> None:
+    """Quantised weights give another output than plain ones: the comparison above is of something."""
+    assert run_ranks(2, differs_from_plain) == [False, False]
+
+
+def hook_calls() -> list[tuple[Any, ...]]:
+    model = shard(fully_shard, HalfRows, 7)  # of another class: must not be seen below
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    model = fully_shard(build(Int8Rows)[0], mesh=cpu_mesh(), mp_policy=policy, reshard_after_forward=True)
+    (hooked,) = (g for g in state_of(model).groups if isinstance(g, HookedParamGroup))  # type: ignore[union-attr]
+    Wrapper.calls.clear()
+    model(inputs(0)).sum().backward()
+    full = hooked.params[0].unsharded
+    assert full is not None and full.untyped_storage().nbytes() == 0  # given back by the reshard
+    pre, _, post, *_ = calls = Wrapper.calls
+    size = torch.Size((8, 6))
+    assert pre == ("pre", 1, size, (6, 1), nn.Linear, policy)
+    assert post == ("post", "note", torch.bfloat16, None)
+    outs = [call[3] for call in calls if call[0] == "post"]
+    assert outs[:2] == [None, None] and all(isinstance(out, nn.Parameter) for out in outs[2:])
+    assert outs[2] is full
+    return [call[0] for call in calls]
+
+
+def test_calls_of_the_hooks() -> None:
+    """The first gather makes a tensor, later ones fill that very Parameter; the arguments are FSDP2's."""
+    for names in run_ranks(2, hook_calls):
+        assert names == ["pre", "pre", "post", "post"] * 2
+
+
+def careless() -> None:
+    careful, model = shard(fully_shard, Int8Rows, 8), build(None)
+    for block in model:
+        block.up.weight = nn.Parameter(CarelessInt8(block.up.weight.detach()))
+        block.down.weight = nn.Parameter(CarelessInt8(block.down.weight.detach()))
+    for module in (*model, model):
+        fully_shard(module, mesh=cpu_mesh())
+    for one in (careful, model):
+        one(inputs(0)).sum().backward()
+    for param, twin in zip(model.parameters(), careful.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), twin.grad.full_tensor())  # type: ignore[union-attr]
+
+
+def test_refilled_parameters_are_unmodified_for_autograd() -> None:
+    """A hook may write into ``out`` plainly: it holds the same values again, and the backward goes on."""
+    run_ranks(2, careless)
+
+
+class ColumnParallel(nn.Module):
+    """A weight that tensor parallelism has cut, its local part of a class with hooks (as torchao's are)."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        full = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+        part = Int8Rows(full.chunk(mesh.size())[mesh.get_local_rank()].clone())
+        self.weight = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.weight, DTensor)
+        return x @ self.weight.to_local().t()
+
+
+def beside_tensor_parallelism() -> None:
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    ours, theirs = (
+        fn(ColumnParallel(mesh["tp"]), mesh=mesh["dp"]) for fn in (fully_shard, torch_fully_shard)
+    )
+    for step in range(2):
+        for model in (ours, theirs):
+            model(inputs(step)).pow(2).sum().backward()
+        assert isinstance(ours.weight, RaggedDTensor)
+        grads = [model.weight.grad.to_local().view(-1, 6) for model in (ours, theirs)]
+        assert torch.equal(*grads) and grads[0].abs().sum() > 0
+    assert ours.weight.shape == (16, 6) and ours.weight.to_local().numel() == 4 * 6
+
+
+def test_beside_tensor_parallelism() -> None:
+    """DTensors whose local part is of such a class: the hooks see the rows that both axes leave."""
+    run_ranks(4, beside_tensor_parallelism)
+
+
+def checkpointed(folder: str) -> None:
+    model = shard(fully_shard, Int8Rows, 8)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    plain = build(None)
+    other = fully_shard(build(None), mesh=cpu_mesh(), granularity=Rows(1))
+    for param in other.parameters():
+        nn.init.zeros_(param)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    for name, param in plain.named_parameters():
+        assert torch.equal(state[name].full_tensor(), param), name
+
+
+def test_checkpoints_hold_plain_values(tmp_path: Any) -> None:
+    """What is saved are the values the class wraps: a model without it loads them."""
+    run_ranks(2, checkpointed, str(tmp_path))
+
+
+def from_meta() -> None:
+    with torch.device("meta"):
+        model = build(Int8Rows)
+    for module in (*model, model):
+        fully_shard(module, mesh=cpu_mesh())
+    model.to_empty(device="cpu")
+    reference = shard(fully_shard, Int8Rows, 8)
+    model.load_state_dict(reference.state_dict())
+    assert torch.equal(model(inputs(0)), reference(inputs(0)))
+    model.load_state_dict({k: v.clone() for k, v in reference.state_dict().items()}, assign=True)
+    for param in model.parameters():
+        with torch.no_grad():
+            param.mul_(2)  # the hooks must read what is in the new shard
+    assert not torch.equal(model(inputs(0)), reference(inputs(0)))
+
+
+def test_meta_init_and_new_shards() -> None:
+    """to_empty and assigned state dicts move the shard; the hooks follow it."""
+    run_ranks(2, from_meta)
+
+
+def refusals() -> None:
+    def refused(error: type[Exception], match: str, kind: Any, **options: Any) -> None:
+        layer = nn.Linear(6, 8)
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+        with pytest.raises(error, match=match):
+            fully_shard(layer, **{"mesh": cpu_mesh(), **options})
+
+    refused(AssertionError, "one of the two all-gather hooks", OnlyBefore)
+    refused(AssertionError, "takes other arguments", ThreeArguments)
+    refused(NotImplementedError, "does not wrap one tensor", lambda data: data.as_subclass(WrapsNothing))
+    refused(NotImplementedError, "without fsdp_pre_all_gather", Wrapper)
+    refused(NotImplementedError, "reshard_after_forward=2", Int8Rows, reshard_after_forward=2)
+    refused(NotImplementedError, "without names", Int8Rows, mesh=cpu_mesh(2, 2))
+    refused(ValueError, "cuts a block", Int8Rows, granularity=Rows(3))
+
+
+def test_refusals() -> None:
+    """Half a pair of hooks, strange signatures, classes that wrap nothing, numbers to reshard to, cut blocks."""
+    run_ranks(4, refusals)
+
+
+def unpadded() -> str:
+    layer = nn.Linear(6, 7)
+    layer.weight = nn.Parameter(Unpadded(layer.weight.detach()))
+    state = state_of(fully_shard(layer, mesh=cpu_mesh()))
+    assert state is not None
+    state.compare_below()
+    if dist.get_rank() == 0:
+        return ""  # it would wait for the other
+    with pytest.raises(AssertionError, match=r"inputs of \(4, 6\)") as caught:
+        layer(inputs(0))
+    return str(caught.value)
+
+
+def test_missing_padding_is_seen() -> None:
+    """A rank with fewer rows whose hook does not pad raises instead of sending too little."""
+    assert "from rows of (3, 6)" in run_ranks(2, unpadded)[1]
+
+
+def test_rows_are_cut_as_fsdp2_cuts_them() -> None:
+    """Each tensor by torch.chunk of its rows, at the same place of every shard; padding at the end of rows."""
+    for rows, world in [(8, 2), (7, 2), (7, 3), (2, 4), (9, 4), (5, 1), (0, 2)]:
+        specs = [TensorSpec("a", (rows, 3), "float32", 1), TensorSpec("b", (4,), "float32", 1)]
+        layout = plan_by_rows(specs, world)
+        chunks = [c.numel() for c in torch.zeros(rows, 3).chunk(world)]
+        assert list(layout.piece_numels(layout.slot("a"))) == chunks + [0] * (world - len(chunks))
+        assert layout.shard_numel == -(-(-(-rows // world) * 3) // 8) * 8 + 8
+        starts = {layout.piece(layout.slot("b"), r).local_offset for r in range(world) if r < 4}
+        assert starts <= {0, layout.shard_numel - 8}
+
+
+@pytest.fixture
+def float8() -> Any:
+    """torchao's float8 training; its import reports kernels that this machine cannot load."""
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    pytest.importorskip("torchao", reason="the users of these hooks: pip install torchao")
+    return importlib.import_module("torchao.float8")
+
+
+def train_float8() -> list[list[float]]:
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    losses: list[list[float]] = []
+    for shard_fn in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2)))
+        float8.convert_to_float8_training(model, config=config)
+        for module in (*model, model):
+            shard_fn(module, mesh=cpu_mesh())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses.append([])
+        for step in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = model(x).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    return losses
+
+
+def test_torchao_float8_weights(float8: Any) -> None:
+    """torchao's float8 linears, whose weights travel in 8 bits, train as under FSDP2 to the last bit."""
+    for ours, theirs in run_ranks(2, train_float8):
+        assert ours == theirs and ours[0] != ours[2]
+
+
+def gathered_in_vain() -> set[Any]:
+    """Metadata that ``post`` was given, where a unit is gathered ahead and does not run before the next step."""
+    Wrapper.calls.clear()
+    model = shard(fully_shard, Int8Rows, 8)
+    expected = model(inputs(0)).detach()
+    last = model._modules.pop("1")
+    with torch.no_grad():
+        model(inputs(0))
+    model._modules["1"] = last
+    assert torch.equal(model(inputs(0)), expected)
+    return {call[1] for call in Wrapper.calls if call[0] == "post"}
+
+
+def test_hooks_run_once_per_gather() -> None:
+    """A gather that nobody used is finished once: its metadata is there, and the next gather has its own."""
+    assert run_ranks(2, gathered_in_vain) == [{"note"}] * 2

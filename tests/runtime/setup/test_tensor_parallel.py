@@ -1,0 +1,233 @@
+"""fully_shard on top of tensor and expert parallelism: 2-D and 3-D meshes train as one process does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.models import TensorParallelLayer
+from vescale_fsdp import Rows, fully_shard
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import PlacementError
+
+
+class Experts(nn.Module):
+    """Every expert sees every token; each ep rank adds up those it holds."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 7, 3) / 4)
+        self.mesh = mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if self.mesh is None:
+            return torch.tanh(x @ weight).sum(0)
+        assert isinstance(weight, DTensor)
+        # Each rank's gradient of x knows its own experts only.
+        x = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        part = torch.tanh(x @ weight.to_local()).sum(0)
+        return DTensor.from_local(part, self.mesh, [Partial()]).full_tensor()
+
+
+class Model(nn.Module):
+    """Two layers and the experts."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([TensorParallelLayer(), TensorParallelLayer()])
+        self.experts = Experts(mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.experts(x)
+
+
+def build(mesh: DeviceMesh | None = None) -> Model:
+    torch.manual_seed(5)
+    return Model(mesh)
+
+
+def parallel(mesh: DeviceMesh, dp: tuple[str, ...], **options: Any) -> Model:
+    """The model on axes dp and tp of a mesh; the tp axis carries the experts too."""
+    model = build(mesh["tp"])
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    weight = model.experts.weight.detach()
+    model.experts.weight = nn.Parameter(torch_distribute_tensor(weight, mesh["tp"], [Shard(0)]))
+    data = mesh[dp] if len(dp) > 1 else mesh[dp[0]]
+    for layer in model.layers:
+        fully_shard(layer, mesh=data, **options)
+    fully_shard(model, mesh=data, **options)
+    return model
+
+
+def inputs(step: int, replica: int) -> torch.Tensor:
+    return torch.randn(3, 7, generator=torch.Generator().manual_seed(100 * step + replica))
+
+
+def train(shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]) -> tuple[int, list[str]]:
+    """Four clipped AdamW steps beside one process; returns elements held here and the placements."""
+    mesh = cpu_mesh(*shape, names=names)
+    dp = names[:-1]
+    model, reference = parallel(mesh, dp, **options), build()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in (model, reference)]
+    data = mesh[dp] if len(dp) > 1 else mesh[dp[0]]
+    replicas = data.size()
+    coordinate = data.get_coordinate()
+    assert coordinate is not None
+    replica = coordinate[0] if len(dp) == 1 else coordinate[0] * data.size(1) + coordinate[1]
+    for step in range(4):
+        want = torch.stack([reference(inputs(step, r)).pow(2).mean() for r in range(replicas)]).mean()
+        want.backward()
+        loss = model(inputs(step, replica)).pow(2).mean()
+        loss.backward()
+        for (name, param), twin in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(param, RaggedDTensor) and isinstance(param.grad, RaggedDTensor), name
+            torch.testing.assert_close(param.grad.full_tensor(), twin.grad, msg=lambda m, n=name: f"{n} {m}")
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, reference)]
+        assert isinstance(norms[0], DTensor) and norms[1] > 0.1
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, param), twin in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(param, RaggedDTensor)
+        torch.testing.assert_close(param.full_tensor(), twin.detach(), msg=name)
+    held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, RaggedDTensor))
+    return held, [str(p.placements) for p in model.parameters() if isinstance(p, RaggedDTensor)]
+
+
+@pytest.mark.parametrize(
+    "shape, names, options",
+    [
+        ((2, 2), ("dp", "tp"), {}),
+        ((2, 2), ("dp", "tp"), {"granularity": Rows(2)}),
+        ((2, 2), ("dp", "tp"), {"reshard_after_forward": False}),
+        ((4, 1), ("dp", "tp"), {}),
+        ((2, 1, 2), ("replicate", "shard", "tp"), {}),
+        ((2, 2, 2), ("replicate", "shard", "tp"), {}),
+        ((1, 2, 2), ("replicate", "shard", "tp"), {"granularity": Rows(1)}),
+    ],
+    ids=str,
+)
+def test_parity_with_one_process(
+    shape: tuple[int, ...], names: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Gradients and parameters after AdamW steps are those of one process, on 2-D and 3-D meshes."""
+    results = run_ranks(math.prod(shape), train, shape, names, options)
+
+    numel = sum(p.numel() for p in build().parameters())
+    assert all(0 < held < numel for held, _ in results)
+    if shape[-1] > 1:
+        text = " ".join(results[0][1])
+        assert "StridedRaggedShard" in text and "Shard(dim=1)" in text
+
+
+def mixed_precision() -> None:
+    """bf16 compute keeps DTensor parameters DTensors, in bf16, and trains fp32 shards."""
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = parallel(mesh, ("dp",), mp_policy=policy)
+    seen = []
+    model.layers[0].up.register_forward_hook(
+        lambda m, args, out: seen.append((type(m.weight.data), m.weight.dtype))
+    )
+    model(inputs(0, 0)).float().sum().backward()
+    assert seen == [(DTensor, torch.bfloat16)]
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+
+
+def test_mixed_precision() -> None:
+    """Mixed precision and tensor parallelism go together."""
+    run_ranks(4, mixed_precision)
+
+
+class Scale(nn.Module):
+    """A replicated DTensor parameter whose gradient is Partial: each tp rank works on its own rows."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.scale = nn.Parameter(torch_distribute_tensor(torch.ones(5), mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch_distribute_tensor(x, self.mesh, [Shard(0)])
+        return (rows * self.scale).full_tensor()
+
+
+def partial_gradients() -> torch.Tensor:
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    model = fully_shard(Scale(mesh["tp"]), mesh=mesh["dp"])
+    model(torch.arange(20.0).view(4, 5)).sum().backward()
+    grad = model.scale.grad
+    assert isinstance(grad, RaggedDTensor)
+    return grad.full_tensor()
+
+
+def test_partial_gradients_are_summed() -> None:
+    """A gradient that is Partial over tp counts every rank's part."""
+    for grad in run_ranks(4, partial_gradients):
+        assert torch.equal(grad, torch.arange(20.0).view(4, 5).sum(0))
+
+
+def save_and_load(folder: str) -> None:
+    """Stock DCP between dp x tp shapes: saved on (2, 2), loaded on (4, 1) and (1, 4)-like meshes."""
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    model = parallel(mesh, ("dp",))
+    model(inputs(0, 0)).sum().backward()
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    want = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, RaggedDTensor)}
+    other = parallel(cpu_mesh(4, 1, names=("dp", "tp")), ("dp",), granularity=Rows(1))
+    for param in other.parameters():
+        with torch.no_grad():
+            param.zero_()
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    for name, param in other.named_parameters():
+        assert isinstance(param, RaggedDTensor)
+        assert torch.equal(param.full_tensor(), want[name]), name
+    dist.barrier()
+
+
+def test_checkpoints_between_meshes(tmp_path: Any) -> None:
+    """What is saved under dp x tp loads under another split of the ranks."""
+    run_ranks(4, save_and_load, str(tmp_path))
+
+
+def misuse() -> list[str]:
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    texts = []
+    for kind in ("same axis", "unnamed", "twice"):
+        layer = TensorParallelLayer()
+        own = mesh["tp"] if kind != "unnamed" else cpu_mesh(2, 2)
+        placements = [Shard(0)] * own.ndim
+        layer.up.weight = nn.Parameter(torch_distribute_tensor(layer.up.weight.detach(), own, placements))
+        try:
+            fully_shard(layer, mesh=mesh["tp"] if kind == "same axis" else mesh["dp"])
+            fully_shard(nn.Sequential(layer.up), mesh=mesh["dp"])
+        except PlacementError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_meshes_that_do_not_go_together() -> None:
+    """A DTensor on the sharded axis, on an unnamed mesh or sharded already is refused with the way out."""
+    texts = run_ranks(4, misuse)[0]
+
+    assert ["an axis that it is to be" in texts[0], "need names" in texts[1]] == [True, True]
+    assert len(texts) == 3 and "sharded already" in texts[2]

@@ -1,0 +1,142 @@
+"""Ranks that have sharded different models, or one model differently, hear of it at its first use: all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import fully_shard
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.layout.granularity import Rows
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def build(difference: str, odd: bool, mesh: Any) -> nn.Module:
+    """A stack of sharded blocks; the odd rank builds or shards it otherwise."""
+    blocks = 4 if odd and difference == "blocks" else 3
+    model: nn.Module = models.build(num_blocks=blocks, dim=8 if odd and difference == "size" else 7)
+    options: dict[str, Any] = {"mesh": mesh}
+    if odd:
+        options |= {
+            "granularity": {"granularity": Rows(3)},
+            "policy": {"mp_policy": BF16},
+            "reshard": {"reshard_after_forward": False},
+            "offload": {"offload_policy": CPUOffloadPolicy()},
+        }.get(difference, {})
+    if odd and difference == "frozen":
+        model.blocks[1].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    if odd and difference == "dtype":
+        model.to(torch.float64)
+    shards = list(model.blocks)  # type: ignore[arg-type]
+    for block in shards[1:] if odd and difference == "units" else shards:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    if odd and difference == "replaced":
+        model.head.weight = nn.Parameter(torch.zeros(3, 7))  # type: ignore[union-attr]
+    if odd and difference == "replaced by what cannot be":
+        model.head.weight = nn.Parameter(torch.zeros(3, 8))  # type: ignore[union-attr]
+    return model
+
+
+def first_use(difference: str, shape: tuple[int, ...], odd: int, use: str) -> str:
+    is_odd = dist.get_rank() == odd
+    model = build(difference, is_odd, cpu_mesh(*shape))
+    try:
+        if use == "unshard":
+            model.unshard()  # type: ignore[operator]
+        else:
+            model(torch.randn(2, 5, dtype=torch.float64 if is_odd and difference == "dtype" else None))
+    except LifecycleError as error:
+        return str(error)
+    return ""
+
+
+DIFFERENCES = {
+    "granularity": "block",
+    "policy": "bfloat16",
+    "reshard": "reshard_after_forward False",
+    "offload": "CPUOffloadPolicy",
+    "frozen": "up.weight",
+    "dtype": "float64",
+    "blocks": "blocks.3",
+    "size": "8",
+    "units": "blocks.0",
+    "replaced": "head.weight",
+    "replaced by what cannot be": "shape (3, 8)",
+}
+
+
+@pytest.mark.parametrize("difference", list(DIFFERENCES))
+def test_every_rank_hears_of_a_difference(difference: str) -> None:
+    """The error names both sides and the first thing that differs."""
+    for text in run_ranks(3, first_use, difference, (3,), 1, "forward", timeout_s=60.0):
+        assert "sharded different models" in text
+        assert "ranks [0, 2] have" in text and "ranks [1] have" in text
+        assert DIFFERENCES[difference] in text, text
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_replicas_are_compared_too(odd: int) -> None:
+    """HSDP: a rank that differs is heard of by those that share neither row nor column with it."""
+    for text in run_ranks(4, first_use, "granularity", (2, 2), odd, "forward", timeout_s=60.0):
+        assert f"ranks [{odd}] have" in text
+
+
+def test_unshard_is_a_first_use() -> None:
+    """Gathering by hand compares as a forward does."""
+    assert all(
+        "ranks [1] have" in t for t in run_ranks(2, first_use, "policy", (2,), 1, "unshard", timeout_s=60.0)
+    )
+
+
+@pytest.mark.parametrize("use", ["forward", "unshard"])
+def test_equal_ranks_pass(use: str) -> None:
+    """The control: no error where nothing differs, on one axis and on two."""
+    assert run_ranks(2, first_use, "none", (2,), 1, use) == ["", ""]
+    assert run_ranks(4, first_use, "none", (2, 2), 1, use) == [""] * 4
+
+
+def count_collectives(shape: tuple[int, ...]) -> list[int]:
+    model = build("none", False, cpu_mesh(*shape))
+    counts = []
+    for step in range(3):
+        with CommDebugMode() as counter:
+            models.loss_of(model, models.batch(step, dist.get_rank())).backward()
+        counts.append(counter.get_total_counts())
+    return counts
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((2,), 1), ((2, 2), 2)])
+def test_the_first_step_compares_once(shape: tuple[int, ...], axes: int) -> None:
+    """One all-reduce per mesh axis at the first step for the whole model, none afterwards."""
+    for first, second, third in run_ranks(2 * axes, count_collectives, shape):
+        assert first == second + axes
+        assert second == third > 0
+
+
+def stages_run() -> float:
+    """Two pipeline stages, each sharded over its own two ranks: they differ, and may."""
+    mesh = cpu_mesh(2, 2, names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    torch.manual_seed(stage)
+    model = models.MLP(7) if stage == 0 else nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 7), nn.Linear(7, 7))
+    options: dict[str, Any] = {"mesh": mesh["dp"], "granularity": Rows(2) if stage else None}
+    for child in list(model.children())[:stage]:
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+    return float(model(torch.ones(2, 7)).detach().sum())
+
+
+def test_stages_may_differ() -> None:
+    """Only ranks of a unit's own mesh are compared."""
+    sums = run_ranks(4, stages_run)
+    assert sums[0] == sums[1] != sums[2] == sums[3]

@@ -1,0 +1,347 @@
+"""Users' mistakes end in one error that says what was expected, what was got, where, and what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import Element, FSDPModule, GroupLayout, RaggedShard, fully_shard
+from vescale_fsdp.errors import LayoutError, LifecycleError
+from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
+from vescale_fsdp.runtime.fsdp_state import state_of
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def mistakes() -> None:
+    mesh = cpu_mesh()
+    with pytest.raises(ValueError, match="forward"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
+    with pytest.raises(ValueError, match="1-D tensor of one element"):
+        fully_shard(Scalar(), mesh=mesh)
+    with pytest.raises(ValueError, match="temperature"):
+        fully_shard(Scalar(), mesh=mesh)
+    strided = nn.Linear(4, 4)
+    strided.weight = nn.Parameter(torch.randn(4, 4).t())
+    with pytest.raises(NotImplementedError, match="contiguous"):
+        fully_shard(strided, mesh=mesh)
+    subclass = nn.Linear(4, 4)
+    subclass.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    with pytest.raises(NotImplementedError, match="TwoTensor"):
+        fully_shard(subclass, mesh=mesh)
+    with pytest.raises(ValueError, match="Rows"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, granularity=lambda fqn, param: 3)  # type: ignore[return-value,arg-type]
+    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(RuntimeError, match="once"):
+        fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="copy the module first"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="True or False"):
+        model.set_reshard_after_forward(2)
+
+
+def test_misuse_of_fully_shard() -> None:
+    """Containers, scalars, strided parameters, wrong rules, double wraps, deep copies."""
+    run_ranks(1, mistakes)
+
+
+def everything_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What `fully_shard` might change: per module its class, hooks, states, parameters and buffers."""
+    return [
+        (
+            type(module),
+            set(vars(module)),
+            [id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())],
+            [len(getattr(module, hooks)) for hooks in HOOKS],
+            [set(vars(p)) for p in module._parameters.values() if p is not None],
+        )
+        for module in model.modules()
+    ]
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+def refused_halfway() -> None:
+    mesh = cpu_mesh()
+    model = models.build()
+    model.norm = nn.BatchNorm1d(3)
+    model.head.double()  # a second group, planned after the first
+
+    def rule(fqn: str, param: nn.Parameter) -> Element:
+        return Element() if param.dtype is torch.float32 else None  # type: ignore[return-value]
+
+    class NoGather(GatherPolicy):
+        def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> None:
+            if dtype is torch.float64:
+                raise LayoutError("no gather for this group")
+
+    before = everything_of(model)
+    storages = [p.untyped_storage().nbytes() for p in model.parameters()]
+    with pytest.raises(LayoutError, match="granularity rule"):
+        fully_shard(model, mesh=mesh, granularity=rule)
+    with pytest.raises(LayoutError, match="no gather"):
+        fully_shard(model, mesh=mesh, mp_policy=NoGather())
+    with pytest.raises(ValueError, match="divisor"):
+        fully_shard(model, mesh=mesh, reshard_after_forward=7)
+    assert everything_of(model) == before
+    assert [p.untyped_storage().nbytes() for p in model.parameters()] == storages
+    fully_shard(model, mesh=mesh)
+    assert everything_of(model) != before and len(state_of(model).groups) == 2  # type: ignore[union-attr]
+
+
+def test_a_refused_call_changes_nothing() -> None:
+    """Parameters, buffers, hooks and classes are those of before, even if a later group is the reason."""
+    run_ranks(2, refused_halfway)
+
+
+class Inner(nn.Module):
+    """A module with a child that a list may name as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(x)
+
+
+def lists_of_modules() -> None:
+    mesh = cpu_mesh()
+    with pytest.raises(ValueError, match="nothing to shard"):
+        fully_shard([], mesh=mesh)
+    outer, other = Inner(), nn.Linear(5, 5)
+    given: Any = [outer.child, outer, other, outer]
+    assert fully_shard(given, mesh=mesh) is given
+    assert isinstance(outer, FSDPModule) and isinstance(other, FSDPModule)
+    assert not isinstance(outer.child, FSDPModule)
+    assert state_of(outer).modules == (outer, other)  # type: ignore[union-attr]
+    assert type(fully_shard(nn.Linear(5, 5), mesh=mesh)) is type(other)
+
+
+def test_lists_of_modules() -> None:
+    """Modules inside others of the list belong to those; modules of one class get one sharded class."""
+    run_ranks(1, lists_of_modules)
+
+
+def tied_across_units() -> None:
+    model = models.build()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    fully_shard(model.blocks[0], mesh=cpu_mesh())
+    with pytest.raises(ValueError, match="pass those modules as a list"):
+        fully_shard(model.blocks[1], mesh=cpu_mesh())
+    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight"):
+        fully_shard(model, mesh=cpu_mesh())
+    together = models.build()
+    together.blocks[1].up.weight = together.blocks[0].up.weight
+    fully_shard([together.blocks[0], together.blocks[1]], mesh=cpu_mesh())
+    assert together.blocks[0].up.weight is together.blocks[1].up.weight
+
+
+def test_parameters_tied_across_units_are_refused() -> None:
+    """Sharding each side alone would untie them in silence."""
+    run_ranks(1, tied_across_units)
+
+
+def placement_functions() -> None:
+    mesh = cpu_mesh()
+    fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: None)
+    for wrong in (Shard(2), "rows", RaggedShard((0,), (1, 1))):
+        with pytest.raises(ValueError, match="Shard of one of the 2 dims, RaggedShard with 1 units"):
+            fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p, wrong=wrong: wrong)
+    with pytest.raises(ValueError, match="DataParallelMeshDims"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="x")
+
+
+def test_placement_functions_and_mesh_dims() -> None:
+    """torch's shard_placement_fn is asked and checked, and dp_mesh_dims must be torch's."""
+    run_ranks(1, placement_functions)
+
+
+def order_mistakes() -> None:
+    mesh = cpu_mesh()
+    model = models.build()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    model.blocks[0](torch.randn(2, 7))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(LifecycleError, match=r"blocks\.0"):
+        model(models.batch(0, 0))
+    whole = models.build()
+    for block in whole.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(whole, mesh=mesh)
+    whole(models.batch(0, 0))
+    with pytest.raises(LifecycleError, match="outermost"):
+        whole.blocks[1].reset_iter_state()
+    listed = models.build()
+    fully_shard(list(listed.blocks), mesh=mesh)
+    with pytest.raises(LifecycleError, match="list"):
+        listed(models.batch(0, 0))
+
+
+def test_modules_run_in_a_wrong_order() -> None:
+    """A block that ran before its root, and a list without a root, are named."""
+    run_ranks(1, order_mistakes)
+
+
+class Failing(models.Stack):
+    fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if self.fail and index == 1:
+                raise ValueError("user's own error")
+        return self.head(x)
+
+
+def recover() -> None:
+    mesh = cpu_mesh()
+    model = models.build()
+    model.__class__ = Failing
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    models.loss_of(model, models.batch(0, 0)).backward()
+    model.zero_grad()
+    model.fail = True
+    with pytest.raises(ValueError, match="own error"):
+        model(models.batch(0, 0))
+    model.fail = False
+    model.reset_iter_state()
+    reference = models.build()
+    _, grads = models.reference_grads(reference, 1, 2)
+    models.loss_of(model, models.batch(1, mesh.get_rank())).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)
+
+
+def test_reset_after_an_exception() -> None:
+    """After reset_iter_state the next step is right."""
+    run_ranks(2, recover)
+
+
+def recover_in_backward() -> None:
+    model = models.build()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh(2, 1, names=("replicate", "shard")))
+    rank, events, failing = dist.get_rank(), [], [False]
+
+    def watch(grad: torch.Tensor) -> None:
+        events.append("backward 0")
+
+    def fail(grad: torch.Tensor) -> None:
+        if failing[0]:
+            raise ValueError("user's own error")
+
+    model.blocks[0].tiny.register_forward_hook(lambda module, args, out: out.register_hook(watch) and None)
+    model.blocks[1].tiny.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+    for index, block in enumerate(model.blocks):
+        (group,) = state_of(block).groups  # type: ignore[union-attr]
+        reduce = group.comm.reduce_scatter
+
+        def reduced(shard: torch.Tensor, full: torch.Tensor, index: int = index, reduce: Any = reduce) -> Any:
+            events.append(f"reduce {index}")
+            return reduce(shard, full)
+
+        group.comm.reduce_scatter = reduced  # type: ignore[method-assign]
+    model.set_requires_all_reduce(False)
+    models.loss_of(model, models.batch(0, rank)).backward()  # leaves sums that replicas do not know
+    with model.no_sync():
+        models.loss_of(model, models.batch(1, rank)).backward()  # and gradients that are not reduced
+    model.set_requires_all_reduce(True)
+    failing[0] = True
+    with pytest.raises(ValueError, match="own error"):
+        models.loss_of(model, models.batch(2, rank)).backward()
+    failing[0] = False
+    model.reset_iter_state()
+    model.zero_grad()  # block 2's were through
+    events.clear()
+    _, grads = models.reference_grads(models.build(), 3, 2)
+    models.loss_of(model, models.batch(3, rank)).backward()
+    assert events == ["reduce 2", "reduce 1", "backward 0", "reduce 0"]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), grads[name], msg=name)  # type: ignore[union-attr]
+
+
+def test_reset_after_an_exception_in_the_backward() -> None:
+    """Sums and gradients of before are dropped, and each unit reduces when its own backward is through."""
+    run_ranks(2, recover_in_backward)
+
+
+def released() -> None:
+    model = models.build()
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    models.loss_of(model, models.batch(0, 0)).backward()
+    watched = [weakref.ref(model), *(weakref.ref(p) for p in model.parameters())]
+    del model, block
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_nothing_survives_the_model() -> None:
+    """After del model no parameter or module is kept alive."""
+    run_ranks(2, released)
+
+
+def dtypes() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    mesh = cpu_mesh()
+    model = models.build()
+    seen, tables, reduced = [], [], []
+    for block, reduce_dtype in zip(model.blocks, (torch.float32, None, torch.float64), strict=True):
+        block.table = nn.Parameter(torch.tensor([257, 2]), requires_grad=False)  # 257 is no bf16
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+        block.set_all_reduce_hook(lambda shard: reduced.append(shard.dtype))
+        block.register_forward_pre_hook(lambda m, args: seen.append((args[0].dtype, m.up.weight.dtype)))
+        block.register_forward_pre_hook(lambda m, args: tables.append(m.table.tolist()))
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    out = model(models.batch(0, mesh.get_rank()))
+    assert out.dtype is torch.float32
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * 3
+    assert tables == [[257, 2]] * 3
+    out.pow(2).mean().backward()
+    assert reduced == [torch.float64, torch.bfloat16, torch.float32]  # without one: that of compute
+    reference = models.build()
+    half = models.twin(reference).to(torch.bfloat16)
+    for rank in range(2):
+        (half(models.batch(0, rank).bfloat16()).float().pow(2).mean() / 2).backward()
+    for name, plain in half.named_parameters():
+        param = model.get_parameter(name)
+        assert param.dtype is torch.float32 and param.grad.dtype is torch.float32
+        torch.testing.assert_close(
+            param.grad.full_tensor(), plain.grad.float(), rtol=5e-2, atol=5e-2, msg=name
+        )
+    kept = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    layer = fully_shard(nn.Linear(5, 3), mesh=mesh, mp_policy=kept)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(models.batch(0, 0))
+    assert layer(models.batch(0, 0).bfloat16()).dtype is torch.bfloat16
+    embedding = fully_shard(nn.Embedding(300, 3), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert embedding(torch.tensor([257])).dtype is torch.bfloat16  # of integers, which stay what they are
+
+
+def test_mixed_precision_dtypes() -> None:
+    """bf16 compute over fp32 shards: inputs and parameters are cast but for integers, gradients come back in fp32."""
+    run_ranks(2, dtypes)

@@ -1,0 +1,551 @@
+"""FSDP2's switches, one by one, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import Rows, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
+
+
+def shard(model: models.Stack, mesh: Any = None, **options: Any) -> models.Stack:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
+    fully_shard(model, mesh=mesh or cpu_mesh(), **options)
+    return model
+
+
+def check_steps(model: nn.Module, reference: nn.Module, steps: int = 3, scale: float = 1.0) -> None:
+    """Gradients of a few SGD steps equal one process's, times ``scale``."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / scale)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(steps):
+        _, grads = models.reference_grads(reference, step, world)
+        models.loss_of(model, models.batch(step, rank)).backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(
+                param.grad.full_tensor(), grads[name] * scale, rtol=1e-4, atol=1e-6, msg=f"{step} {name}"
+            )
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+
+
+def reshard_to_part() -> int:
+    model = shard(models.build(), reshard_after_forward=2)
+    seen = []
+    block = state_of(model.blocks[0]).groups[0]
+    model.blocks[1].register_forward_pre_hook(lambda *_: seen.append(block.state))
+    states: list[GroupState] = []
+    handle = model.embed.register_full_backward_hook(lambda *_: states.append(block.state))
+    check_steps(model, models.build(), 1)
+    handle.remove()  # the part went when the gather of the backward had read it
+    check_steps(model, _copy_of(model), 2)
+    with torch.no_grad():
+        model(models.batch(0, 0))
+        states.append(block.state)
+        assert states == [GroupState.SHARDED, GroupState.PARTLY_SHARDED]
+        for param in model.parameters():
+            param.mul_(0.5)  # as an optimizer would: the parts are out of date
+    check_steps(model, _copy_of(model), 1)
+    return sum(state is GroupState.PARTLY_SHARDED for state in seen)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    plain = models.build()
+    with torch.no_grad():
+        for (name, param), mine in zip(plain.named_parameters(), model.parameters(), strict=True):
+            param.copy_(mine.full_tensor())
+            assert name
+    return plain
+
+
+def test_reshard_after_forward_to_a_smaller_group() -> None:
+    """A number keeps parameters over groups of that many ranks between forward and backward."""
+    assert run_ranks(4, reshard_to_part) == [5] * 4  # 3 steps, 1 forward, 1 step
+
+
+def bad_part_sizes() -> None:
+    with pytest.raises(ValueError, match="divisor of 2"):
+        fully_shard(models.build(), mesh=cpu_mesh(), reshard_after_forward=3)
+    with pytest.warns(UserWarning, match="means False"):
+        fully_shard(models.build(), mesh=cpu_mesh(), reshard_after_forward=1)
+
+
+def test_reshard_after_forward_numbers_are_checked() -> None:
+    """A number that does not divide the ranks is refused; 1 means False, with a warning."""
+    run_ranks(2, bad_part_sizes)
+
+
+def offloaded() -> None:
+    model = shard(models.build(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    check_steps(model, models.build())
+    assert all(p.device.type == "cpu" and p.to_local().device.type == "cpu" for p in model.parameters())
+
+
+def test_cpu_offload_policy() -> None:
+    """CPUOffloadPolicy is accepted and trains alike (on a CPU mesh everything is on the host anyway)."""
+    run_ranks(2, offloaded)
+
+
+def offloaded_from_an_accelerator() -> None:
+    for pin in (True, False):
+        model = fully_shard(nn.Linear(5, 3), mesh=cpu_mesh(), offload_policy=CPUOffloadPolicy(pin))
+        group = state_of(model).groups[0]
+        with mock.patch.object(ParamGroup, "is_offloaded", True):
+            with mock.patch("torch.zeros") as zeros, mock.patch("torch.empty_like") as empty:
+                group._new_shard(torch.float32, torch.device("cuda"))
+                group._room_on_host(group.shard)
+            for asked in (zeros, empty):
+                assert torch.device(asked.call_args.kwargs["device"]).type == "cpu"
+                assert asked.call_args.kwargs["pin_memory"] is pin
+            group.shard = mock.Mock(is_meta=False, device=torch.device("cuda:0"))
+            with pytest.raises(LifecycleError, match="shards live on the host"):
+                model(models.batch(0, 0))
+
+
+def test_memory_that_offloading_asks_for() -> None:
+    """Shards and reduced gradients of an accelerator's unit lie on the host, pinned if asked, or are refused."""
+    run_ranks(1, offloaded_from_an_accelerator)
+
+
+def list_unit() -> None:
+    model = models.build()
+    fully_shard([model.embed, model.blocks[0]], mesh=cpu_mesh())
+    fully_shard(list(model.blocks)[1:], mesh=cpu_mesh(), granularity=Rows(2))
+    fully_shard(model, mesh=cpu_mesh())
+    assert state_of(model.embed) is state_of(model.blocks[0])
+    assert len(state_of(model.embed).groups[0].params) > 6
+    check_steps(model, models.build())
+
+
+def test_a_list_of_modules_is_one_unit() -> None:
+    """Modules of a list share one gather and one reduction."""
+    run_ranks(2, list_unit)
+
+
+def ignored() -> None:
+    model = models.build()
+    left = model.blocks[0].up.weight
+    fully_shard(model, mesh=cpu_mesh(), ignored_params={left})
+    assert model.blocks[0].up.weight is left
+    assert not isinstance(left, RaggedDTensor)
+    models.loss_of(model, models.batch(0, dist.get_rank())).backward()
+    plain = models.build()
+    models.loss_of(plain, models.batch(0, dist.get_rank())).backward()
+    torch.testing.assert_close(left.grad, plain.blocks[0].up.weight.grad)  # this rank's own, unreduced
+
+
+def test_ignored_params_are_left_alone() -> None:
+    """Ignored parameters stay plain and are not reduced."""
+    run_ranks(2, ignored)
+
+
+def divided() -> None:
+    model = shard(models.build())
+    for module in (*model.blocks, model):
+        module.set_gradient_divide_factor(1.0)
+    check_steps(model, models.build(), scale=2.0)
+    forced = shard(models.build())
+    for module in (*forced.blocks, forced):
+        module.set_force_sum_reduction_for_comms(True)
+    check_steps(forced, models.build())
+
+
+def test_divide_factor_and_forced_sums() -> None:
+    """A factor of 1 gives sums; forced sums divide afterwards."""
+    run_ranks(2, divided)
+
+
+def half_reduction() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model, reference = shard(models.build(), mp_policy=policy), models.build()
+    _, grads = models.reference_grads(reference, 0, 4)
+    models.loss_of(model, models.batch(0, dist.get_rank())).backward()
+    for name, param in model.named_parameters():
+        assert param.grad.dtype is torch.float32
+        torch.testing.assert_close(param.grad.full_tensor(), grads[name], rtol=2e-2, atol=2e-3, msg=name)
+
+
+def test_fp16_reduction_divides_before_and_after() -> None:
+    """fp16 gradients come out as the average."""
+    run_ranks(4, half_reduction)
+
+
+class Custom:
+    """Counts calls; stands for AllGather and ReduceScatter both."""
+
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self.collective = collective
+        self.calls = self.buffers = 0
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.buffers += 1
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **rest: Any) -> Any:
+        self.calls += 1
+        return self.collective(output_tensor, input_tensor, group=group, **rest)
+
+
+def custom_comm() -> None:
+    model = shard(models.build())
+    # The names before torch 2.13, and since.
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    if "all_gather_single" in vars(dist):
+        names = ("all_gather_single", "reduce_scatter_single")
+    gather, reduce = (Custom(vars(dist)[name]) for name in names)
+    model.blocks[0].set_custom_all_gather(gather)
+    model.blocks[0].set_custom_reduce_scatter(reduce)
+    reduced: list[int] = []
+    model.blocks[1].set_all_reduce_hook(lambda shard: reduced.append(shard.numel()))
+    check_steps(model, models.build(), 2)
+    assert (gather.calls, gather.buffers) == (4, 1)
+    assert (reduce.calls, reduce.buffers) == (2, 3)  # one gradient buffer for all, a result for each
+    assert reduced == [state_of(model.blocks[1]).groups[0].layout.shard_numel] * 2
+
+
+def test_custom_collectives_and_hooks() -> None:
+    """A user's gather and reduce objects are called, and the hook sees the reduced shard."""
+    run_ranks(2, custom_comm)
+
+
+def partial_all_reduce() -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    model, reference = shard(models.build(), mesh), models.build()
+    rank = dist.get_rank()
+    model.set_requires_all_reduce(False)
+    models.loss_of(model, models.batch(0, rank)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_all_reduce(True)
+    models.loss_of(model, models.batch(1, rank)).backward()
+    losses = [models.loss_of(reference, models.batch(s, r)) for s in range(2) for r in range(4)]
+    (torch.stack(losses).sum() / 4).backward()
+    for name, param in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(param.grad.full_tensor(), expected, msg=name)
+
+
+def test_hsdp_accumulates_without_all_reduce() -> None:
+    """Sums over shards wait for the all-reduce of a later backward."""
+    run_ranks(4, partial_all_reduce)
+
+
+def own_communicator() -> None:
+    model = shard(models.build())
+    model.set_separate_reduce_scatter_group()
+    groups = {id(state_of(m).groups[0].comm.reduce_group) for m in (*model.blocks, model)}
+    assert len(groups) == 1
+    assert state_of(model).groups[0].comm.reduce_group is not state_of(model).groups[0].comm.shard_group
+    check_steps(model, models.build())
+
+
+def test_separate_communicator_for_reductions() -> None:
+    """One communicator per rank set, and the same gradients."""
+    run_ranks(2, own_communicator)
+
+
+class TwoWays(models.Stack):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for _ in range(2):  # reads the root's parameters before, between and behind its forward
+                x = self(x + self.embed.bias.mean()) @ self.head.weight[:, :5]
+        return x
+
+
+def other_methods() -> None:
+    model = models.build()
+    model.__class__ = TwoWays
+    shard(model)
+    for method in ("encode", "generate"):
+        register_fsdp_forward_method(model, method)
+    plain = models.build()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.generate(models.batch(1, 0)), TwoWays.generate(plain, models.batch(1, 0))
+        )
+    assert isinstance(model.embed.weight, RaggedDTensor)
+    x = models.batch(0, dist.get_rank())
+    torch.testing.assert_close(model.encode(x), plain.embed(x))
+    model.encode(x).pow(2).mean().backward()
+    torch.stack([plain.embed(models.batch(0, r)).pow(2).mean() for r in range(2)]).mean().backward()
+    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+    with pytest.raises(ValueError, match="no_such"):
+        register_fsdp_forward_method(model, "no_such")
+    register_fsdp_forward_method(plain, "anything")  # no-op on a plain module
+
+
+def test_other_forward_methods() -> None:
+    """A registered method gathers, reshards and reduces like forward."""
+    run_ranks(2, other_methods)
+
+
+def pipeline_stages() -> None:
+    stages = [shard(models.build(seed)) for seed in (1, 1)]
+    share_comm_ctx(stages)
+    assert state_of(stages[0]).comm is state_of(stages[1].blocks[2]).comm
+    for stage in stages:
+        check_steps(stage, models.build(), 2)
+
+
+def test_roots_share_communication() -> None:
+    """Two roots with one context train as alone."""
+    run_ranks(2, pipeline_stages)
+
+
+def optimizer_in_backward() -> None:
+    model, reference = shard(models.build()), models.build()
+    fired = []
+    for param in model.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+
+        def step(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            fired.append(id(p))
+
+        param.register_post_accumulate_grad_hook(step)
+    for s in range(2):
+        _, grads = models.reference_grads(reference, s, 2)
+        models.loss_of(model, models.batch(s, dist.get_rank())).backward()
+        with torch.no_grad():
+            for name, plain in reference.named_parameters():
+                plain -= 0.1 * grads[name]
+    assert len(fired) == 2 * len(list(model.parameters()))
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), reference.get_parameter(name), msg=name)
+
+
+def test_optimizer_in_backward() -> None:
+    """Post-accumulate hooks of the sharded parameters fire after each reduction."""
+    run_ranks(2, optimizer_in_backward)
+
+
+def explicit_prefetch() -> None:
+    model = shard(models.build(num_blocks=4))
+    blocks = list(model.blocks)
+    for block, following in zip(blocks, blocks[2:], strict=False):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    inside: list[GroupState] = []
+    watched = state_of(blocks[2]).groups[0]
+    blocks[0].register_forward_hook(lambda *_: inside.append(watched.state))
+    check_steps(model, models.build(num_blocks=4))
+    assert inside[0] is not GroupState.SHARDED  # gathered two blocks ahead, in the first forward already
+    with pytest.raises(ValueError, match="sharded modules"):
+        blocks[0].set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+
+
+def test_explicit_prefetch() -> None:
+    """A user's lists say what is gathered ahead."""
+    run_ranks(2, explicit_prefetch)
+
+
+def by_hand() -> None:
+    model = shard(models.build())
+    plain = models.build()
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    weight = model.blocks[0].up.weight
+    assert type(weight) is nn.Parameter
+    assert torch.equal(weight, plain.blocks[0].up.weight)
+    model.blocks[0].reshard()
+    assert isinstance(model.blocks[0].up.weight, RaggedDTensor)
+    check_steps(model, plain)
+    with torch.inference_mode():
+        model(models.batch(0, 0))
+    model.eval()
+    with torch.no_grad():
+        model(models.batch(0, 0))
+    model.reshard()
+    check_steps(model, _copy_of(model), 1)
+
+
+def test_unshard_and_reshard_by_hand_and_inference() -> None:
+    """Parameters can be gathered before the first forward; inference leaves training as it was."""
+    run_ranks(2, by_hand)
+
+
+def inference_before_training() -> None:
+    model, plain = shard(models.build()), models.build()
+    x = models.batch(0, 0)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), plain(x))
+    for param in model.parameters():
+        assert not param.is_inference()
+    assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
+    check_steps(model, plain)
+
+
+def test_the_first_forward_may_be_one_in_inference_mode() -> None:
+    """Buffers made for it serve training as well (torch 2.13's FSDP2 fails there)."""
+    run_ranks(2, inference_before_training)
+
+
+class Shallow(models.Stack):
+    """Runs its first blocks only, as many as it is told."""
+
+    depth = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return self.head(x)
+
+
+def weights_swapped_around_evaluation() -> None:
+    model, plain = models.build(), models.build()
+    model.__class__ = plain.__class__ = Shallow
+    shard(model)
+    rank, x = dist.get_rank(), models.batch(9, 0)
+    outputs = []
+    for each in (model, plain):
+        params = list(each.parameters())
+        with torch.no_grad():
+            outputs.append(each(x))  # before, after and between changes: a forward without a backward
+            raw = [param.clone() for param in params]
+            for factor in (0.5, 2.0):
+                each.depth = (
+                    1  # the second block is gathered ahead, as it ran the last time, and does not run
+                )
+                each(x)
+                each.depth = 3
+                for param, value in zip(params, raw, strict=True):
+                    param.copy_(value * factor)
+                outputs.append(each(x))
+            for param, value in zip(params, raw, strict=True):
+                param.copy_(value)
+    for mine, other in zip(outputs[:3], outputs[3:], strict=True):
+        torch.testing.assert_close(mine, other)
+    check_steps(model, plain, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, grads = models.reference_grads(plain, 1, dist.get_world_size())
+    models.loss_of(model, models.batch(1, rank)).backward()
+    with torch.no_grad():
+        model(x)
+        optimizer.step()
+        for name, param in plain.named_parameters():
+            param -= 0.1 * grads[name]
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_forwards_without_a_backward_leave_nothing_out_of_date() -> None:
+    """Weights may change behind an evaluation: the root's too are gathered anew (torch 2.13's FSDP2 keeps them)."""
+    run_ranks(2, weights_swapped_around_evaluation)
+
+
+def zeroed_between_forward_and_backward(set_to_none: bool) -> None:
+    model, plain = shard(models.build()), models.build()
+    for step in range(2):
+        loss = models.loss_of(model, models.batch(step, dist.get_rank()))
+        model.zero_grad(set_to_none)
+        loss.backward()
+        _, grads = models.reference_grads(plain, step, dist.get_world_size())
+        for name, param in model.named_parameters():
+            assert isinstance(param.grad, RaggedDTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_forward_and_backward(set_to_none: bool) -> None:
+    """The model's own zero_grad reaches sharded gradients while the root holds full parameters."""
+    run_ranks(2, zeroed_between_forward_and_backward, set_to_none)
+
+
+def frozen_then_thawed() -> None:
+    model, reference = shard(models.build()), models.build()
+    for m in (model, reference):
+        m.blocks[1].requires_grad_(False)
+    rank = dist.get_rank()
+    models.loss_of(model, models.batch(0, rank)).backward()
+    assert all(p.grad is None for p in model.blocks[1].parameters())
+    model.zero_grad()
+    for m in (model, reference):
+        m.blocks[1].requires_grad_(True)
+    check_steps(model, reference)
+
+
+def test_requires_grad_may_change_between_iterations() -> None:
+    """A frozen unit is gathered and not reduced; thawed, it trains."""
+    run_ranks(2, frozen_then_thawed)
+
+
+def compiled() -> None:
+    model = models.build()
+    for block in model.blocks:
+        block.compile(backend="eager")
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    check_steps(model, models.build())
+
+
+def test_compiled_blocks() -> None:
+    """torch.compile of each block inside its unit (the hooks are graph breaks)."""
+    run_ranks(2, compiled)
+
+
+def labels() -> set[str]:
+    model = shard(models.build())
+    models.loss_of(model, models.batch(0, dist.get_rank())).backward()
+    with torch.profiler.profile() as profile:
+        models.loss_of(model, models.batch(0, dist.get_rank())).backward()
+    return {event.key for event in profile.key_averages() if event.key.startswith("FSDP::")}
+
+
+def test_profiler_labels() -> None:
+    """Traces hold the ranges that trace tools look for."""
+    for found in run_ranks(2, labels):
+        for label in ("root_pre_forward", "root_post_backward_callback"):
+            assert f"FSDP::{label}" in found
+        for label in (
+            "pre_forward",
+            "all_gather",
+            "all_gather_copy_out",
+            "post_forward",
+            "pre_backward",
+            "post_backward_accumulate",
+            "post_backward_reshard",
+            "post_backward_rs_wait",
+            "post_backward_reduce",
+        ):
+            assert f"FSDP::{label} (blocks.1)" in found, sorted(found)
+        assert "FSDP::forward_prefetch for blocks.1" in found
+        assert "FSDP::backward_prefetch for blocks.0" in found
+
+
+def chunked_loss() -> None:
+    model, reference = shard(models.build()), models.build()
+    rank = dist.get_rank()
+    for step in range(2):
+        out = model(models.batch(step, rank))
+        for part in range(2):
+            model.set_is_last_backward(part == 1)
+            out[2 * part : 2 * part + 2].pow(2).sum().backward(retain_graph=part == 0)
+        for r in range(2):
+            (reference(models.batch(step, r)).pow(2).sum() / 2).backward()
+    for name, param in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_several_backwards_of_one_forward() -> None:
+    """A loss taken in chunks: gradients of all backwards add up."""
+    run_ranks(2, chunked_loss)

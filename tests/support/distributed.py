@@ -1,0 +1,353 @@
+"""`run_ranks`: call a function on n gloo ranks, in worker processes that live for the whole test session.
+
+Importing torch costs seconds, so ranks are forked from one server process that has imported it already
+(multiprocessing's "forkserver"), and are kept. Every call gets a process group of its own:
+
+    parent                               worker r (one per rank)
+    pickle (fn, args)        ------->    init_process_group(gloo, new key prefix), seed 0, 1 thread
+    wait for all, time-out               fn(*args), wait until all ranks returned or one failed
+    results in rank order    <-------    destroy_process_group, result or traceback
+
+What goes wrong ends in one failed test and nothing else: an exception comes back with the rank's traceback
+(`RankError`), a hang ends in the stacks of all threads of all ranks (`RankTimeout`), and in both cases the
+workers are killed by pid and forked anew for the next call. Workers exit when their parent is gone.
+
+`fn` must be a module-level function (it is pickled by name); it asks `dist.get_rank()` who it is. `tmp_path`
+may be passed as an argument: all ranks see the same folder. What it returns must be picklable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute, debug
+
+__all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks"]
+
+_PRELOAD = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "tests.support.distributed",
+)
+_GRACE_S = 10.0  # how long ranks may go on after one of them has failed, before the pool is killed
+_LAST_ANSWERS_S = 2.0  # how long the ranks that returned may take to say so after one has hung
+_CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
+_DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
+
+
+class RankError(AssertionError):
+    """A rank raised; the text names the rank and holds its traceback, `rank` is its number."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+class RankTimeout(AssertionError):
+    """Some ranks did not return in time; the text holds the stacks of all threads of all ranks."""
+
+
+class _Worker(NamedTuple):
+    """One rank's process, the parent's end of its pipe, and the file its stacks go to."""
+
+    process: BaseProcess
+    pipe: Connection
+    stack_file: Path
+
+
+class _Failure(NamedTuple):
+    """Why a rank failed, and when: what fails first is the cause, what fails after it a victim."""
+
+    at_s: float  # time.monotonic(), the same clock for all processes of a machine
+    text: str
+
+
+class _Call(NamedTuple):
+    """What a worker needs to know for one call, apart from the pickled function and arguments."""
+
+    sys_path: list[str]
+    store_port: int
+    store_prefix: str
+    rank: int
+    world_size: int
+    timeout_s: float
+
+
+def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A device mesh over all ranks of the current call (1-D unless a shape is given)."""
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
+    """Call ``fn(*args)`` on every one of ``world_size`` gloo ranks.
+
+    Args:
+        world_size: number of ranks, at least 1.
+        fn: a module-level function.
+        args: picklable; the same for every rank.
+        timeout_s: seconds until the stacks are dumped and the workers killed.
+
+    Returns:
+        What ``fn`` returned, in rank order.
+
+    Raises:
+        RankError: if ``fn`` raised on some rank (the first one to fail is named, others are listed).
+        RankTimeout: if some rank did not return in time.
+    """
+    return _pool.run(world_size, fn, args, timeout_s)
+
+
+def close_pool() -> None:
+    """End all workers; the next call forks new ones."""
+    _pool.close()
+
+
+class _Pool:
+    """The workers, and the key-value store over which they meet."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._workers: list[_Worker] = []
+        self._store: dist.TCPStore | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_calls = 0
+
+    def run(
+        self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
+        payload = pickle.dumps((fn, args))
+        self._grow(world_size)
+        assert self._store is not None
+        self._num_calls += 1
+        workers = self._workers[:world_size]
+        for rank, worker in enumerate(workers):
+            call = _Call(sys.path, self._store.port, self._prefix(), rank, world_size, timeout_s)
+            worker.pipe.send(call)
+            worker.pipe.send_bytes(payload)
+        results, errors = self._collect(workers, timeout_s)
+        if len(results) == world_size:
+            return [results[rank] for rank in range(world_size)]
+        missing = [rank for rank in range(world_size) if rank not in results and rank not in errors]
+        stacks = self._dump_stacks(workers) if missing else ""
+        self.close()
+        if errors:
+            raise _rank_error(errors, missing, stacks)
+        who = f"ranks {missing} of {world_size}"
+        raise RankTimeout(f"{who} did not return from {fn.__qualname__} in {timeout_s} s\n{stacks}")
+
+    def _prefix(self) -> str:
+        """What the keys of the current call start with."""
+        return f"call{self._num_calls}"
+
+    def _grow(self, world_size: int) -> None:
+        """Fork workers until there is one per rank."""
+        if self._store is None or self._folder is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+            self._context.set_forkserver_preload(list(_PRELOAD))
+        while len(self._workers) < world_size:
+            ours, theirs = self._context.Pipe()
+            stack_file = Path(self._folder.name) / f"rank{len(self._workers)}"
+            process = self._context.Process(
+                target=_serve, args=(theirs, str(stack_file), os.getpid()), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, stack_file))
+
+    def _collect(
+        self, workers: list[_Worker], timeout_s: float
+    ) -> tuple[dict[int, Any], dict[int, _Failure]]:
+        """Results and failures by rank, until all are in or time is up."""
+        assert self._store is not None
+        results: dict[int, Any] = {}
+        errors: dict[int, _Failure] = {}
+        waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+        deadline, is_late = time.monotonic() + timeout_s, False
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready and is_late:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                answer = _receive(pipe, workers[rank].process)
+                if isinstance(answer, _Failure):
+                    errors[rank] = answer
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                else:
+                    results[rank] = answer
+            if not is_late and (errors or not ready):
+                # Those that returned wait for those that failed, died or hang no longer.
+                dist.PrefixStore(self._prefix(), self._store).set(_CLOSE, "")
+                is_late, deadline = True, max(deadline, time.monotonic() + _LAST_ANSWERS_S)
+        return results, errors
+
+    def _dump_stacks(self, workers: list[_Worker]) -> str:
+        """Ask every worker for the stacks of its threads, and wait until they are written."""
+        for worker in workers:
+            if worker.process.is_alive() and worker.process.pid is not None:
+                os.kill(worker.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _DUMP_S
+        sizes: list[int] = []
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            before, sizes = (
+                sizes,
+                [worker.stack_file.stat().st_size for worker in workers if worker.process.is_alive()],
+            )
+            if sizes == before and all(sizes):
+                break
+        return "\n".join(
+            f"--- stacks of rank {rank} ---\n{worker.stack_file.read_text()}"
+            for rank, worker in enumerate(workers)
+            if worker.stack_file.exists()
+        )
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._workers.clear()
+        self._store = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _receive(pipe: Connection, process: BaseProcess) -> Any:
+    """What a worker sent, or a `_Failure` if it is gone."""
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        process.join(1.0)
+        return _Failure(0.0, f"the process died with exit code {process.exitcode}")  # never a victim
+
+
+def _rank_error(errors: dict[int, _Failure], missing: list[int], stacks: str) -> RankError:
+    """One error out of all failed ranks; the first to fail is the cause, the rest its victims."""
+    first, *others = sorted(errors, key=lambda rank: errors[rank].at_s)
+    lines = [f"rank {first} failed:\n{errors[first].text}"]
+    lines += [
+        f"rank {rank} failed after that: {errors[rank].text.strip().splitlines()[-1]}" for rank in others
+    ]
+    if missing:
+        lines.append(f"ranks {missing} did not return within {_GRACE_S} s after that\n{stacks}")
+    return RankError(first, "\n".join(lines))
+
+
+_pool = _Pool()
+atexit.register(close_pool)
+
+
+def _serve(pipe: Connection, stack_file: str, parent_pid: int) -> None:
+    """A worker's life: take a call, run it, send back what it returned or its traceback."""
+    stacks = open(stack_file, "w")  # noqa: SIM115  (faulthandler keeps its file number for life)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    threading.Thread(target=_die_with_parent, args=(parent_pid,), daemon=True).start()
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # host names need not resolve
+    torch.set_num_threads(1)
+    gc.freeze()  # what torch brought is not looked at after every call
+    while True:
+        try:
+            call = pipe.recv()
+            payload = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        pipe.send_bytes(_answer(call, payload))
+
+
+def _answer(call: _Call, payload: bytes) -> bytes:
+    """Run one call; what it returns, or a `_Failure`, pickled."""
+    try:
+        sys.path[:] = call.sys_path  # pytest adds folders as it collects
+        fn, args = pickle.loads(payload)
+        with _process_group(call) as store:
+            try:
+                torch.manual_seed(0)
+                answer = pickle.dumps(fn(*args))
+                _wait_for_all(store, call)
+                return answer
+            except BaseException:  # noqa: BLE001  whatever it is, it belongs to the test that caused it
+                # Before the connections close, which makes the other ranks fail as well.
+                return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
+    except BaseException:  # noqa: BLE001  as above
+        return pickle.dumps(_Failure(time.monotonic(), traceback.format_exc()))
+
+
+@lru_cache(maxsize=1)
+def _client(store_port: int) -> dist.TCPStore:
+    """This worker's connection to the store, kept: every dozenth new one takes 5 s (torch 2.13, loopback)."""
+    return dist.TCPStore("127.0.0.1", store_port, is_master=False)
+
+
+def _wait_for_all(store: dist.Store, call: _Call) -> None:
+    """Return when every rank has come here, or one has failed.
+
+    A rank that closes its connections while another still builds a group over them (gloo, torch 2.13) ends the
+    other's `new_group` with "Connection closed by peer": one pause of a rank at the wrong moment is enough, in
+    a test that makes a mesh and communicates no more.
+    """
+    if store.add("returned", 1) == call.world_size:
+        store.set(_CLOSE, "")
+    store.wait([_CLOSE], timedelta(seconds=call.timeout_s + 60))
+
+
+@contextmanager
+def _process_group(call: _Call) -> Iterator[dist.Store]:
+    """A default process group for one call and the store it met over; closing it wakes ranks that wait for this one."""
+    store = dist.PrefixStore(call.store_prefix, _client(call.store_port))
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=call.rank,
+        world_size=call.world_size,
+        timeout=timedelta(seconds=call.timeout_s + 60),  # a hang is ours to report, not gloo's
+    )
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+        # DTensor remembers decisions by mesh, and the next call's equal mesh has other groups. Who remembers a mesh
+        # also keeps the threads and sockets of its groups, hundreds of them by the end of a session.
+        debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        gc.collect()
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Leave when the test session is gone, even if the main thread hangs in a collective."""
+    while True:
+        time.sleep(1.0)
+        try:
+            os.kill(parent_pid, 0)
+        except ProcessLookupError:
+            os._exit(1)

@@ -1,0 +1,404 @@
+"""The faults of saves and restores: every storage call there is, times every kind of error, on every rank.
+
+The calls are those that fault-free runs make, recorded by `WatchedStorage`; nothing lists them by hand. A cell is one
+call of one rank in one setting (what is done, form, mode, store), one error, raised before or after the call has done
+its work. Of each cell must hold:
+
+    together    within the group's time-out all ranks return, or all raise
+    who         the rank that was hit raises what it met, or a `CheckpointError` because of it; the others a
+                `CheckpointError` that names the rank and what it met
+    kept        what readers find then is a state that was saved, bit for bit: the new one if the save returned, else
+                the new one or the last that was acknowledged
+    again       the next save and the next restore go well
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import itertools
+import random
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from botocore.exceptions import ConnectionClosedError
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.placement import RaggedShard
+
+__all__ = [
+    "ERRORS",
+    "SETTINGS",
+    "Cell",
+    "Outcome",
+    "Setting",
+    "all_cells",
+    "judged",
+    "pairwise",
+    "record",
+    "run_cells",
+]
+
+WORLD = 2
+_GROUP_TIMEOUT_S = 15.0
+_CELL_DEADLINE_S = 90.0
+_MARK = "injected fault"
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "disk full": lambda: OSError(errno.ENOSPC, _MARK),
+    "broken disk": lambda: OSError(errno.EIO, _MARK),
+    "stale handle": lambda: OSError(errno.ESTALE, _MARK),
+    "forbidden": lambda: OSError(errno.EACCES, _MARK),
+    "too slow": lambda: OSError(errno.ETIMEDOUT, _MARK),
+    "reset": lambda: OSError(errno.ECONNRESET, _MARK),
+    "memory": lambda: MemoryError(_MARK),
+    "runtime": lambda: RuntimeError(_MARK),
+    "botocore": lambda: ConnectionClosedError(endpoint_url=_MARK),
+    "ctrl-c": lambda: KeyboardInterrupt(_MARK),
+}
+
+
+class Setting(NamedTuple):
+    """What is done, and where."""
+
+    action: str  # save or restore
+    through: str  # a manager of steps, or one path that is overwritten
+    form: str  # native or zarr
+    mode: str  # sync or async
+    store: str  # local or s3
+
+
+SETTINGS = [
+    Setting(action, through, form, mode, store)
+    for action in ("save", "restore")
+    for through, form, mode in (
+        ("manager", "native", "sync"),
+        ("manager", "native", "async"),
+        ("path", "native", "sync"),
+        ("path", "native", "async"),
+        ("path", "zarr", "sync"),  # the zarr form is written neither behind training nor by managers
+    )
+    for store in ("local", "s3")
+    if action == "save" or mode == "sync"  # a restore is the same, however steps are saved
+]
+
+
+class Cell(NamedTuple):
+    """One fault."""
+
+    setting: Setting
+    rank: int
+    call: Call
+    after: bool
+    error: str
+
+    @property
+    def factors(self) -> tuple[tuple[str, object], ...]:
+        """Of which every pair is to be met."""
+        setting = self.setting
+        return (
+            ("call", (setting.action, self.call.operation)),
+            ("way", (setting.through, setting.form, setting.mode)),
+            ("store", setting.store),
+            ("rank", self.rank),
+            ("after", self.after),
+            ("error", self.error),
+        )
+
+
+def all_cells(calls: dict[Setting, list[list[Call]]]) -> list[Cell]:
+    """Every fault of recorded calls, by setting and rank."""
+    return [
+        Cell(setting, rank, call, after, error)
+        for setting, ranks in calls.items()
+        for rank, own in enumerate(ranks)
+        for call in own
+        for after in (False, True)
+        for error in ERRORS
+    ]
+
+
+def pairwise(cells: Sequence[Cell], limit: int, seed: int) -> list[Cell]:
+    """At most ``limit`` cells in which every two values of factors meet that meet in any; the rest at random."""
+    drawn = random.Random(seed)
+    pool = list(cells)
+    drawn.shuffle(pool)
+    pairs = {cell: set(itertools.combinations(cell.factors, 2)) for cell in pool}
+    missing = set().union(*pairs.values())
+    chosen: list[Cell] = []
+    while missing and len(chosen) < limit:
+        best = max(drawn.sample(pool, min(len(pool), 400)), key=lambda cell: len(pairs[cell] & missing))
+        if not pairs[best] & missing:
+            best = next(cell for cell in pool if pairs[cell] & missing)
+        missing -= pairs[best]
+        chosen.append(best)
+    assert not missing, f"{len(missing)} pairs do not fit into {limit} cells"
+    return chosen
+
+
+class _Stage:
+    """What one rank works with: a storage under watch for each store and way, and a group of short patience."""
+
+    def __init__(self, folder: Path, endpoint: str, run: str) -> None:
+        self.watch = Watch()
+        self._folder, self._endpoint, self._run = folder, endpoint, run
+        self._num_groups = 0
+        self._saved: dict[tuple[str, ...], int] = {}  # last state that was acknowledged, by place
+        self.regroup()
+
+    def regroup(self) -> None:
+        """A new group, and new places: the old ones are spoilt."""
+        self.group = dist.new_group(timeout=timedelta(seconds=_GROUP_TIMEOUT_S))
+        self._num_groups += 1
+        self._saved.clear()
+        self.watch.begin(None)
+
+    def storage(self, setting: Setting) -> Storage:
+        """Where a setting's checkpoints lie."""
+        name = f"{self._run}-{self._num_groups}-{setting.through}-{setting.form}"
+        inner: Storage
+        if setting.store == "local":
+            inner = LocalStorage(self._folder / name)
+        else:
+            inner = RemoteStorage(
+                f"s3://bucket/{name}",
+                endpoint_url=self._endpoint,
+                key="any",
+                secret="any",
+                client_kwargs={"region_name": "us-east-1"},
+            )
+        return WatchedStorage(inner, self.watch)
+
+    def place(self, setting: Setting) -> tuple[str, ...]:
+        """What tells places apart."""
+        return setting.through, setting.form, setting.store
+
+    def save(self, setting: Setting, step: int) -> None:
+        """Save a state; returns when it is acknowledged."""
+        storage, state = self.storage(setting), _state(step)
+        if setting.through == "manager":
+            manager = self._manager(setting)
+            manager.save(step, state)
+            manager.wait()
+        elif setting.mode == "async":
+            async_save(storage, state, overwrite=True, process_group=self.group).wait()
+        else:
+            form: Any = setting.form
+            save(storage, state, overwrite=True, format=form, process_group=self.group)
+        self._saved[self.place(setting)] = step
+
+    def restore(self, setting: Setting) -> int:
+        """Load what is there; returns which state it is, after every element has been compared."""
+        state = _state(0)
+        if setting.through == "manager":
+            restored = self._manager(setting).restore(state)
+            assert restored is not None
+        else:
+            load(self.storage(setting), state, process_group=self.group)
+        return _proven(state)
+
+    def _manager(self, setting: Setting) -> CheckpointManager:
+        return CheckpointManager(
+            self.storage(setting), keep_last=2, async_=setting.mode == "async", process_group=self.group
+        )
+
+    def last(self, setting: Setting) -> int:
+        """The last acknowledged state of a place, which is made if there is none yet."""
+        place = self.place(setting)
+        if place not in self._saved:
+            for step in (1, 2, 3):  # the third makes a manager remove the first
+                self.save(setting, step)
+        return self._saved[place]
+
+    def take_for_saved(self, setting: Setting, step: int) -> None:
+        """Count a state as acknowledged that has been found."""
+        self._saved[self.place(setting)] = step
+
+
+def _state(step: int) -> dict[str, Any]:
+    """A state whose every value tells its step; tensors cut inside rows, so that ranks share zarr's chunks."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (WORLD,))
+    ragged = torch.arange(30.0)[:17] if rank == 0 else torch.arange(30.0)[17:]
+    placement = RaggedShard.from_piece_numels((5, 6), [17, 13])
+    return {
+        "ragged": RaggedDTensor.from_local(ragged + 100 * step, mesh, [placement], shape=(5, 6)),
+        "cut": distribute_tensor(torch.arange(12.0).view(4, 3) + step, mesh, [Shard(0)]),
+        "plain": torch.full((4,), float(step)),
+        "step": step,
+        "seed": PerRank(10 * step + rank),
+    }
+
+
+def _proven(state: dict[str, Any]) -> int:
+    """Which state this is, bit for bit."""
+    step = state["step"]
+    wanted = _state(step)
+    for name in ("ragged", "cut"):
+        found = state[name].to_local()
+        assert found.numel() and torch.equal(found, wanted[name].to_local()), name
+    assert torch.equal(state["plain"], wanted["plain"])
+    assert state["seed"].value == wanted["seed"].value
+    return int(step)
+
+
+def record(folder: Path, endpoint: str) -> dict[Setting, list[list[Call]]]:
+    """The calls that fault-free runs make, by setting and rank. For all ranks."""
+    stage = _Stage(folder, endpoint, "record")
+    found = {}
+    for setting in SETTINGS:
+        step = stage.last(setting)
+        calls = []
+        for _ in range(2):  # what a first run alone does is no part of it
+            stage.watch.begin(None)
+            if setting.action == "save":
+                step += 1
+                stage.save(setting, step)
+            else:
+                assert stage.restore(setting) == step
+            calls.append(sorted(set(stage.watch.calls)))
+        ranks: list[list[Call]] = [[] for _ in range(WORLD)]
+        dist.all_gather_object(ranks, calls[1])
+        found[setting] = ranks
+    return found
+
+
+class Outcome(NamedTuple):
+    """How one rank's part of a faulty run ended."""
+
+    error: str | None  # kind of the error, None if it returned
+    text: str
+    is_injected: bool  # the error is the injected one, or one of a checkpoint because of it
+    step: int  # that a restore found
+    fired: bool
+    took_s: float
+
+
+def run_cells(folder: Path, endpoint: str, cells: list[Cell], run: str) -> list[str]:
+    """What is wrong with which cells. For all ranks, which return the same."""
+    warnings.simplefilter("ignore")  # of damage and of what could not be removed: told, and no error
+    stage = _Stage(folder, endpoint, run)
+    problems = []
+    stacks = open(folder / f"stacks-{run}-{dist.get_rank()}", "w")  # noqa: SIM115  open while the process lives
+    try:
+        for cell in cells:
+            (folder / f"cell-{run}-{dist.get_rank()}").write_text(repr(cell))
+            # A hang ends this process, which the parent sees at once; the stacks say where it was.
+            faulthandler.dump_traceback_later(_CELL_DEADLINE_S, exit=True, file=stacks)
+            found = _run_cell(stage, cell)
+            faulthandler.cancel_dump_traceback_later()
+            if found:
+                problems += [f"{cell}: {text}" for text in found]
+                stage.regroup()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        stacks.close()
+    return problems
+
+
+def _run_cell(stage: _Stage, cell: Cell) -> list[str]:
+    """What is wrong with one cell, the same on all ranks."""
+    setting = cell.setting
+    try:
+        last = stage.last(setting)
+        hit = cell.rank == dist.get_rank()
+        stage.watch.begin(Fault(cell.call, cell.after, ERRORS[cell.error]()) if hit else None)
+        mine = _attempt(stage, setting, last + 1)
+        stage.watch.begin(None)
+    except BaseException:  # noqa: BLE001  what is no part of the fault must go well
+        return _all_texts(f"before the fault:\n{traceback.format_exc()}")
+    outcomes: list[Any] = [None] * WORLD
+    dist.all_gather_object(outcomes, mine)
+    problems = judged(cell, outcomes, last)
+    if problems:
+        return problems
+    returned = mine.error is None
+    try:
+        found = stage.restore(setting)
+        if setting.action == "restore":
+            allowed = {last}
+        else:
+            allowed = {last + 1} if returned else {last, last + 1}
+        assert found in allowed, f"found {found}, allowed {allowed}"
+        stage.take_for_saved(setting, found)
+        if setting.action == "save" and not returned:
+            stage.save(setting, found + 1)
+            assert stage.restore(setting) == found + 1
+    except BaseException:  # noqa: BLE001  whatever it is, it is wrong
+        return _all_texts(f"after the fault:\n{traceback.format_exc()}")
+    return _all_texts("")
+
+
+def _attempt(stage: _Stage, setting: Setting, step: int) -> Outcome:
+    start_s = time.monotonic()
+    error: BaseException | None = None
+    found = 0
+    try:
+        if setting.action == "save":
+            stage.save(setting, step)
+        else:
+            found = stage.restore(setting)
+    except BaseException as caught:  # noqa: BLE001  Ctrl-C is one of the faults
+        error = caught
+    took_s = time.monotonic() - start_s
+    if error is None:
+        return Outcome(None, "", False, found, stage.watch.fired, took_s)
+    notes = getattr(error, "__notes__", [])
+    text = "\n".join([str(error), *notes])
+    return Outcome(type(error).__name__, text, _is_injected(error), 0, stage.watch.fired, took_s)
+
+
+def _is_injected(error: BaseException) -> bool:
+    """Whether an error is the fault itself (restated or not), or one of a checkpoint that comes from it."""
+    if type(error) in {type(make()) for make in ERRORS.values()}:
+        return _MARK in str(error)
+    cause = error.__cause__
+    return isinstance(error, CheckpointError) and cause is not None and _is_injected(cause)
+
+
+def judged(cell: Cell, outcomes: list[Outcome], last: int) -> list[str]:
+    """What is wrong with how the ranks ended; the same on all."""
+    told = "\n".join(f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes))
+    if not outcomes[cell.rank].fired:
+        return [f"the call was not made\n{told}"]
+    failed = [outcome.error is not None for outcome in outcomes]
+    if any(failed) != all(failed):
+        return [f"some ranks returned, others raised\n{told}"]
+    if not any(failed):
+        if cell.error == "ctrl-c":
+            return [f"Ctrl-C was lost\n{told}"]
+        steps = {outcome.step for outcome in outcomes}
+        if cell.setting.action == "restore" and (len(steps) != 1 or not steps <= {last, last - 1}):
+            return [f"ranks restored {steps}\n{told}"]
+        return []
+    if max(outcome.took_s for outcome in outcomes) > _GROUP_TIMEOUT_S:
+        return [f"took longer than the time-out\n{told}"]
+    kind = type(ERRORS[cell.error]()).__name__
+    for rank, outcome in enumerate(outcomes):
+        if rank == cell.rank and not outcome.is_injected:
+            return [f"rank {rank} raised another error than it met\n{told}"]
+        named = f"rank {cell.rank}" in outcome.text and _MARK in outcome.text and kind in outcome.text
+        if rank != cell.rank and not ("CheckpointError" in str(outcome.error) and named):
+            return [f"rank {rank} was not told who met what\n{told}"]
+    return []
+
+
+def _all_texts(mine: str) -> list[str]:
+    """Complaints of all ranks, empty ones left out."""
+    texts: list[str] = [""] * WORLD
+    dist.all_gather_object(texts, mine)
+    return [f"rank {rank} {text}" for rank, text in enumerate(texts) if text]

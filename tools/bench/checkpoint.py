@@ -1,0 +1,443 @@
+"""Saving and loading beside raw file IO and torch's DCP: one run, alternating, medians.
+
+    python tools/bench/checkpoint.py                                2 ranks save 1 GiB, 2 and 3 ranks load it
+    python tools/bench/checkpoint.py --ranks 4 --load-ranks 2 --megabytes 4096 --json checkpoint.json
+    python tools/bench/checkpoint.py --only plan --dcp-ranks 256    planning and metadata, simulated ranks
+
+Save and load run in the same processes, turn by turn, on the same bytes: ours, ``write`` + ``fsync`` (or
+``readinto``) of this rank's buffers by the same number of processes, and ``dcp.save`` / ``dcp.load`` of the same
+tensors. Reads come from the page cache, for all alike. The stall of an asynchronous save is compared with one
+memcpy of the shard. Peak memory is the growth of the resident set's high-water mark during one call.
+Planning needs no processes: layouts of 256 and 16,384 ranks are planned here and now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import pickle
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench.rows import Row, print_table, write_json
+from vescale_fsdp.checkpoint import CheckpointManager, load, save
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, ShardCut
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
+from vescale_fsdp.checkpoint.state.capture import take_state
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+
+_CHUNK_BYTES = 16 << 20  # 16 MiB per raw write or read
+_ROLES = ("model", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker must know; picklable."""
+
+    ranks: int
+    load_ranks: int
+    megabytes: int
+    repeats: int
+    folder: str
+    port: int = 0
+    out: str = ""
+
+
+def layer_layouts(total_numel: int, num_shards: int) -> list[GroupLayout]:
+    """Groups of nine tensors, like the layers of a transformer, of about so many elements in all."""
+    shapes: list[tuple[int, ...]]
+    shapes = [(1024, 1024), (256, 1024), (256, 1024), (1024, 1024), (2816, 1024), (2816, 1024), (1024, 2816)]
+    shapes += [(1024,), (1024,)]
+    specs = [TensorSpec(f"w{i}", shape, "float32", 1) for i, shape in enumerate(shapes)]
+    layer_numel = sum(torch.Size(shape).numel() for shape in shapes)
+    return [plan_group(specs, num_shards) for _ in range(max(1, total_numel // layer_numel))]
+
+
+class Shards:
+    """This rank's part of a model and two moments: one flat buffer per group and role, ragged views of it."""
+
+    def __init__(self, settings: Settings, mesh: DeviceMesh) -> None:
+        rank, world = mesh.get_local_rank(), mesh.size()
+        total_numel = (settings.megabytes << 20) // 4 // len(_ROLES)
+        self.buffers: list[torch.Tensor] = []  # 1D [shard_numel] each
+        self.state: dict[str, Any] = {role: {} for role in _ROLES}
+        for number, layout in enumerate(layer_layouts(total_numel, world)):
+            for role in _ROLES:
+                buffer = torch.empty(layout.shard_numel).uniform_()
+                self.buffers.append(buffer)
+                for slot in layout.slots:
+                    piece = layout.piece(slot, rank)
+                    local = buffer[piece.local_offset : piece.local_offset + piece.numel]
+                    placement = RaggedShard.from_piece_numels(slot.shape, layout.piece_numels(slot))
+                    tensor = RaggedDTensor.from_local(local, mesh, [placement], shape=slot.shape)
+                    tensor.layout_ref = (layout, slot.fqn)
+                    self.state[role][f"layers.{number}.{slot.fqn}"] = tensor
+        self.num_bytes = sum(buffer.numel() * 4 for buffer in self.buffers)
+
+    def write_raw(self, path: Path) -> None:
+        """This rank's buffers with plain writes and one fsync."""
+        file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        for buffer in self.buffers:
+            view = buffer.numpy().data.cast("B")
+            for start in range(0, len(view), _CHUNK_BYTES):
+                os.write(file, view[start : start + _CHUNK_BYTES])
+        os.fsync(file)
+        os.close(file)
+
+    def read_raw(self, path: Path) -> None:
+        """This rank's buffers with plain reads, from the start again where a file is shorter."""
+        with open(path, "rb", buffering=0) as file:
+            for buffer in self.buffers:
+                view = buffer.numpy().data.cast("B")
+                at = 0
+                while at < len(view):
+                    read = file.readinto(view[at : at + _CHUNK_BYTES])
+                    at += read or 0
+                    if not read:
+                        file.seek(0)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds from when all ranks begin to when all have ended."""
+    gc.collect()
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def peak_growth(found: dict[str, float], name: str) -> Iterator[None]:
+    """How far the resident set rises above where it stood, in MiB; Linux only, 0 elsewhere."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        yield
+        found[name] = 0.0
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = _status_mib(status, "VmRSS")
+    yield
+    found[name] = _status_mib(status, "VmHWM") - before
+
+
+def _status_mib(status: Path, key: str) -> float:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) / 1024
+
+
+@contextmanager
+def counted_collectives(found: Counter[str]) -> Iterator[None]:
+    """Counts calls of every collective that could gather plans."""
+    names = (
+        "all_gather",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+        "broadcast_object_list",
+    )
+    real = {name: getattr(dist, name) for name in (*names, "all_reduce")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in real:
+        setattr(dist, name, counting(name))
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def _start(rank: int, world: int, port: int) -> DeviceMesh:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, world_size=world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return init_device_mesh("cpu", (world,))
+
+
+def _save_worker(rank: int, settings: Settings) -> None:
+    """Saves and same-layout loads, turn by turn; what the last turn wrote is left for the other world size."""
+    shards = Shards(settings, _start(rank, settings.ranks, settings.port))
+    root = Path(settings.folder)
+    raw, native, stock = root / f"raw{rank}", root / "native", root / "dcp"
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    gathers: Counter[str] = Counter()
+    copy = [torch.empty_like(buffer) for buffer in shards.buffers]
+    manager = CheckpointManager(root / "async", async_=True, keep_last=1)
+
+    def turn(name: str, work: Callable[[], Any]) -> None:
+        seconds.setdefault(name, []).append(timed(work))
+
+    def clear() -> None:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(native, ignore_errors=True)
+            shutil.rmtree(stock, ignore_errors=True)
+        raw.unlink(missing_ok=True)
+        dist.barrier()
+
+    for repeat in range(settings.repeats + 1):  # the first turn warms up
+        clear()
+        turn("write", lambda: shards.write_raw(raw))
+        with counted_collectives(gathers), peak_growth(memory, "save"):
+            turn("save", lambda: save(native, shards.state))
+        turn("dcp.save", lambda: dcp.save(shards.state, checkpoint_id=stock))
+        turn("readinto", lambda: shards.read_raw(raw))
+        turn("load while", lambda: load(native, shards.state, verify="while"))
+        turn("load before", lambda: load(native, shards.state, verify="before"))
+        turn("load never", lambda: load(native, shards.state, verify="never"))
+        turn("dcp.load", lambda: dcp.load(shards.state, checkpoint_id=stock))
+        turn("memcpy", lambda: [a.copy_(b) for a, b in zip(copy, shards.buffers, strict=True)])
+        turn("stall", partial(manager.save, repeat, shards.state))
+        manager.wait()
+    start = time.perf_counter()
+    take_state(shards.state)
+    seconds["describe"] = [0.0, time.perf_counter() - start]
+    facts = {"bytes": shards.num_bytes, "memory": memory, "gathers": dict(gathers)}
+    torch.save({"seconds": seconds, **facts}, f"{settings.out}{rank}")
+    dist.destroy_process_group()
+
+
+def _load_worker(rank: int, settings: Settings) -> None:
+    """Loads by another number of ranks than saved."""
+    shards = Shards(settings, _start(rank, settings.load_ranks, settings.port))
+    root = Path(settings.folder)
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+
+    def turn(name: str, work: Callable[[], Any]) -> None:
+        seconds.setdefault(name, []).append(timed(work))
+
+    for _ in range(settings.repeats + 1):
+        turn("readinto", lambda: shards.read_raw(root / f"raw{rank % settings.ranks}"))
+        with peak_growth(memory, "load"):
+            turn("load while", lambda: load(root / "native", shards.state, verify="while"))
+        turn("load before", lambda: load(root / "native", shards.state, verify="before"))
+        turn("load never", lambda: load(root / "native", shards.state, verify="never"))
+        turn("dcp.load", lambda: dcp.load(shards.state, checkpoint_id=root / "dcp"))
+    torch.save({"seconds": seconds, "memory": memory, "bytes": shards.num_bytes}, f"{settings.out}{rank}")
+    dist.destroy_process_group()
+
+
+def _spawn(worker: Callable[..., None], world: int, settings: Settings) -> list[dict[str, Any]]:
+    """What each rank has measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = f"{settings.folder}/figures"
+    chosen = Settings(**{**settings.__dict__, "port": port, "out": out})
+    mp.spawn(worker, (chosen,), nprocs=world)
+    return [torch.load(f"{out}{rank}", weights_only=False) for rank in range(world)]
+
+
+def _median(figures: list[dict[str, Any]], name: str) -> float:
+    """Median over the turns after the first, on rank 0 (turns begin and end at barriers)."""
+    return statistics.median(figures[0]["seconds"][name][1:])
+
+
+def _fact_rows(
+    case: str, figures: list[dict[str, Any]], pairs: list[tuple[str, str, str, str | None]]
+) -> list[Row]:
+    """Rows of speed ratios: (metric, ours, rival, target); rates in GB/s over all ranks."""
+    total = sum(figure["bytes"] for figure in figures) / 1e9
+    return [
+        Row(
+            case,
+            metric,
+            "GB/s",
+            total / _median(figures, ours),
+            total / _median(figures, rival),
+            rival,
+            target,
+        )
+        for metric, ours, rival, target in pairs
+    ]
+
+
+def measure_io(settings: Settings) -> list[Row]:
+    """Save, same-layout load, asynchronous stall; then loads by another number of ranks."""
+    saved = _spawn(_save_worker, settings.ranks, settings)
+    case = f"{settings.ranks} ranks, {settings.megabytes} MiB"
+    rows = _fact_rows(
+        case,
+        saved,
+        [
+            ("save", "save", "write", ">= 0.9"),
+            ("save", "save", "dcp.save", ">= 1.6"),
+            ("load, verified while reading", "load while", "readinto", ">= 0.9"),
+            ("load, verified before", "load before", "readinto", None),
+            ("load, not verified", "load never", "readinto", ">= 0.9"),
+            ("load, verified while reading", "load while", "dcp.load", ">= 2"),
+            ("load, verified before", "load before", "dcp.load", ">= 2"),
+        ],
+    )
+    stall, memcpy = _median(saved, "stall") * 1e3, _median(saved, "memcpy") * 1e3
+    rows.append(Row(case, "stall of an async save", "ms", stall, memcpy, "memcpy", "<= 1.1"))
+    rows.append(
+        Row(case, "describing a live state", "ms", _median(saved, "describe") * 1e3, None, None, "< 100")
+    )
+    peak = max(figure["memory"]["save"] for figure in saved)
+    rows.append(Row(case, "peak extra memory of a save", "MiB", peak, None, None, "< 64"))
+    gathers = sum(count for name, count in saved[0]["gathers"].items() if name != "all_reduce")
+    rows.append(Row(case, "planning gathers of all saves", "calls", gathers, None, None, "<= 0"))
+    loaded = _spawn(_load_worker, settings.load_ranks, settings)
+    case = f"{settings.ranks} -> {settings.load_ranks} ranks, {settings.megabytes} MiB"
+    rows += _fact_rows(
+        case,
+        loaded,
+        [
+            ("load, verified while reading", "load while", "readinto", ">= 0.7"),
+            ("load, verified before", "load before", "readinto", None),
+            ("load, not verified", "load never", "readinto", ">= 0.7"),
+            ("load, verified while reading", "load while", "dcp.load", ">= 2"),
+        ],
+    )
+    peak = max(figure["memory"]["load"] for figure in loaded)
+    rows.append(Row(case, "peak extra memory of a load", "MiB", peak, None, None, "< 256"))
+    return rows
+
+
+def simulated(world: int, num_tensors: int) -> Structure:
+    """The structure every rank of a large world would find: groups of nine tensors, ragged by element."""
+    layouts, entries = [], []
+    for first in range(0, num_tensors, 9):
+        count = min(9, num_tensors - first)
+        specs = [TensorSpec(f"w{i}", (4096, 1024 + i % 3 * 512), "float32", 1) for i in range(count)]
+        layouts.append(plan_group(specs, world))
+        for place, spec in enumerate(specs):
+            cut = LayoutCut(len(layouts) - 1, place)
+            entries.append(Entry(f"model/layers.{first // 9}.{spec.fqn}", "float32", spec.shape, 0, (cut,)))
+    tree = {"model": {entry.name[6:]: {"$": "tensor", "i": i} for i, entry in enumerate(entries)}}
+    return Structure(tree, tuple(entries), ((Axis(world, 1),),), tuple(layouts))
+
+
+def plan_seconds(structure: Structure, world: int) -> tuple[float, Manifest]:
+    """CPU time of all planning of a save on one rank: digest, manifest, own file's header and offsets."""
+    start = time.process_time()
+    with gc_paused():  # as `save` does
+        assert len(structure.digest) == 16
+        manifest = build_manifest(
+            [(RankSet.world(world), structure)], save_id="0123456789abcdef", world_size=world
+        )
+        assert RankFile(manifest, world // 2).pieces
+        manifest.to_bytes()
+    return time.process_time() - start, manifest
+
+
+def by_rows(structure: Structure, world: int) -> Structure:
+    """The same tensors cut as FSDP2 does: every tensor by rows over all ranks."""
+    entries = tuple(replace(entry, cuts=(ShardCut(0),)) for entry in structure.entries)
+    return Structure(structure.tree, entries, ((Axis(world, 1),),), ())
+
+
+def dcp_plan(structure: Structure, world: int) -> tuple[float, int]:
+    """DCP's own planning of the same plan on its coordinator, and the bytes of its metadata."""
+    plans = [pickle.dumps(_dcp_local_plan(structure, rank)) for rank in range(world)]
+    start = time.process_time()
+    _, metadata = create_default_global_save_plan([pickle.loads(plan) for plan in plans])
+    return time.process_time() - start, len(pickle.dumps(metadata))
+
+
+def _dcp_local_plan(structure: Structure, rank: int) -> SavePlan:
+    items = []
+    for entry in structure.entries:
+        region = structure.distribution(entry).region(entry.shape, [rank], structure.layouts)
+        for box, _ in region.pieces():
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            properties = TensorProperties(dtype=torch.float32)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
+            index = MetadataIndex(entry.name, torch.Size(box.offsets))
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
+
+
+def measure_plans(dcp_ranks: int, num_tensors: int = 1000) -> list[Row]:
+    """Planning time and manifest size of simulated worlds."""
+    rows = []
+    manifests = {}
+    for world, target in ((2, None), (256, "< 0.1"), (16_384, "< 1")):
+        ours_s, manifest = plan_seconds(simulated(world, num_tensors), world)
+        manifests[world] = len(manifest.to_bytes())
+        case = f"{world} ranks x {num_tensors} tensors"
+        rows.append(Row(case, "planning on a rank", "CPU s", ours_s, None, None, target))
+        rows.append(Row(case, "metadata", "kB", manifests[world] / 1e3))
+    growth = abs(manifests[16_384] / manifests[2] - 1) * 100
+    rows.append(Row("2 -> 16384 ranks", "growth of the manifest", "%", growth, None, None, "< 1"))
+    ragged = simulated(dcp_ranks, num_tensors)
+    for name, structure in (("ragged", ragged), ("FSDP2's Shard(0)", by_rows(ragged, dcp_ranks))):
+        ours_s, manifest = plan_seconds(structure, dcp_ranks)
+        rival_s, rival_bytes = dcp_plan(structure, dcp_ranks)
+        case = f"{dcp_ranks} ranks x {num_tensors} tensors, {name}"
+        rows.append(Row(case, "planning on a rank", "CPU s", ours_s, rival_s, "DCP's coordinator"))
+        rows.append(Row(case, "metadata", "kB", len(manifest.to_bytes()) / 1e3, rival_bytes / 1e3, "DCP"))
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--load-ranks", type=int, default=3)
+    parser.add_argument("--megabytes", type=int, default=1024, help="state of all ranks together")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--dcp-ranks", type=int, default=64, help="ranks of DCP's simulated plan (256 takes minutes)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write; default: a temporary folder"
+    )
+    parser.add_argument("--only", choices=("io", "plan"), default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    chosen = parser.parse_args()
+    rows: list[Row] = []
+    if chosen.only != "plan":
+        with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="bench-checkpoint-") as folder:
+            rows += measure_io(
+                Settings(chosen.ranks, chosen.load_ranks, chosen.megabytes, chosen.repeats, folder)
+            )
+    if chosen.only != "io":
+        rows += measure_plans(chosen.dcp_ranks)
+    print_table(rows)
+    if chosen.json is not None:
+        write_json(chosen.json, rows)
+
+
+if __name__ == "__main__":
+    main()

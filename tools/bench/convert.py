@@ -1,0 +1,195 @@
+"""vescale-convert beside cp and other people's tools, on the same tensors, alternating, as separate processes.
+
+    python tools/bench/convert.py --gb 1 --repeat 3 --json convert.json
+
+Every contender is a fresh process: its wall time includes start-up, its peak memory is what the kernel
+recorded (VmHWM of /proc/PID/status, read from outside). The sources are a stock DCP checkpoint of bfloat16
+weights in two data files and a native one of the same tensors; torch's consolidator gets them in the form it
+needs. ``start-up`` is our time for a checkpoint of one number. accelerate is optional: without it, its row
+says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench.rows import Row, print_table, write_json
+from vescale_fsdp.checkpoint import save
+
+BUDGET_MIB = 512
+INTERPRETER_MIB = 150  # allowed beside the budget
+LAYER_NUMEL = 4096 * 4096
+ACCELERATE_NAME = "accelerate merge"
+RIVALS = ("dcp_to_torch_save", ACCELERATE_NAME, "consolidate_safetensors_files")
+
+DCP_TO_TORCH = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+"""
+CONSOLIDATE = """
+import os, sys
+from safetensors import safe_open
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+source, target = sys.argv[1:3]
+names = []
+for file in os.listdir(source):
+    if file.endswith(".safetensors"):
+        with safe_open(os.path.join(source, file), "pt") as opened:
+            names += list(opened.keys())
+os.makedirs(target)
+consolidate_safetensors_files(source, target, {name: 1 for name in names}, num_threads=4)
+"""
+ACCELERATE = """
+import sys
+from accelerate.utils import merge_fsdp_weights
+merge_fsdp_weights(sys.argv[1], sys.argv[2])
+"""
+
+
+@dataclass
+class Contender:
+    """One program and what was measured of it."""
+
+    name: str
+    command: list[str]
+    seconds: list[float] = field(default_factory=list)
+    peak_mib: list[float] = field(default_factory=list)
+
+    def run(self, target: Path) -> None:
+        """One run to a target that does not exist, the disk quiet before."""
+        remove(target)
+        os.sync()
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [*self.command, str(target)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, peak_kib(process.pid))
+            time.sleep(0.005)
+        self.seconds.append(time.monotonic() - start)
+        self.peak_mib.append(peak / 1024)
+        if process.returncode:
+            assert process.stderr is not None
+            raise SystemExit(f"{self.name} failed:\n{process.stderr.read().decode()}")
+        remove(target)
+
+
+def peak_kib(pid: int) -> int:
+    """The kernel's record of a process's largest resident size so far; 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def make_sources(folder: Path, gigabytes: float) -> int:
+    """Write the two checkpoints and the consolidator's input; returns tensor bytes."""
+    count = max(1, round(gigabytes * 1e9 / (2 * LAYER_NUMEL)))
+    block = torch.randn(LAYER_NUMEL // 16).to(torch.bfloat16)
+    weights = {f"model.layers.{i}.weight": block.roll(i).repeat(16).view(4096, 4096) for i in range(count)}
+    writer = dcp.FileSystemWriter(folder / "dcp", thread_count=2)
+    dcp.save({"model": weights}, storage_writer=writer, no_dist=True)
+    save(folder / "native", {"model": weights})
+    split = HuggingFaceStorageWriter(str(folder / "split"), save_distributed=True, thread_count=1)
+    dcp.save(weights, storage_writer=split, no_dist=True)
+    dcp.save({"x": torch.zeros(())}, checkpoint_id=folder / "tiny", no_dist=True)
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def contenders(folder: Path) -> list[Contender]:
+    """All programs that are installed."""
+    budget = f"{BUDGET_MIB}MiB"
+    ours = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", "--memory-budget", budget, "-q"]
+    source, split = str(folder / "dcp"), str(folder / "split")
+    found = [
+        Contender("ours, DCP", [*ours, source]),
+        Contender("cp", ["cp", "-r", source]),
+        Contender("ours, native", [*ours, str(folder / "native")]),
+        Contender("dcp_to_torch_save", [sys.executable, "-c", DCP_TO_TORCH, source]),
+        Contender("consolidate_safetensors_files", [sys.executable, "-c", CONSOLIDATE, split]),
+        Contender("start-up", [*ours, str(folder / "tiny")]),
+    ]
+    if importlib.util.find_spec("accelerate"):
+        found.insert(4, Contender(ACCELERATE_NAME, [sys.executable, "-c", ACCELERATE, source]))
+    return found
+
+
+def rows_of(case: str, nbytes: int, measured: list[Contender]) -> list[Row]:
+    """Speeds and peaks of both our conversions beside each rival's."""
+    by_name = {contender.name: contender for contender in measured}
+
+    def speed(name: str, without_s: float = 0.0) -> float:
+        return nbytes / 1e6 / max(1e-9, statistics.median(by_name[name].seconds) - without_s)
+
+    startup = statistics.median(by_name["start-up"].seconds)
+    rows = [Row(case, "start-up", "s", startup)]
+    for name in ("ours, DCP", "ours, native"):
+        ours, label = by_name[name], f"{case}, {name.removeprefix('ours, ')} to HF"
+        limit = BUDGET_MIB + INTERPRETER_MIB
+        rows.append(Row(label, "speed", "MB/s", speed(name), speed("cp"), "cp", ">= 0.7"))
+        rows.append(Row(label, "peak memory", "MiB", max(ours.peak_mib), target=f"<= {limit}"))
+        if startup < 0.9 * statistics.median(ours.seconds):  # else the difference is noise
+            rows.append(Row(label, "speed without start-up", "MB/s", speed(name, startup), speed("cp"), "cp"))
+        for rival in measured:
+            if rival.name in RIVALS:
+                peaks = (max(ours.peak_mib), max(rival.peak_mib))
+                rows.append(Row(label, "speed", "MB/s", speed(name), speed(rival.name), rival.name, "> 1"))
+                rows.append(Row(label, "peak memory", "MiB", *peaks, rival.name, "< 1"))
+        if ACCELERATE_NAME not in by_name:
+            absent = f"{ACCELERATE_NAME}: not installed"
+            rows.append(Row(label, "speed", "MB/s", speed(name), rival_name=absent))
+    return rows
+
+
+def main() -> None:
+    """Parse, measure, report."""
+    parser = argparse.ArgumentParser(description="vescale-convert beside cp and other tools")
+    parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="sizes of the model")
+    parser.add_argument("--repeat", type=int, default=3, help="alternating runs; medians are reported")
+    parser.add_argument("--dir", type=Path, help="where to work; default a temporary folder")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for gigabytes in arguments.gb:
+        with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
+            folder = Path(name)
+            nbytes = make_sources(folder, gigabytes)
+            measured = contenders(folder)
+            for _ in range(arguments.repeat):
+                for contender in measured:
+                    contender.run(folder / "target")
+            rows += rows_of(f"{gigabytes:g} GB", nbytes, measured)
+    print_table(rows)
+    if arguments.json:
+        write_json(arguments.json, rows)
+
+
+if __name__ == "__main__":
+    main()

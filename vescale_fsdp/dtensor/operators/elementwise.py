@@ -1,0 +1,212 @@
+"""Rules of operators that need each element alone: on single tensors, on lists, and as fused optimizer steps.
+
+They run on the flat pieces, and the result is cut like the input. Sums that are not done yet (Partial on
+another mesh axis) are done first, because most elementwise operators are not linear.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_fsdp.collectives import all_reduce_in_place
+from vescale_fsdp.dtensor.operators.arguments import (
+    bind,
+    check_written,
+    first_ragged,
+    is_partial,
+    localise,
+    refuse,
+    summed,
+    wrap_result,
+    written_names,
+)
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
+from vescale_fsdp.layout.placement import RaggedShard
+
+__all__ = [
+    "elementwise",
+    "foreach",
+    "like_factory",
+    "masked_put",
+    "new_factory",
+    "non_finite_check",
+    "reshape_view",
+]
+
+aten = torch.ops.aten
+
+
+def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on the pieces; the result keeps the placement."""
+    like = first_ragged((*args, *kwargs.values()))
+    assert like is not None
+    if func._schema.is_mutable:
+        return _write(func, bind(func, args, kwargs), args, kwargs, like)
+    if is_partial(like):
+        args = tuple(summed(arg) for arg in args)
+        kwargs = {name: summed(value) for name, value in kwargs.items()}
+        like = first_ragged((*args, *kwargs.values()))
+        assert like is not None
+    result = func(
+        *(localise(func, arg, like) for arg in args),
+        **{name: localise(func, value, like) for name, value in kwargs.items()},
+    )
+    return wrap_result(func, result, like)
+
+
+def _write(
+    func: torch._ops.OpOverload,
+    named: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    like: RaggedDTensor,
+) -> Any:
+    """In-place and ``out=`` forms: what was written comes back itself."""
+    written = [named[name] for name in written_names(func) if name in named]
+    check_written(func, named, like)
+    func(
+        *(localise(func, arg, like) for arg in args),
+        **{name: localise(func, value, like) for name, value in kwargs.items()},
+    )
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copies and zeros_like's family: a piece of the same size, in the one memory format a flat piece has."""
+    tensor: RaggedDTensor = args[0]
+    kwargs = {**kwargs, "memory_format": torch.contiguous_format} if "memory_format" in kwargs else kwargs
+    return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
+
+
+def reshape_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of another shape: the same flat range of the tensor, spoken of in other dims."""
+    tensor: RaggedDTensor = args[0]
+    shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
+    if shape == tensor.shape:
+        local = tensor._local_tensor
+        return wrap_result(func, local.view_as(local), tensor)
+    axis, placement = ragged_axis(tensor.placements)
+    if not shape or inner_box(tensor._spec).sizes != tuple(tensor.shape):
+        why = "0-d tensors are not ragged" if not shape else "another mesh axis cuts its dims"
+        raise refuse(func, tensor._spec, f"a view of shape {tuple(shape)}: {why}")
+    cut = RaggedShard.from_piece_numels(shape, placement.piece_numels(tensor.shape))
+    placements = [cut if other == axis else p for other, p in enumerate(tensor.placements)]
+    spec = make_spec(tensor.device_mesh, placements, shape, tensor.dtype)
+    return RaggedDTensor.wrap(tensor._local_tensor.view(-1), spec)
+
+
+def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = value`` with a mask of x's own shape and cut, and one value for all."""
+    named = bind(func, args, kwargs)
+    tensor, indices, value = named["self"], named["indices"], named["values"]
+    mask = indices[0] if len(indices) == 1 else None
+    whole = isinstance(mask, RaggedDTensor) and mask.dtype == torch.bool and mask.shape == tensor.shape
+    if not whole or value.ndim or named.get("accumulate", False) or not isinstance(tensor, RaggedDTensor):
+        like = first_ragged((tensor, *indices, value))
+        raise refuse(func, like._spec if like is not None else None, "indexing other than x[mask] = number")
+    return elementwise(aten.masked_fill_.Tensor, (tensor, mask, value), {})
+
+
+def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """new_zeros and its family: ragged for the tensor's own shape, replicated for others.
+
+    ``new_empty`` of another shape is refused: what lies in its memory differs between the ranks.
+    """
+    tensor: RaggedDTensor = args[0]
+    shape, local = torch.Size(args[1]), tensor._local_tensor
+    if shape == tensor.shape:
+        return wrap_result(func, func(local, list(local.shape), *args[2:], **kwargs), tensor)
+    if func is aten.new_empty.default:
+        raise refuse(
+            func,
+            tensor._spec,
+            f"memory of shape {tuple(shape)} would hold other values on each rank",
+            todo="use new_zeros, or torch.empty_like",
+        )
+    full = func(local, list(shape), *args[2:], **kwargs)
+    mesh = tensor.device_mesh
+    return DTensor(full, make_spec(mesh, [Replicate()] * mesh.ndim, shape, full.dtype), requires_grad=False)  # type: ignore[call-arg]
+
+
+def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a foreach or fused optimizer operator on lists of pieces; lists may mix ragged and others."""
+    named = bind(func, args, kwargs)
+    lists = [v for v in named.values() if isinstance(v, (list, tuple)) and any(map(_is_tensor, v))]
+    length = len(lists[0])
+    likes = _likes(lists, length)
+    _check_lists_written(func, named, likes)
+    some = first_ragged(likes)
+
+    def local(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and len(value) == length:
+            return [_local_item(func, item, like) for item, like in zip(value, likes, strict=True)]
+        if isinstance(value, RaggedDTensor):
+            raise refuse(func, value._spec, "one ragged tensor stands beside a list of tensors")
+        return localise(func, value, some) if isinstance(value, DTensor) and some is not None else value
+
+    result = func(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    if not isinstance(result, (list, tuple)):
+        return result
+    return [
+        value if like is None else wrap_result(func, value, like)
+        for value, like in zip(result, likes, strict=True)
+    ]
+
+
+def _local_item(func: torch._ops.OpOverload, item: Any, like: RaggedDTensor | None) -> Any:
+    # Asked hundreds of times per optimizer step: gradients and states bear their parameter's very spec.
+    if like is None or (isinstance(item, RaggedDTensor) and item._spec is like._spec):
+        return item if like is None else item._local_tensor
+    return localise(func, item, like)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _likes(lists: list[Any], length: int) -> list[RaggedDTensor | None]:
+    """For every place in the lists, a ragged tensor that stands there, if any does."""
+    first = lists[0]
+    if all(isinstance(item, RaggedDTensor) for item in first):  # the usual case: parameters come first
+        return list(first)
+    return [first_ragged(values[i] for values in lists if len(values) == length) for i in range(length)]
+
+
+def _check_lists_written(
+    func: torch._ops.OpOverload, named: dict[str, Any], likes: list[RaggedDTensor | None]
+) -> None:
+    """Refuse lists in which a ragged value would be written to a tensor that is not ragged."""
+    for like in likes:
+        if like is not None and is_partial(like):
+            raise refuse(func, like._spec, "a tensor of the list holds sums that are not done")
+    for name in written_names(func):
+        written = named.get(name)
+        if not isinstance(written, (list, tuple)) or len(written) != len(likes):
+            continue
+        for item, like in zip(written, likes, strict=True):
+            # Step counters are 0-d and plain on every rank; each rank counts for itself.
+            plain_scalar = _is_tensor(item) and item.ndim == 0 and not isinstance(item, DTensor)
+            if like is not None and not plain_scalar and (item is not like):
+                check_written(func, {name: item}, like)
+
+
+def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's check: unscale the pieces, and let all ranks know if any of them met inf or nan."""
+    tensors, found_inf, inverse_scale = args
+    func([t._local_tensor if isinstance(t, DTensor) else t for t in tensors], found_inf, inverse_scale)
+    cut_axes: dict[DeviceMesh, set[int]] = {}
+    for t in tensors:
+        if isinstance(t, DTensor):
+            axes = {axis for axis, p in enumerate(t.placements) if not p.is_replicate()}
+            cut_axes.setdefault(t.device_mesh, set()).update(axes)
+    for mesh, axes in cut_axes.items():
+        for axis in sorted(axes):
+            work = all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis))
+            if work is not None:
+                work.wait()

@@ -1,0 +1,487 @@
+"""Rules of operators that look along dims: reductions over all dims, and anything along dims that are whole.
+
+    over all dims     each rank's answer for its piece, gathered and combined: a replicated DTensor. A nan on
+                      one rank is a nan for all (an all-reduce with MAX may lose it)
+    along some dims   every piece holds these dims whole (its cuts lie between them): the result is ragged,
+                      with the tensor's own cut; this is also how softmax, cumsum and sort are done
+    over leading dims sums, means and norms of pieces that hold whole rows: an all-reduce of the rows' part
+
+No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
+out wrong in the next operator (seen in cosine_embedding_loss). Norms of a finite order may: torch gets those
+right, and so clipping costs one collective for all gradients.
+
+Everything else is refused: a sum along rows that are cut in the middle would need its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_fsdp.collectives import all_reduce_in_place, gathered
+from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse, summed
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import NormPartial
+
+__all__ = ["all_close", "along_dims", "equal", "foreach_norm", "reduction"]
+
+aten = torch.ops.aten
+
+
+class _Call(NamedTuple):
+    """A reduction as it was asked for."""
+
+    func: torch._ops.OpOverload
+    tensor: RaggedDTensor
+    dims: tuple[int, ...]  # positive and sorted; all of them where none was given
+    keepdim: bool
+    options: dict[str, Any]  # the other arguments by name
+
+
+def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    named = bind(func, args, kwargs)
+    tensor: RaggedDTensor = named.pop("self")
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    dims = named.pop("dim", defaults.get("dim"))
+    keepdim = bool(named.pop("keepdim", False))
+    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
+    if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
+        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")
+    tensor = summed(tensor)
+    return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
+
+
+# -- over all dims ------------------------------------------------------------------------------------
+
+_Total = Callable[[_Call], Any]
+
+
+def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A reduction, over whichever dims."""
+    call = _call(func, args, kwargs)
+    name = func._schema.name.removeprefix("aten::")
+    if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
+        raise refuse(func, call.tensor._spec, "the tensor has no elements")
+    if len(call.dims) == call.tensor.ndim and name in _TOTALS:
+        result = _TOTALS[name](call)
+        keep = (1,) * call.tensor.ndim if call.keepdim else ()
+        if not keep:
+            return result
+        return type(result)(r.view(keep) for r in result) if isinstance(result, tuple) else result.view(keep)
+    if _whole_from(call.tensor, call.dims[0]):
+        return _along(call.func, call.tensor, call.dims, call.keepdim, call.options)
+    if name in _LEADING and call.dims == tuple(range(len(call.dims))) and len(call.dims) < call.tensor.ndim:
+        return _over_leading_dims(call)
+    raise refuse(
+        func,
+        call.tensor._spec,
+        f"the pieces do not hold the dims {call.dims} whole",
+        todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
+    )
+
+
+def _replicated(local: torch.Tensor, tensor: RaggedDTensor) -> DTensor:
+    """A stock DTensor that every rank holds whole."""
+    mesh = tensor.device_mesh
+    spec = make_spec(mesh, [Replicate()] * mesh.ndim, local.shape, local.dtype)
+    return DTensor(local.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
+    """[num_ranks, *answer.shape]: the answers of all ranks that hold different parts of the tensor."""
+    answers = answer.unsqueeze(0)
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            answers = gathered(answers, tensor.device_mesh.get_group(axis)).flatten(0, 1)
+    return answers
+
+
+def _sum(call: _Call) -> DTensor:
+    total = torch.nansum if call.func._schema.name == "aten::nansum" else torch.sum
+    local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
+    answers = _gather_answers(local, call.tensor)
+    return _replicated(answers.sum(0, dtype=local.dtype), call.tensor)
+
+
+def _mean(call: _Call) -> DTensor:
+    local = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
+    if not (local.is_floating_point() or local.is_complex()):
+        call.func(call.tensor._local_tensor)  # raises torch's own error for integers
+    total = _gather_answers(local, call.tensor).sum(0)
+    return _replicated(total / call.tensor.numel(), call.tensor)
+
+
+def _prod(call: _Call) -> DTensor:
+    local = torch.prod(call.tensor._local_tensor, **call.options)
+    return _replicated(torch.prod(_gather_answers(local, call.tensor), 0), call.tensor)
+
+
+def _identity(dtype: torch.dtype, largest: bool) -> Any:
+    """The value that loses against every other when the largest (or smallest) is asked for."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def _extreme_of(tensor: RaggedDTensor, local: torch.Tensor, largest: bool) -> DTensor:
+    if local.numel():
+        answer = local.max() if largest else local.min()
+    else:
+        answer = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
+    answers = _gather_answers(answer, tensor)
+    return _replicated(answers.max() if largest else answers.min(), tensor)
+
+
+def _max(call: _Call) -> DTensor:
+    return _extreme_of(call.tensor, call.tensor._local_tensor, largest=True)
+
+
+def _min(call: _Call) -> DTensor:
+    return _extreme_of(call.tensor, call.tensor._local_tensor, largest=False)
+
+
+def _aminmax(call: _Call) -> tuple[DTensor, DTensor]:
+    return _min(call), _max(call)
+
+
+def _any(call: _Call) -> DTensor:
+    return _replicated(_gather_answers(torch.any(call.tensor._local_tensor), call.tensor).any(), call.tensor)
+
+
+def _all(call: _Call) -> DTensor:
+    return _replicated(_gather_answers(torch.all(call.tensor._local_tensor), call.tensor).all(), call.tensor)
+
+
+def _logsumexp(call: _Call) -> DTensor:
+    answers = _gather_answers(torch.logsumexp(call.tensor._local_tensor.reshape(-1), 0), call.tensor)
+    return _replicated(torch.logsumexp(answers, 0), call.tensor)
+
+
+def _count_nonzero(call: _Call) -> DTensor:
+    local = torch.count_nonzero(call.tensor._local_tensor)
+    return _replicated(_gather_answers(local, call.tensor).sum(0), call.tensor)
+
+
+def _arg_extreme(call: _Call, largest: bool) -> DTensor:
+    """argmax and argmin: the first place, in flat order, of the extreme value (a nan counts as extreme)."""
+    tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
+    if inner_box(tensor._spec).sizes != tuple(tensor.shape):
+        raise refuse(call.func, tensor._spec, "another mesh axis cuts it too, so that flat order is lost")
+    fill = _identity(local.dtype, largest)
+    index = torch.full((), torch.iinfo(torch.int64).max, dtype=torch.int64, device=local.device)
+    value = torch.full((), fill, dtype=local.dtype, device=local.device)
+    if local.numel():
+        index = local.argmax() if largest else local.argmin()
+        value, index = local[index], index + tensor.piece.start
+    values, indices = _gather_answers(value, tensor), _gather_answers(index, tensor)
+    best = values.max() if largest else values.min()
+    hits = (values == best) | (values.isnan() & best.isnan())
+    owned = indices != torch.iinfo(torch.int64).max
+    return _replicated(indices[hits & owned].min(), tensor)
+
+
+def _argmax(call: _Call) -> DTensor:
+    return _arg_extreme(call, largest=True)
+
+
+def _argmin(call: _Call) -> DTensor:
+    return _arg_extreme(call, largest=False)
+
+
+def _moments(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean of all elements, from each rank's count, mean and squared distances."""
+    local = call.tensor._local_tensor
+    if local.is_complex():
+        raise refuse(call.func, call.tensor._spec, "variances of complex numbers are not done piece by piece")
+    wide = local.to(torch.float64)
+    count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
+    mean = wide.mean() if local.numel() else count
+    answers = _gather_answers(torch.stack([count, mean, (wide - mean).square().sum()]), call.tensor)
+    counts, means, squares = answers.unbind(-1)
+    total = counts.sum()
+    grand = (counts * means).sum() / total
+    squares_all = squares.sum() + (counts * (means - grand).square()).sum()
+    given = call.options.get("correction", call.options.get("unbiased", 1))
+    correction = 1.0 if given is None else float(given)
+    return squares_all / (total - correction).clamp_min(0.0), grand
+
+
+def _var(call: _Call) -> DTensor:
+    return _replicated(_moments(call)[0].to(call.tensor.dtype), call.tensor)
+
+
+def _std(call: _Call) -> DTensor:
+    return _replicated(_moments(call)[0].sqrt().to(call.tensor.dtype), call.tensor)
+
+
+def _var_mean(call: _Call) -> tuple[DTensor, DTensor]:
+    variance, mean = (moment.to(call.tensor.dtype) for moment in _moments(call))
+    return _replicated(variance, call.tensor), _replicated(mean, call.tensor)
+
+
+def _std_mean(call: _Call) -> tuple[DTensor, DTensor]:
+    variance, mean = _moments(call)
+    dtype = call.tensor.dtype
+    return _replicated(variance.sqrt().to(dtype), call.tensor), _replicated(mean.to(dtype), call.tensor)
+
+
+# -- norms --------------------------------------------------------------------------------------------
+
+
+def _order(options: dict[str, Any]) -> float:
+    given = options.get("ord", options.get("p", 2))
+    return 2.0 if given is None else float(given)
+
+
+def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    if local.numel() or not math.isinf(order):
+        return torch.linalg.vector_norm(local, order, dtype=dtype)
+    # torch has no infinity norm of nothing; a piece of nothing must lose against every other
+    return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
+
+
+def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of a whole from the norms of its parts: [num_parts, ..] -> [..]."""
+    if order == 0:
+        return norms.sum(0)  # counts of elements that are not zero
+    return torch.linalg.vector_norm(norms, order, dim=0)
+
+
+def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order: float) -> None:
+    if order < 0 and not math.isinf(order):
+        raise refuse(func, tensor._spec, f"a norm of order {order} has no neutral part for an empty piece")
+
+
+def _norm(call: _Call) -> DTensor:
+    order, dtype = _order(call.options), call.options.get("dtype")
+    _check_norm_order(call.func, call.tensor, order)
+    if call.tensor.numel() == 0 and math.isinf(order):
+        raise refuse(call.func, call.tensor._spec, "the tensor has no elements")
+    if 0 < order < math.inf:
+        return _unreduced_norm(call.tensor, order, dtype)
+    answers = _gather_answers(_local_norm(call.tensor._local_tensor, order, dtype), call.tensor)
+    return _replicated(_norm_of_norms(answers, order), call.tensor)
+
+
+def _unreduced_norm(tensor: RaggedDTensor, order: float, dtype: torch.dtype | None) -> DTensor:
+    """A norm whose collective waits until it is needed: clipping a hundred gradients costs one, not a hundred.
+
+    torch's NormPartial of a finite order is brought to Replicate by every operator that needs it (seen for
+    adding scalars, powers, logarithms and reductions on torch 2.13), unlike a Partial sum.
+    """
+    placements = [p if p.is_replicate() else NormPartial(order) for p in tensor.placements]
+    local = torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
+    spec = make_spec(tensor.device_mesh, placements, local.shape, local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Norms of a list of tensors. Tensors cut over the same mesh axes share one collective.
+
+    All norms come back on the mesh of the first ragged tensor, where they are as replicated as on their own:
+    tensors beside and without tensor parallelism can then be clipped together, which torch's stack of DTensors
+    on different meshes refuses.
+    """
+    named = bind(func, args, kwargs)
+    tensors, order, dtype = named["self"], _order(named), named.get("dtype")
+    norms: list[Any] = [None] * len(tensors)
+    together: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, RaggedDTensor):
+            norms[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        elif is_partial(tensor):
+            raise refuse(func, tensor._spec, "a tensor of the list holds sums that are not done")
+        else:
+            _check_norm_order(func, tensor, order)
+            cut = tuple(not p.is_replicate() for p in tensor.placements)
+            together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
+    home = first_ragged(tensors)
+    for indices in together.values():
+        own = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices])
+        whole = _norm_of_norms(_gather_answers(own, tensors[indices[0]]), order).unbind()
+        assert home is not None
+        first = _replicated(whole[0], home)
+        for index, value in zip(indices, whole, strict=True):
+            norms[index] = DTensor(value, first._spec, requires_grad=False)  # type: ignore[call-arg]
+    return norms
+
+
+_TOTALS: dict[str, _Total] = {
+    "all": _all,
+    "amax": _max,
+    "amin": _min,
+    "aminmax": _aminmax,
+    "any": _any,
+    "argmax": _argmax,
+    "argmin": _argmin,
+    "count_nonzero": _count_nonzero,
+    "linalg_vector_norm": _norm,
+    "logsumexp": _logsumexp,
+    "max": _max,
+    "mean": _mean,
+    "min": _min,
+    "nansum": _sum,
+    "norm": _norm,
+    "prod": _prod,
+    "std": _std,
+    "std_mean": _std_mean,
+    "sum": _sum,
+    "var": _var,
+    "var_mean": _var_mean,
+}
+
+
+# -- along some dims ----------------------------------------------------------------------------------
+
+
+def _cut_numels(tensor: RaggedDTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape that the ragged placement cuts, and the elements it gives to each rank."""
+    _, placement = ragged_axis(tensor.placements)
+    inner = inner_box(tensor._spec).sizes
+    return inner, placement.piece_numels(inner)
+
+
+def _whole_from(tensor: RaggedDTensor, dim: int) -> bool:
+    """Whether every rank's piece holds all of the dims ``dim``, ``dim + 1``, .. whole."""
+    inner, numels = _cut_numels(tensor)
+    if inner[dim:] != tuple(tensor.shape[dim:]):
+        return False
+    run = numel_of(inner[dim:])
+    return run > 0 and all(numel % run == 0 for numel in numels)
+
+
+def _along(
+    func: torch._ops.OpOverload,
+    tensor: RaggedDTensor,
+    dims: tuple[int, ...],
+    keepdim: bool | None,
+    options: dict[str, Any],
+) -> Any:
+    """Run an operator on the pieces seen as [some rows, *whole dims]; the rows stay where they are."""
+    first = dims[0]
+    rows = tensor._local_tensor.reshape(-1, *tensor.shape[first:])
+    shifted = [dim - first + 1 for dim in dims]
+    schema = {argument.name: argument for argument in func._schema.arguments}
+    takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
+    named = {**options, "self": rows, "dim": shifted if takes_list else shifted[0]}
+    if keepdim is not None and "keepdim" in schema:
+        named["keepdim"] = keepdim
+    result = func(**named)
+    if isinstance(result, (list, tuple)):
+        return tuple(_of_rows(func, value, tensor, first) for value in result)
+    return _of_rows(func, result, tensor, first)
+
+
+def _of_rows(
+    func: torch._ops.OpOverload, rows: torch.Tensor, tensor: RaggedDTensor, first: int
+) -> RaggedDTensor:
+    """A ragged tensor from its rows, cut between the same rows as the tensor they came from."""
+    shape = (*tensor.shape[:first], *rows.shape[1:])
+    if not shape:  # every dim was reduced, and one rank held them all
+        raise refuse(func, tensor._spec, "its result would be a 0-d ragged tensor")
+    axis, _ = ragged_axis(tensor.placements)
+    inner, numels = _cut_numels(tensor)
+    per_row, run = numel_of(rows.shape[1:]), numel_of(inner[first:])
+    cut = [numel // run * per_row for numel in numels]
+    ragged = RaggedShard.from_piece_numels((*inner[:first], *rows.shape[1:]), cut)
+    placements = [ragged if other == axis else p for other, p in enumerate(tensor.placements)]
+    spec = make_spec(tensor.device_mesh, placements, shape, rows.dtype)
+    same = shape == tuple(tensor.shape)
+    return RaggedDTensor.wrap(
+        rows.contiguous().view(-1), spec, layout_ref=tensor.layout_ref if same else None
+    )
+
+
+def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Softmax, cumulative sums, sorting and the like, along one dim that the pieces hold whole."""
+    call = _call(func, args, kwargs)
+    if call.tensor.numel() == 0 or not _whole_from(call.tensor, call.dims[0]):
+        raise refuse(
+            func,
+            call.tensor._spec,
+            f"the pieces do not hold dim {call.dims[0]} whole",
+            todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
+        )
+    return _along(func, call.tensor, call.dims, None, call.options)
+
+
+_NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
+_LEADING = ("sum", "mean", "linalg_vector_norm", "norm")
+
+
+def _over_leading_dims(call: _Call) -> DTensor:
+    """Sums, means and norms over dims 0..k-1 of pieces that hold rows of the other dims whole."""
+    tensor, depth = call.tensor, len(call.dims)
+    if not _whole_from(tensor, depth):
+        raise refuse(
+            call.func,
+            tensor._spec,
+            f"the pieces cut rows of shape {tuple(tensor.shape[depth:])}",
+            todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
+        )
+    rows = tensor._local_tensor.reshape(-1, *tensor.shape[depth:])
+    name = call.func._schema.name.removeprefix("aten::")
+    dtype = call.options.get("dtype")
+    if name in ("sum", "mean"):
+        local = _summed_over_ranks(rows.sum(0, dtype=dtype), tensor)
+        if name == "mean":
+            local = local / numel_of(tensor.shape[:depth])
+    else:
+        order = _order(call.options)
+        if order <= 0 or math.isinf(order):
+            raise refuse(call.func, tensor._spec, f"a norm of order {order} over leading dims")
+        norms = torch.linalg.vector_norm(rows, order, dim=0, dtype=dtype)
+        local = _summed_over_ranks(norms**order, tensor) ** (1 / order)
+    if call.keepdim:
+        local = local.view(*(1,) * depth, *tensor.shape[depth:])
+    return _replicated(local, tensor)
+
+
+def _summed_over_ranks(local: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
+    total = local.clone(memory_format=torch.contiguous_format)
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            work = all_reduce_in_place(total, dist.ReduceOp.SUM, tensor.device_mesh.get_group(axis))
+            if work is not None:
+                work.wait()
+    return total
+
+
+# -- comparisons of whole tensors -----------------------------------------------------------------------
+
+
+def _agreed(same: bool, tensor: RaggedDTensor) -> bool:
+    verdict = torch.tensor(int(same), device=tensor._local_tensor.device)
+    return bool(_gather_answers(verdict, tensor).all().item())
+
+
+def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """torch.equal: true only if the pieces of all ranks are equal. A collective."""
+    left, right = args
+    if left.shape != right.shape:
+        return False
+    like = left if isinstance(left, RaggedDTensor) else right
+    if is_partial(like):
+        raise refuse(func, like._spec, "its sums are not done")
+    return _agreed(func(*(localise(func, side, like) for side in args)), like)
+
+
+def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """torch.allclose, over the pieces of all ranks. A collective."""
+    left, right, *rest = args
+    like = left if isinstance(left, RaggedDTensor) else right
+    if is_partial(like):
+        raise refuse(func, like._spec, "its sums are not done")
+    same = func(localise(func, left, like), localise(func, right, like), *rest, **kwargs)
+    return _agreed(same, like)

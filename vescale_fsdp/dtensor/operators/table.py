@@ -1,0 +1,228 @@
+"""Which rule carries out which operator on ragged tensors: the dispatch table, and the document made from it.
+
+`rule_of` decides for one operator; `FAMILIES` says what each rule promises. The table in OPERATORS.md is
+written by ``python tools/operators_table.py`` from the very functions that dispatch uses, so it cannot
+promise what the code does not do (tests/dtensor/test_operator_table.py compares them).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from vescale_fsdp.dtensor.operators import elementwise, reductions
+from vescale_fsdp.dtensor.operators import random_values as random
+from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
+from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
+from vescale_fsdp.torch_private import operator_names
+
+__all__ = ["FAMILIES", "is_supported", "operator_table", "rule_of"]
+
+aten = torch.ops.aten
+
+
+def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = first_ragged((*args, *kwargs.values()))
+    raise refuse(func, like._spec if like is not None else None, "it needs more than each element alone")
+
+
+def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Questions about storage, answered by the piece."""
+    tensor, *rest = args
+    return func(tensor._local_tensor, *rest, **kwargs)
+
+
+FAMILIES: dict[Rule, tuple[str, str]] = {
+    elementwise.elementwise: (
+        "elementwise",
+        "Runs on the pieces, beside scalars, 0-d tensors, ragged tensors cut alike, replicated DTensors.",
+    ),
+    elementwise.foreach: (
+        "lists and fused optimizer steps",
+        "As elementwise, on every tensor of a list; lists may mix ragged and plain tensors.",
+    ),
+    elementwise.like_factory: ("copies and tensors like it", "The result is cut like the input."),
+    elementwise.new_factory: (
+        "new tensors of a given shape",
+        "Ragged for the tensor's own shape, replicated for others (new_empty: own shape only).",
+    ),
+    elementwise.reshape_view: (
+        "views",
+        "Of any shape (not 0-d); of the tensor's own shape only where another mesh axis cuts it too.",
+    ),
+    elementwise.masked_put: ("indexing", "`x[mask] = number`, with a mask of x's shape and cut."),
+    elementwise.non_finite_check: ("gradient scaler", "The verdict is agreed over the mesh."),
+    reductions.reduction: (
+        "reductions",
+        "Over all dims, over dims that every piece holds whole, or (sum, mean, norm) over its whole rows.",
+    ),
+    reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
+    reductions.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),
+    reductions.equal: ("equality", "One answer, agreed over the mesh."),
+    reductions.all_close: ("closeness", "One answer, agreed over the mesh."),
+    random.random_fill: (
+        "random values in place",
+        "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
+    ),
+    random.random_like: ("random tensors like it", "As random values in place."),
+    _on_local: ("questions about storage", "Answered for this rank's piece."),
+}
+
+# Elementwise, though torch's tags do not say so.
+_ELEMENTWISE = (
+    "alias",
+    "complex",
+    "copy_",
+    "detach",
+    "detach_",
+    "elu_backward",
+    "fill_",
+    "floor_divide",
+    "floor_divide_",
+    "hardsigmoid_backward",
+    "hardswish",
+    "hardswish_",
+    "hardswish_backward",
+    "hardtanh_backward",
+    "huber_loss_backward",
+    "leaky_relu_backward",
+    "lift_fresh",
+    "log_sigmoid_backward",
+    "mish_backward",
+    "polar",
+    "softplus_backward",
+    "softshrink_backward",
+    "zero_",
+)
+# Tagged pointwise by torch, and not: equal is one answer for all elements.
+_NOT_ELEMENTWISE = ("equal",)
+
+_BY_NAME: dict[str, Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
+    **dict.fromkeys(
+        ("_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"), elementwise.like_factory
+    ),
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), elementwise.new_factory),
+    **dict.fromkeys(("_unsafe_view", "squeeze", "unsqueeze", "view"), elementwise.reshape_view),
+    "index_put_": elementwise.masked_put,
+    **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
+    "_amp_foreach_non_finite_check_and_unscale_": elementwise.non_finite_check,
+    **dict.fromkeys(
+        (
+            "all",
+            "amax",
+            "amin",
+            "aminmax",
+            "any",
+            "argmax",
+            "argmin",
+            "count_nonzero",
+            "linalg_vector_norm",
+            "logsumexp",
+            "mean",
+            "nansum",
+            "norm",
+            "prod",
+            "std",
+            "std_mean",
+            "sum",
+            "var",
+            "var_mean",
+        ),
+        reductions.reduction,
+    ),
+    "_foreach_norm": reductions.foreach_norm,
+    **dict.fromkeys(
+        ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
+        reductions.along_dims,
+    ),
+    "equal": reductions.equal,
+    "allclose": reductions.all_close,
+    **dict.fromkeys(("bernoulli_", "normal_", "uniform_"), random.random_fill),
+    **dict.fromkeys(("rand_like", "randn_like"), random.random_like),
+    **dict.fromkeys(("is_pinned", "record_stream"), _on_local),
+}
+# Names that mean an elementwise operator with two tensors, and a reduction with one.
+_BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
+    (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
+)
+_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor, aten.view.dtype)
+_FOREACH_REDUCTIONS = ("_foreach_max", "_foreach_powsum")
+
+
+def _is_out(func: torch._ops.OpOverload) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+@cache
+def _is_elementwise(func: torch._ops.OpOverload) -> bool:
+    """Whether torch's tags call it pointwise; in-place forms count if their functional form does."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if torch.Tag.pointwise in func.tags:
+        return True
+    name = func._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.endswith("__"):
+        return False
+    packet = getattr(aten, name.removesuffix("_"), None)
+    overload = getattr(packet, func._overloadname, None) if packet is not None else None
+    return overload is not None and torch.Tag.pointwise in overload.tags
+
+
+@cache
+def rule_of(func: torch._ops.OpOverload) -> Rule:
+    """The function that carries out an operator on ragged tensors; one that raises if there is none."""
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "aten" or func in _REFUSED_OVERLOADS:
+        return _unsupported
+    rule = _BY_OVERLOAD.get(func)
+    if rule is not None:
+        return rule
+    rule = _BY_NAME.get(name)
+    if rule is not None:
+        elementwise_out = rule is elementwise.elementwise or not _is_out(func)
+        return rule if elementwise_out else _unsupported
+    if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS and not _is_out(func):
+        return elementwise.foreach
+    if name not in _NOT_ELEMENTWISE and _is_elementwise(func):
+        return elementwise.elementwise
+    return _unsupported
+
+
+set_rules(rule_of)
+
+
+def is_supported(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator, such as ``torch.ops.aten.add.Tensor``, can run on ragged tensors at all.
+
+    Some then still depend on the arguments, such as a sum along a dim that must be whole on every rank.
+    """
+    return rule_of(func) is not _unsupported
+
+
+def operator_table() -> str:
+    """OPERATORS.md: every family, what it promises, and the operators of this torch that it covers."""
+    names: dict[Rule, set[str]] = {}
+    for full_name in operator_names():
+        namespace, _, rest = full_name.partition("::")
+        name, _, overload = rest.partition(".")
+        if namespace != "aten":
+            continue
+        func = getattr(getattr(aten, name), overload or "default")
+        names.setdefault(rule_of(func), set()).add(name)
+    lines = [
+        "# Operators on ragged tensors",
+        "",
+        "Written by `python tools/operators_table.py` from the dispatch table; a test compares the two.",
+        f"Operators are those of torch {torch.__version__.split('+')[0]}. What is not listed raises",
+        "`UnsupportedOpError`, a `NotImplementedError` that names operator, placement and the way out.",
+        "",
+        "| family | what holds | operators |",
+        "|---|---|---|",
+    ]
+    for rule, (family, promise) in FAMILIES.items():
+        listed = ", ".join(f"`{name}`" for name in sorted(names.get(rule, ())))
+        lines.append(f"| {family} | {promise} | {listed} |")
+    return "\n".join(lines) + "\n"

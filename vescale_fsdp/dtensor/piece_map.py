@@ -1,0 +1,217 @@
+"""Holding: which flat range of a parameter each rank of its mesh holds, whatever kind of tensor it is.
+
+Optimizers that know structure need one answer from every parameter: who holds which elements.
+
+    parameter                                    holding
+    plain tensor, DTensor all Replicate          one shard, the whole tensor, no mesh axis
+    RaggedDTensor                                the pieces of its RaggedShard
+    FSDP2's DTensor, Shard(0)                    torch's chunks of rows, contiguous and in rank order
+    anything else (Shard(1), TP beside FSDP)     None: no contiguous pieces; the caller decides what to do
+
+Replicate on every other mesh axis is allowed (HSDP): those ranks are *replicas*.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import local_of
+
+__all__ = [
+    "Holding",
+    "contiguous_holding_of",
+    "holding_of",
+    "local_grad",
+    "local_part_of",
+    "local_tensor",
+    "zeros_beside",
+]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The pieces of one parameter.
+
+    Args:
+        shape: global shape.
+        starts: flat start of each shard rank's piece, then the numel: ``num_shards + 1`` ints.
+        shard_rank: this rank's number among the shards.
+        mesh: the parameter's mesh; None if every rank holds all of it.
+        axis: the mesh axis that shards it; None with ``mesh``.
+    """
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    shard_rank: int = 0
+    mesh: DeviceMesh | None = None
+    axis: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return self.starts[-1]
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks among which the tensor is cut."""
+        return len(self.starts) - 1
+
+    def piece(self, shard_rank: int) -> FlatRange:
+        """The range that a shard rank holds."""
+        return FlatRange(self.starts[shard_rank], self.starts[shard_rank + 1])
+
+    @property
+    def own_piece(self) -> FlatRange:
+        """The range that this rank holds."""
+        return self.piece(self.shard_rank)
+
+    def holder_of(self, wanted: FlatRange) -> int | None:
+        """The shard rank that holds all of a non-empty range, or None if it is cut."""
+        rank = bisect_right(self.starts, wanted.start) - 1
+        return rank if wanted.stop <= self.starts[rank + 1] else None
+
+
+def holding_of(tensor: torch.Tensor) -> Holding | None:
+    """The holding of a parameter, or None if ranks do not hold contiguous flat ranges of it."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
+        return Holding(shape, (0, numel_of(shape)))
+    mesh = tensor.device_mesh
+    sharded = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if len(sharded) != 1:
+        return None
+    axis, placement = sharded[0], tensor.placements[sharded[0]]
+    if type(placement) is RaggedShard:  # a strided one has a run per chunk
+        numels = placement.piece_numels(shape)
+    elif type(placement) is Shard and placement.dim == 0:
+        numels = _chunk_numels(shape, mesh.size(axis))
+    else:
+        return None
+    return Holding(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), mesh, axis)
+
+
+def contiguous_holding_of(param: torch.Tensor, otherwise: str) -> Holding:
+    """The holding of a parameter whose ranks must hold contiguous runs.
+
+    Args:
+        param: the parameter.
+        otherwise: what to give a parameter that does not, for the error's text.
+
+    Raises:
+        LayoutError: if they do not.
+    """
+    holding = holding_of(param)
+    if holding is None:
+        assert isinstance(param, DTensor)
+        raise LayoutError(
+            explain(
+                "State in blocks needs parameters that ranks hold in contiguous runs.",
+                expected="plain tensors, RaggedShard, Shard(0) or Replicate",
+                got=param.placements,
+                where=f"parameter of shape {tuple(param.shape)}",
+                todo=f"shard this parameter by rows, or use {otherwise}",
+            )
+        )
+    return holding
+
+
+def _chunk_numels(shape: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
+    """Elements per rank of torch's Shard(0): chunks of ceil(rows / shards) rows, the last short or empty."""
+    rows, row_numel = shape[0], numel_of(shape[1:])
+    chunk = -(-rows // num_shards)
+    return tuple(max(0, min(chunk, rows - rank * chunk)) * row_numel for rank in range(num_shards))
+
+
+def zeros_beside(
+    param: torch.Tensor,
+    holding: Holding,
+    shape: tuple[int, ...],
+    piece_numels: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Zeros of another shape than a parameter, cut where the parameter is cut: scales, factors, ...
+
+    Args:
+        param: the parameter.
+        holding: how it lies.
+        shape: global shape of the new tensor.
+        piece_numels: elements of the new tensor that belong to each shard's piece of the parameter.
+        dtype: of the new tensor.
+
+    Returns:
+        A plain tensor beside plain parameters, else a DTensor on the parameter's mesh.
+    """
+    local = torch.zeros(piece_numels[holding.shard_rank], dtype=dtype, device=param.device)
+    if not isinstance(param, DTensor):
+        return local.view(shape)
+    mesh = param.device_mesh
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if holding.axis is None:
+        return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
+    placements[holding.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
+    return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
+
+
+def local_part_of(full: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of a tensor that all ranks have in full, cut as ``like`` is. No communication."""
+    mesh = like.device_mesh
+    if isinstance(like, RaggedDTensor):
+        return local_of(distribute_tensor(full, mesh, like.placements))
+    stock = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local_of(stock.redistribute(placements=like.placements))
+
+
+def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
+    """This rank's elements of a parameter or state tensor, flat: a 1-D view that can be written.
+
+    Raises:
+        LayoutError: if the elements are not contiguous in memory.
+    """
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    if not local.is_contiguous():
+        raise LayoutError(
+            explain(
+                f"A {what} is not contiguous in memory.",
+                expected="row-major strides",
+                got=f"shape {tuple(local.shape)}, strides {local.stride()}",
+                todo="call .contiguous() on it before the model is sharded and the optimizer is made",
+            )
+        )
+    return local.view(-1)
+
+
+def local_grad(param: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a parameter's gradient, 1-D; the gradient lies as the parameter does.
+
+    Raises:
+        LayoutError: for sparse or complex gradients, which no optimizer here can take.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse or grad.is_complex():
+        raise LayoutError(
+            explain(
+                "This gradient cannot be used.",
+                expected="a dense real tensor",
+                got=f"layout {grad.layout}, dtype {grad.dtype}",
+                where=f"parameter of shape {tuple(param.shape)}",
+                todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
+            )
+        )
+    if not isinstance(grad, DTensor):
+        return grad.detach().reshape(-1)
+    if isinstance(param, DTensor) and grad.placements != param.placements:
+        grad = redistribute(grad, param.placements)
+    return local_of(grad).reshape(-1)

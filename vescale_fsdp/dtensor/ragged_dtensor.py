@@ -1,0 +1,488 @@
+"""RaggedDTensor: a DTensor whose ranks hold flat pieces of any length, and the rules of its operations.
+
+Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute to Replicate and fail.
+So a ragged tensor is a subclass with its own ``__torch_dispatch__``. Users see a DTensor: ``.shape`` is
+global, ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh``, ``.placements`` hold.
+
+What each operator does on the pieces is decided in `vescale_fsdp.dtensor.operators.table` (see OPERATORS.md). Nothing there
+returns a wrong value in silence: an operator without a rule raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.collectives import broadcast_in_place
+from vescale_fsdp.dtensor.all_to_all import exchange
+from vescale_fsdp.dtensor.dcp_hooks import chunk_list, tensor_shard, write_items
+from vescale_fsdp.dtensor.mesh_order import place_in
+from vescale_fsdp.dtensor.redistribute import Move, finish, redistribute_local
+from vescale_fsdp.dtensor.spec import (
+    boxes_of,
+    inner_box,
+    is_ragged_spec,
+    local_shape,
+    make_spec,
+    piece_of,
+    ragged_axis,
+    spec_with,
+)
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.layout.geometry import Box, FlatRange
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import DTensorSpec, dispatch_to_subclass, local_of, register_foreach_type
+
+__all__ = [
+    "PendingTensor",
+    "RaggedDTensor",
+    "distribute_tensor",
+    "is_ragged",
+    "make_spec",
+    "piece_of",
+    "ragged_axis",
+    "redistribute",
+    "redistribute_async",
+    "set_rules",
+]
+
+
+Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _first_rule(func: torch._ops.OpOverload) -> Rule:
+    """Load the rules: they stand above this module and import it, so its first operator brings them in."""
+    import_module("vescale_fsdp.dtensor.operators.table")
+    return _rules[-1](func)
+
+
+# Operator -> function that carries it out. `vescale_fsdp.dtensor.operators.table` puts its own in place when it is imported.
+_rules: list[Callable[[torch._ops.OpOverload], Rule]] = [_first_rule]
+
+
+def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
+    """Say what carries out operators on ragged tensors, from now on."""
+    _rules[:] = [rule_of]
+
+
+def is_ragged(tensor: object) -> bool:
+    """Whether a tensor is sharded by RaggedShard."""
+    return isinstance(tensor, RaggedDTensor)
+
+
+class RaggedDTensor(DTensor):
+    """A DTensor with one `RaggedShard` among its placements; the local tensor is this rank's flat piece.
+
+    Make one with `distribute_tensor`, `RaggedDTensor.from_local` or `fully_shard`, not by the constructor.
+
+    Attributes:
+        layout_ref: the layout of the group this tensor lies in and its name there, where a planner made
+            it. Elementwise results inherit it, so optimizer state knows its layout too.
+    """
+
+    layout_ref: tuple[GroupLayout, str] | None = None
+
+    @staticmethod
+    def wrap(
+        local: torch.Tensor,
+        spec: DTensorSpec,
+        *,
+        layout_ref: tuple[GroupLayout, str] | None = None,
+        requires_grad: bool = False,
+    ) -> RaggedDTensor:
+        """A ragged tensor over ``local`` (shared, not copied) as ``spec`` describes it."""
+        tensor = RaggedDTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+        tensor.layout_ref = layout_ref
+        return tensor
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int],
+    ) -> RaggedDTensor:
+        """A ragged tensor from this rank's piece. No communication; differentiable.
+
+        Args:
+            local_tensor: the piece, contiguous, as many elements as the placement gives this rank.
+            device_mesh: the mesh.
+            placements: one per mesh axis, exactly one of them a RaggedShard.
+            shape: global shape, which a piece alone does not tell.
+
+        Raises:
+            PlacementError: if the piece has another size than the placement says.
+        """
+        spec = make_spec(device_mesh, tuple(placements), torch.Size(shape), local_tensor.dtype)
+        expected = _shape_of_piece(spec)
+        if tuple(local_tensor.shape) != expected or not local_tensor.is_contiguous():
+            raise PlacementError(
+                explain(
+                    "The local tensor is not this rank's piece.",
+                    expected=f"a contiguous tensor of shape {expected}",
+                    got=f"shape {tuple(local_tensor.shape)}, strides {local_tensor.stride()}",
+                    where=f"rank {device_mesh.get_coordinate()} of {spec.placements}",
+                    todo="flatten the piece: tensor.reshape(-1)[range]",
+                )
+            )
+        return _FromLocal.apply(local_tensor, spec)  # type: ignore[no-any-return]
+
+    @property
+    def piece(self) -> FlatRange:
+        """Half-open range of the flattened tensor that this rank holds (of its inner box, see `spec`)."""
+        return piece_of(self._spec)
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """Boxes of the global tensor that this rank holds, in the order of its local elements."""
+        return boxes_of(self._spec)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's piece, 1-D (shares memory). Differentiable.
+
+        Args:
+            grad_placements: of the gradient that will come back; those of the tensor if None.
+        """
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return self._local_tensor
+        placements = self.placements if grad_placements is None else grad_placements
+        return _ToLocal.apply(self, spec_with(self._spec, placements=placements))  # type: ignore[no-any-return]
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor under other placements of the same mesh. Differentiable.
+
+        Raises:
+            PlacementError: for another mesh, or combinations that cannot be reached.
+            UnsupportedOpError: for the options that only stock DTensor has.
+        """
+        if async_op or forward_dtype is not None or backward_dtype is not None:
+            raise UnsupportedOpError(
+                explain(
+                    "redistribute of a ragged tensor takes no options.",
+                    expected="async_op=False, forward_dtype=None, backward_dtype=None",
+                    got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
+                    todo="cast with .to(dtype); vescale_fsdp.redistribute_async overlaps with computation",
+                )
+            )
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise PlacementError(
+                explain("A tensor stays on its mesh.", expected=self.device_mesh, got=device_mesh)
+            )
+        if placements is None:
+            raise PlacementError(
+                explain("redistribute needs placements.", expected="one placement per mesh axis", got=None)
+            )
+        return redistribute(self, placements)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """torch's: the same memory without autograd. What is assigned must lie on the ranks as this tensor does."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        # torch's own setter changes what the wrapper says of itself and leaves the piece as it was, in silence.
+        if not isinstance(value, RaggedDTensor) or (
+            (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
+        ):
+            raise PlacementError(
+                explain(
+                    "What is assigned to .data must be sharded as the tensor is.",
+                    expected=f"a ragged tensor of shape {tuple(self.shape)}, {self.dtype} on {self.device}, placed "
+                    f"{tuple(map(str, self.placements))}",
+                    got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
+                    todo="copy_ what vescale_fsdp.distribute_tensor makes of the full tensor into the tensor",
+                )
+            )
+        self._local_tensor = value._local_tensor.detach()
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank (a collective; new memory). Differentiable.
+
+        Args:
+            grad_placements: of the gradient that will come back; Replicate if None. With ``[Partial()]``
+                it is summed over the ranks by a reduce-scatter.
+        """
+        replicated = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        return replicated.to_local(grad_placements=grad_placements)
+
+    def data_ptr(self) -> int:
+        """0: the memory is the piece's, and ``to_local`` has it."""
+        # Without this it is the piece's offset in its buffer, in bytes. torch (2.11-2.13) takes any other number than 0
+        # for memory of its own when it copies tensors behind training (DCP's stagers) or deeply.
+        return 0
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        placements = ", ".join(str(placement) for placement in self.placements)
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements=({placements}), "
+            f"{self._describe_piece()}{grad})"
+        )
+
+    def _describe_piece(self) -> str:
+        if self.device_mesh.get_coordinate() is None:
+            return f"not on this rank: mesh {self.device_mesh}"
+        place = place_in(self.device_mesh)
+        where = f"rank {place[0] if len(place) == 1 else place} of {self.device_mesh.shape}"
+        start, stop = self.piece
+        if start == stop:
+            return f"{where} holds nothing"
+        boxes = ", ".join(map(_index_text, self.boxes))
+        return f"{where} holds elements [{start}:{stop}) = {boxes}, local={self._local_tensor}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
+        if protocol == torch.serialization.DEFAULT_PROTOCOL:
+            raise UnsupportedOpError(
+                explain(
+                    "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
+                    expected="a checkpoint that knows the global tensor",
+                    got="torch.save (pickle protocol 2), which would store this rank's piece alone",
+                    where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
+                    todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
+                    "or torch.save(tensor.full_tensor()) on one rank",
+                )
+            )
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch's own (2.11-2.13) copies the mesh and the layout along with the values; both are shared here.
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # refuses
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        local = self._local_tensor.detach().clone()
+        twin = memo[id(self)] = _rebuild(local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+        for name, value in vars(self).items():
+            vars(twin).setdefault(name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> RaggedDTensor:
+        placements, meta, requires_grad = flatten_spec[0], flatten_spec[1], flatten_spec[-1]
+        spec = make_spec(inner_tensors["device_mesh"], placements, torch.Size(outer_size), meta.dtype)
+        return RaggedDTensor.wrap(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _rules[-1](func)(func, args, kwargs or {})
+
+    # -- DCP (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece.
+    # Methods of the class, because hooks set on an instance vanish when DCP copies it.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return tensor_shard(self, index)
+
+
+register_foreach_type(RaggedDTensor)
+dispatch_to_subclass(RaggedDTensor)
+
+
+def _rebuild(
+    local: torch.Tensor,
+    spec: DTensorSpec,
+    layout_ref: tuple[GroupLayout, str] | None,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> torch.Tensor:
+    tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _index_text(box: Box) -> str:
+    parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
+    return f"[{', '.join(parts)}]"
+
+
+def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
+    axis, placement = ragged_axis(spec.placements)
+    return local_shape(placement, inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
+
+
+def _wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
+    """A ragged or stock DTensor, as the placements of ``spec`` ask."""
+    if not is_ragged_spec(spec.placements):
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    ref = like.layout_ref if isinstance(like, RaggedDTensor) and like.placements == spec.placements else None
+    return RaggedDTensor.wrap(local, spec, layout_ref=ref)
+
+
+# -- making and moving --------------------------------------------------------------------------------
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = None,
+) -> RaggedDTensor:
+    """Shard a tensor raggedly.
+
+    Args:
+        tensor: the full tensor. Its shape and dtype count on every rank, its values where it is read.
+        device_mesh: the mesh.
+        placements: one per mesh axis, exactly one of them a RaggedShard.
+        src_data_rank: None if all ranks hold the same values: each keeps a copy of its piece, without any
+            communication. Otherwise the place, on every mesh axis (see `rank_order`), of the rank whose values
+            count: it sends every rank its piece.
+
+    Returns:
+        A leaf that requires gradients if ``tensor`` does.
+    """
+    spec = make_spec(device_mesh, placements, tensor.shape, tensor.dtype)
+    axis, placement = ragged_axis(spec.placements)
+    if any(p.is_partial() for p in spec.placements):
+        raise PlacementError(
+            explain("A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements)
+        )
+    full = tensor.detach()
+    if src_data_rank is not None:
+        full = _from_source(full, spec, axis, src_data_rank)
+    inner = inner_box(spec)
+    part = full[inner.slices()].contiguous()
+    if src_data_rank is None:
+        start, stop = placement.piece(inner.sizes, device_mesh.get_local_rank(axis))
+        local = part.view(-1)[start:stop].clone().view(_shape_of_piece(spec))
+    else:
+        owner = tuple(int(rank == src_data_rank) for rank in range(placement.num_shards))
+        steps = exchange(
+            part.view(-1)[: part.numel() * owner[device_mesh.get_local_rank(axis)]],
+            RaggedShard((), owner),
+            RaggedShard(placement.dims, placement.local_units),
+            inner.sizes,
+            device_mesh.get_group(axis),
+        )
+        local = finish(steps)
+    return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
+
+
+def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int) -> torch.Tensor:
+    """Bring the values to every rank whose place on the ragged axis is ``source``."""
+    mesh = spec.mesh
+    place = place_in(mesh)
+    full = full.clone(memory_format=torch.contiguous_format)
+    others = [axis for axis in range(mesh.ndim) if axis != ragged]
+    for index, axis in enumerate(others):
+        if all(place[later] == source for later in (*others[index + 1 :], ragged)):
+            work = broadcast_in_place(full, mesh.get_group(axis), source)
+            if work is not None:
+                work.wait()
+    return full
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor, ragged or stock, under other placements of its mesh, ragged or stock. Differentiable.
+
+    ``DTensor.redistribute`` of torch does not know ragged placements; this function knows both.
+
+    Args:
+        tensor: a DTensor.
+        placements: one per mesh axis, at most one of them a RaggedShard.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh, or ask for sums to be undone.
+    """
+    target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+    if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
+        return _Redistribute.apply(tensor, target)  # type: ignore[no-any-return]
+    return tensor.redistribute(placements=placements)
+
+
+class PendingTensor:
+    """A tensor on its way to other placements; `wait` returns it. Not differentiable."""
+
+    def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
+        self._source = tensor
+        self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
+        self._move = Move(local_of(tensor), tensor._spec, self._target)
+
+    def wait(self) -> DTensor:
+        """The tensor under its new placements, once it is here."""
+        return _wrap_like(self._move.wait(), self._target, like=self._source)
+
+
+def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
+    """Start `redistribute` and go on computing; `PendingTensor.wait` gives the result.
+
+    All ranks start and wait in the same order. Between mesh axes that change their cut too, only the first
+    collective overlaps. The tensor must not be written before the wait.
+    """
+    return PendingTensor(tensor, placements)
+
+
+# -- autograd -----------------------------------------------------------------------------------------
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> RaggedDTensor:
+        ctx.spec = spec
+        return RaggedDTensor.wrap(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return redistribute_local(local_of(grad), grad._spec, ctx.spec), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor, grad_spec: DTensorSpec) -> torch.Tensor:
+        ctx.spec = grad_spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        return _wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
+        ctx.spec = tensor._spec
+        if tensor._spec.placements == target.placements:
+            return _wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
+        return _wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        # The gradient of an unreduced sum is that of each summand: the same on every rank.
+        placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
+        target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
+        return _wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None

@@ -1,0 +1,215 @@
+"""The spec of a ragged tensor: which mesh axis is cut raggedly, and what part of the tensor a rank holds.
+
+A `RaggedShard` is applied after the placements of all other mesh axes, whatever their order (this is how
+tensor or expert parallelism, applied to the module first, composes with sharding). So a rank's part is found
+in two steps: the other axes leave it a box of the tensor, the *inner* box; the ragged placement cuts the
+flattened inner box, and the rank's *piece* is a flat range of it::
+
+    shape (6, 4) on a (2, 2) mesh, placements (RaggedShard((0,), (1, 2)), Shard(0))
+        mesh coordinate (0, 0): inner rows [0, 3), piece [0, 4)  = row 0
+        mesh coordinate (1, 0): inner rows [0, 3), piece [4, 12) = rows 1, 2
+        mesh coordinate (0, 1): inner rows [3, 6), piece [0, 4)  = row 3
+        mesh coordinate (1, 1): inner rows [3, 6), piece [4, 12) = rows 4, 5
+
+In the flat order of the full tensor, rank 0 of the ragged axis then holds two runs, not one: `make_spec` says
+so by turning the placement into `StridedRaggedShard`, whose ``split_factor`` is the number of runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from vescale_fsdp.dtensor.mesh_order import ascends
+from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides
+from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp.torch_private import DTensorSpec, TensorMeta
+
+__all__ = [
+    "boxes_of",
+    "chunk_range",
+    "inner_box",
+    "is_ragged_spec",
+    "local_shape",
+    "make_spec",
+    "piece_of",
+    "ragged_axis",
+    "spec_with",
+]
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """A spec of a row-major tensor of this global shape; ragged placements come out in canonical form.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh, the shape or each other.
+    """
+    shape = torch.Size(shape)
+    strides = contiguous_strides([max(1, n) for n in shape])  # torch's rule: a size of 0 counts as 1
+    meta = TensorMeta(shape, strides, dtype)
+    return DTensorSpec(mesh, _canonical(mesh, tuple(placements), shape), tensor_meta=meta)
+
+
+def spec_with(
+    spec: DTensorSpec,
+    *,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DTensorSpec:
+    """The same spec with other placements or another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if placements is None and (dtype is None or dtype == meta.dtype):
+        return spec
+    return make_spec(
+        spec.mesh,
+        spec.placements if placements is None else placements,
+        meta.shape,
+        meta.dtype if dtype is None else dtype,
+    )
+
+
+def is_ragged_spec(placements: Sequence[Placement]) -> bool:
+    """Whether some mesh axis is cut raggedly."""
+    return any(isinstance(placement, RaggedShard) for placement in placements)
+
+
+def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
+    """The mesh axis that is cut raggedly, and its placement.
+
+    Raises:
+        PlacementError: unless exactly one placement is a RaggedShard.
+    """
+    found = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
+    if len(found) != 1:
+        raise PlacementError(
+            explain("A ragged tensor has one RaggedShard.", expected="exactly one", got=tuple(placements))
+        )
+    return found[0]
+
+
+def chunk_range(numel: int, num_chunks: int, index: int) -> FlatRange:
+    """Indices of chunk ``index`` when a dim of size ``numel`` is cut as ``Shard`` does (like torch.chunk)."""
+    size = -(-numel // num_chunks)
+    start = min(size * index, numel)
+    return FlatRange(start, min(start + size, numel))
+
+
+def inner_box(spec: DTensorSpec) -> Box:
+    """What the axes other than the ragged one leave to this rank: the box that the ragged placement cuts."""
+    offsets, sizes = [0] * len(spec.shape), list(spec.shape)
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            held = chunk_range(sizes[placement.dim], spec.mesh.size(axis), spec.mesh.get_local_rank(axis))
+            offsets[placement.dim] += held.start
+            sizes[placement.dim] = held.numel
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def piece_of(spec: DTensorSpec) -> FlatRange:
+    """Range of the flattened inner box that this rank holds: of the flat tensor, if nothing else cuts it."""
+    axis, placement = ragged_axis(spec.placements)
+    return placement.piece(inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
+
+
+def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
+    """Boxes of the global tensor that this rank holds, in the order of its local elements; none if empty."""
+    inner = inner_box(spec)
+    return tuple(
+        Box(tuple(a + b for a, b in zip(box.offsets, inner.offsets, strict=True)), box.sizes)
+        for box in boxes_of_range(inner.sizes, *piece_of(spec))
+    )
+
+
+def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Shape of a rank's local tensor: 1-D, except that ``dims=()`` keeps the owner's tensor whole."""
+    numel = placement.piece(shape, rank).numel
+    return tuple(shape) if not placement.dims and placement.local_units[rank] else (numel,)
+
+
+def _canonical(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> tuple[Placement, ...]:
+    if len(placements) != mesh.ndim:
+        raise PlacementError(
+            explain("Every mesh axis needs a placement.", expected=f"{mesh.ndim} placements", got=placements)
+        )
+    if not is_ragged_spec(placements):
+        return placements
+    axis, placement = ragged_axis(placements)
+    _check_beside(mesh, placements, axis, placement, shape)
+    split = math.prod(
+        mesh.size(other)
+        for other, p in enumerate(placements)
+        if isinstance(p, Shard) and p.dim % len(shape) == 0
+    )
+    if isinstance(placement, StridedRaggedShard) and placement.split_factor != split:
+        raise PlacementError(
+            explain(
+                "The split factor does not match the other axes.",
+                expected=f"split_factor {split}: the ranks that share dim 0 by Shard(0) beside it",
+                got=placement,
+                where=str(placements),
+                todo="give RaggedShard; the split factor is filled in",
+            )
+        )
+    ragged = placement.with_split_factor(split)
+    positive = [Shard(p.dim % len(shape)) if isinstance(p, Shard) else p for p in placements]
+    return tuple(ragged if other == axis else p for other, p in enumerate(positive))
+
+
+def _check_beside(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    axis: int,
+    placement: RaggedShard,
+    shape: torch.Size,
+) -> None:
+    """Refuse meshes, shapes and neighbours that a ragged placement cannot stand beside."""
+    if placement.num_shards != mesh.size(axis):
+        raise PlacementError(
+            explain(
+                "The units are for another number of ranks.",
+                expected=f"{mesh.size(axis)} units, one per rank of mesh axis {axis}",
+                got=placement.local_units,
+            )
+        )
+    if not shape:
+        raise PlacementError(
+            explain(
+                "A 0-d tensor has nothing to cut.",
+                expected="a tensor of at least one dim",
+                got="shape ()",
+                todo="use Replicate, or a 1-D tensor of one element",
+            )
+        )
+    for other, p in enumerate(placements):
+        plain_shard = type(p) is Shard and -len(shape) <= p.dim < len(shape)
+        if other != axis and not (p.is_replicate() or p.is_partial() or plain_shard):
+            raise PlacementError(
+                explain(
+                    "This placement cannot stand beside a RaggedShard.",
+                    expected="Replicate, Partial or Shard(d) of an existing dim",
+                    got=p,
+                    where=f"mesh axis {other} of {placements}",
+                    todo="redistribute that axis first",
+                )
+            )
+        if plain_shard and other != axis and not ascends(mesh, other):
+            raise PlacementError(
+                explain(
+                    "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by the order of "
+                    "the mesh and gathers it by that of the ranks.",
+                    expected="ranks in ascending order along the axis",
+                    got=mesh.mesh.tolist(),
+                    where=f"mesh axis {other} of {placements}",
+                    todo="name the ranks in ascending order: init_device_mesh does",
+                )
+            )

@@ -1,0 +1,456 @@
+"""The layout of a group: where every tensor lies in one flat buffer cut into equal shards. A value.
+
+Rank r owns elements [r*S, (r+1)*S) of the group's global buffer, S = ``shard_numel``::
+
+    S = 12, 3 ranks              rank 0          rank 1          rank 2
+    buffer            |0 . . . . . . . . . . 11|12 . . . . . . 23|24 . . . . . . 35|
+    slots             [ w (7, 2) block 2       w ][ b ][ v (4, 4), block 4     v ]__
+    offsets            0                      14  14  20                       36
+
+    w has 14 elements at offset 0: rank 0 owns w[0:12], rank 1 owns w[12:14] (12 % 2 == 0: no block is cut);
+    b has 5 at 14; v has 16 at 20 (24 - 20 = 4 is one block); one element of padding at 19.
+
+A *scattered* slot is the one exception to "one run of the buffer": its pieces, still one per rank, in rank
+order and of whole blocks, lie wherever other tensors left room. It is stored as a few runs of equal pieces::
+
+    S = 12, 5 ranks         rank 0       rank 1       rank 2       rank 3       rank 4
+    a (5, 4), block 4     |aaaaaaaaaaaa|aaaaaaaa....|............|............|............|
+    u (6, 5), block 5     |............|............|uuuuuuuuuu..|uuuuuuuuuu..|uuuuuuuuuu..|
+
+    a is one run at offset 0; u has runs ((2, 3, 10, 0),): from rank 2 on, 3 ranks hold 10 elements each at
+    local offset 0. In one run u would need S = 15, which has room for it beside a.
+
+Nothing but the planner decides these numbers, and nothing rebuilds them from shapes: the runtime, the
+placements of parameters, checkpoints, reports and pictures all ask the layout. It does not grow with the
+number of ranks, and it proves itself when built: a `GroupLayout` that exists cuts no block, overlaps
+nowhere and lies inside its buffer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.geometry import FlatRange, numel_of
+
+__all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot"]
+
+
+class Piece(NamedTuple):
+    """What one rank holds of one tensor: a flat range of the tensor, and where it starts in the shard."""
+
+    range: FlatRange  # of the tensor's flat elements
+    local_offset: int  # of the range's first element, in elements from the start of the rank's shard
+
+    @property
+    def numel(self) -> int:
+        """Elements the rank holds."""
+        return self.range.numel
+
+
+class PieceRun(NamedTuple):
+    """Equal pieces of a scattered tensor on ranks [first_rank, first_rank + num_ranks)."""
+
+    first_rank: int
+    num_ranks: int
+    piece_numel: int  # elements on each of these ranks
+    local_offset: int  # of each piece, in elements from the start of its rank's shard
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces of the run."""
+        return self.num_ranks * self.piece_numel
+
+    def overlaps(self, start: int, stop: int, shard_numel: int) -> bool:
+        """Whether a piece shares an element with the range [start, stop) of the global buffer."""
+        origin = self.first_rank * shard_numel + self.local_offset
+        # Piece i is [origin + i*S, .. + piece_numel): first to end after start, last to begin before stop.
+        first = (start - origin - self.piece_numel) // shard_numel + 1
+        last = -(-(stop - origin) // shard_numel) - 1
+        return start < stop and max(first, 0) <= min(last, self.num_ranks - 1)
+
+
+@dataclass(frozen=True, slots=True)  # thousands are made for a model
+class TensorSlot:
+    """Where one tensor lies in the group's global buffer.
+
+    Args:
+        fqn: fully qualified name of the parameter.
+        shape: its full shape.
+        dtype: its dtype's name without the ``torch.`` prefix, such as ``"float32"``.
+        block_numel: elements per block; a rank boundary inside the tensor lies between two blocks.
+        offset: index of the tensor's first element in the global buffer.
+        runs: pieces of a scattered slot, in rank order; empty for a slot that is one run of the buffer.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    block_numel: int
+    offset: int
+    runs: tuple[PieceRun, ...] = ()
+    numel: int = field(init=False, repr=False, compare=False)  # elements of the full tensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", numel_of(self.shape))
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the tensor is not one run of the buffer, and so must be copied out after a gather."""
+        return bool(self.runs)
+
+    @property
+    def span(self) -> FlatRange:
+        """The tensor's range of the global buffer.
+
+        Raises:
+            LayoutError: for a scattered slot, which has no such range.
+        """
+        if self.runs:
+            raise LayoutError(
+                explain(
+                    "A scattered tensor is not one range of the buffer.",
+                    expected="a contiguous slot",
+                    got=f"{len(self.runs)} runs of pieces",
+                    where=self.fqn,
+                    todo="ask GroupLayout.piece(slot, rank) for what each rank holds",
+                )
+            )
+        return FlatRange(self.offset, self.offset + self.numel)
+
+    def scattered_piece(self, rank: int) -> Piece:
+        """What ``rank`` holds of a scattered tensor; an empty range (at offset 0) if it holds nothing."""
+        start = 0
+        for run in self.runs:
+            if run.first_rank <= rank < run.first_rank + run.num_ranks:
+                start += (rank - run.first_rank) * run.piece_numel
+                return Piece(FlatRange(start, start + run.piece_numel), run.local_offset)
+            start += run.numel
+        return Piece(FlatRange(0, 0), 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss; ``runs`` only where there are some."""
+        data: dict[str, Any] = {
+            "fqn": self.fqn,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "block_numel": self.block_numel,
+            "offset": self.offset,
+        }
+        if self.runs:
+            data["runs"] = [list(run) for run in self.runs]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorSlot:
+        """Inverse of `to_json`."""
+        runs = tuple(PieceRun(*run) for run in data.get("runs", ()))
+        shape = tuple(data["shape"])
+        return cls(data["fqn"], shape, data["dtype"], data["block_numel"], data["offset"], runs)
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Slots of one group over ``num_shards`` equal shards of ``shard_numel`` elements.
+
+    Raises:
+        LayoutError: at construction, if a slot is malformed, overlaps another, leaves the buffer, or has
+            a rank boundary inside a block.
+    """
+
+    num_shards: int
+    shard_numel: int
+    slots: tuple[TensorSlot, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1 or self.shard_numel < 0:
+            raise LayoutError(
+                explain(
+                    "A group needs at least one shard of non-negative size.",
+                    expected="num_shards >= 1 and shard_numel >= 0",
+                    got=f"num_shards={self.num_shards}, shard_numel={self.shard_numel}",
+                    todo="pass the number of ranks the group is sharded over",
+                )
+            )
+        end_of_buffer = self.numel
+        for slot in self.slots:
+            self._prove_slot(slot, end_of_buffer)
+        self._prove_disjoint()
+
+    def _prove_slot(self, slot: TensorSlot, end_of_buffer: int) -> None:
+        if slot.offset < 0 or slot.block_numel < 1 or (slot.shape and min(slot.shape) < 0):
+            raise LayoutError(
+                explain(
+                    "A slot has a negative size or offset, or an empty block.",
+                    expected="sizes >= 0, block_numel >= 1, offset >= 0",
+                    got=slot,
+                    where=slot.fqn,
+                )
+            )
+        if slot.runs:
+            self._prove_runs(slot)
+            return
+        if slot.offset + slot.numel > end_of_buffer:
+            raise LayoutError(
+                explain(
+                    "A slot leaves the group's buffer.",
+                    expected=f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {self.shard_numel})",
+                    got=f"[{slot.span.start}, {slot.span.stop})",
+                    where=slot.fqn,
+                )
+            )
+        if not self._cuts_between_blocks(slot):
+            raise LayoutError(
+                explain(
+                    "A rank boundary cuts a block.",
+                    expected=f"k * {self.shard_numel} a multiple of {slot.block_numel} away from the start",
+                    got=f"slot [{slot.span.start}, {slot.span.stop})",
+                    where=slot.fqn,
+                    todo="take the layout from plan_group",
+                )
+            )
+
+    def _cuts_between_blocks(self, slot: TensorSlot) -> bool:
+        start, size, stop = slot.offset, self.shard_numel, slot.offset + slot.numel
+        if start == stop:
+            return True
+        first_boundary = (start // size + 1) * size
+        if first_boundary >= stop:
+            return True
+        if (first_boundary - start) % slot.block_numel:
+            return False
+        # A second boundary lies S further on, so S itself must be a number of blocks.
+        return first_boundary + size >= stop or size % slot.block_numel == 0
+
+    def _prove_runs(self, slot: TensorSlot) -> None:
+        """The pieces are in rank order, inside their shards, of whole blocks, and make up the tensor."""
+        start, next_rank, problem = 0, 0, ""
+        for run in slot.runs:
+            if start % slot.block_numel:
+                problem = f"a piece starts inside a block, at element {start}"
+            if run.first_rank < next_rank or min(run.num_ranks, run.piece_numel) < 1 or run.local_offset < 0:
+                problem = f"run {tuple(run)} is empty, negative or not after rank {next_rank - 1}"
+            if run.num_ranks > 1 and run.piece_numel % slot.block_numel:
+                problem = f"run {tuple(run)} cuts blocks of {slot.block_numel}"
+            if run.local_offset + run.piece_numel > self.shard_numel:
+                problem = f"run {tuple(run)} leaves its shard of {self.shard_numel}"
+            next_rank, start = run.first_rank + run.num_ranks, start + run.numel
+        first = slot.runs[0]
+        if start != slot.numel or next_rank > self.num_shards:
+            problem = f"{start} elements on ranks below {next_rank}"
+        elif slot.offset != first.first_rank * self.shard_numel + first.local_offset:
+            problem = f"offset {slot.offset} is not that of the first piece"
+        if problem:
+            raise LayoutError(
+                explain(
+                    "The pieces of a scattered slot cannot be.",
+                    expected=f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per "
+                    f"rank, in rank order, inside {self.num_shards} shards of {self.shard_numel}",
+                    got=problem,
+                    where=slot.fqn,
+                    todo="take the layout from plan_group",
+                )
+            )
+
+    def _prove_disjoint(self) -> None:
+        names = [slot.fqn for slot in self.slots]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise LayoutError(
+                explain("A name stands twice in one group.", expected="distinct names", got=twice)
+            )
+        filled = [slot for slot in self.slots if slot.numel]
+        whole = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
+        for left, right in pairwise(whole):
+            if left.offset + left.numel > right.offset:
+                raise _overlap(left, right)
+        scattered = [slot for slot in filled if slot.runs]
+        starts = [slot.offset for slot in whole] if scattered else []
+        for index, slot in enumerate(scattered):
+            for run in slot.runs:
+                # Only slots that reach into the shards of these ranks can meet the run.
+                first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
+                stop = bisect_left(starts, (run.first_rank + run.num_ranks) * self.shard_numel)
+                for other in (*whole[max(first, 0) : stop], *scattered[:index]):
+                    if self._run_meets(run, other):
+                        raise _overlap(slot, other)
+
+    def _run_meets(self, run: PieceRun, slot: TensorSlot) -> bool:
+        if not slot.runs:
+            return run.overlaps(slot.offset, slot.offset + slot.numel, self.shard_numel)
+        return any(
+            max(run.first_rank, other.first_rank)
+            < min(run.first_rank + run.num_ranks, other.first_rank + other.num_ranks)
+            and max(run.local_offset, other.local_offset)
+            < min(run.local_offset + run.piece_numel, other.local_offset + other.piece_numel)
+            for other in slot.runs
+        )
+
+    @cached_property
+    def _by_fqn(self) -> dict[str, TensorSlot]:
+        return {slot.fqn: slot for slot in self.slots}
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global buffer, padding included."""
+        return self.num_shards * self.shard_numel
+
+    @cached_property
+    def payload_numel(self) -> int:
+        """Elements of all tensors, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding as a fraction of the payload (0.0 for an empty group)."""
+        return (self.numel - self.payload_numel) / self.payload_numel if self.payload_numel else 0.0
+
+    @property
+    def copied_numel(self) -> int:
+        """Elements of scattered tensors: those that a gather does not leave where they are used."""
+        return sum(slot.numel for slot in self.slots if slot.runs)
+
+    @property
+    def copied_ratio(self) -> float:
+        """Copied elements as a fraction of the payload (0.0 for an empty group)."""
+        return self.copied_numel / self.payload_numel if self.payload_numel else 0.0
+
+    def slot(self, fqn: str) -> TensorSlot:
+        """The slot of one tensor.
+
+        Raises:
+            LayoutError: if the group has no tensor of that name.
+        """
+        try:
+            return self._by_fqn[fqn]
+        except KeyError:
+            raise LayoutError(
+                explain(
+                    "The group holds no tensor of this name.",
+                    expected=f"one of {sorted(self._by_fqn)[:8]}",
+                    got=repr(fqn),
+                )
+            ) from None
+
+    def shard_range(self, rank: int) -> FlatRange:
+        """The range of the global buffer that a rank owns."""
+        return FlatRange(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def piece(self, slot: TensorSlot, rank: int) -> Piece:
+        """What ``rank`` holds of a tensor; an empty range (at offset 0) if it holds nothing."""
+        if slot.runs:
+            return slot.scattered_piece(rank)
+        shard = self.shard_range(rank)
+        held = slot.span.intersect(shard)
+        if held.numel == 0:
+            return Piece(FlatRange(0, 0), 0)
+        return Piece(held.shift(-slot.offset), held.start - shard.start)
+
+    def pieces_of(self, rank: int) -> Iterator[tuple[TensorSlot, Piece]]:
+        """Non-empty pieces a rank holds, in buffer order."""
+        held = [(slot, self.piece(slot, rank)) for slot in self.slots]
+        yield from sorted((pair for pair in held if pair[1].numel), key=lambda pair: pair[1].local_offset)
+
+    def piece_numels(self, slot: TensorSlot) -> tuple[int, ...]:
+        """Elements of a tensor on each rank, in rank order. Sums to the tensor's numel."""
+        numels: list[int] = []
+        for run in self.runs_of(slot):
+            numels.extend([0] * (run.first_rank - len(numels)))
+            numels.extend([run.piece_numel] * run.num_ranks)
+        return (*numels, *[0] * (self.num_shards - len(numels)))
+
+    def holders(self, slot: TensorSlot) -> Iterator[int]:
+        """Ranks that hold at least one element of a tensor, in order."""
+        for run in self.runs_of(slot):
+            yield from range(run.first_rank, run.first_rank + run.num_ranks)
+
+    def runs_of(self, slot: TensorSlot) -> tuple[PieceRun, ...]:
+        """The pieces of any slot as runs of equal pieces; at most three for a contiguous one."""
+        if slot.runs or not slot.numel:
+            return slot.runs
+        size = self.shard_numel
+        (first, head), (last, tail) = divmod(slot.offset, size), divmod(slot.offset + slot.numel, size)
+        if first == last:
+            return (PieceRun(first, 1, slot.numel, head),)
+        runs = []
+        if head:
+            runs.append(PieceRun(first, 1, size - head, head))
+            first += 1
+        if last > first:
+            runs.append(PieceRun(first, last - first, size, 0))
+        if tail:
+            runs.append(PieceRun(last, 1, tail, 0))
+        return tuple(runs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss."""
+        return {
+            "num_shards": self.num_shards,
+            "shard_numel": self.shard_numel,
+            "slots": [slot.to_json() for slot in self.slots],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> GroupLayout:
+        """Inverse of `to_json`; proves the layout anew."""
+        slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
+        return cls(data["num_shards"], data["shard_numel"], slots)
+
+
+def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:
+    return LayoutError(
+        explain(
+            "Two slots overlap.",
+            expected="disjoint ranges of the buffer",
+            got=" and ".join(
+                f"{slot.fqn} {tuple(map(tuple, slot.runs)) if slot.runs else tuple(slot.span)}"
+                for slot in (left, right)
+            ),
+            todo="take the layout from plan_group",
+        )
+    )
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """All groups of a model by name, in the order in which they were sharded."""
+
+    groups: tuple[tuple[str, GroupLayout], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.groups]
+        if len(set(names)) != len(names):
+            raise LayoutError(
+                explain("A group name stands twice in one model.", expected="distinct names", got=names)
+            )
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[str, GroupLayout]]) -> ModelLayout:
+        """A model layout from pairs of group name and layout."""
+        return cls(tuple(groups))
+
+    @property
+    def copied_numel(self) -> int:
+        """Elements of scattered tensors in all groups."""
+        return sum(group.copied_numel for _, group in self.groups)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding of all groups as a fraction of their payload."""
+        payload = sum(group.payload_numel for _, group in self.groups)
+        return sum(group.numel for _, group in self.groups) / payload - 1 if payload else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads back without loss."""
+        return {"groups": [{"name": name, **group.to_json()} for name, group in self.groups]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelLayout:
+        """Inverse of `to_json`."""
+        return cls(tuple((group["name"], GroupLayout.from_json(group)) for group in data["groups"]))

@@ -1,0 +1,238 @@
+"""Padding policy: how much padding a group may have, and what would cure it. Integers and a warning.
+
+Where a group holds too few blocks for its ranks, every planner pads: a rank holds whole blocks or none. The
+policy says at which padding to warn (once, with the cures) and at which to refuse. The cures are found by
+planning again, never taken by themselves, because each changes something the user asked for:
+
+    a smaller shard size     HSDP: replicate over the rest of the ranks; shards hold more blocks
+    a larger unit            fully_shard over several layers at once; the group holds more blocks
+    fewer rows               smaller blocks for the tensors that are in the way; a coarser optimizer state
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_group
+
+__all__ = ["Cures", "PaddingPolicy", "PaddingWarning", "check_padding", "find_cures", "itemsize_of"]
+
+MAX_MODULES_PER_UNIT = 64
+MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them would take longer than it helps
+
+
+class PaddingWarning(UserWarning):
+    """A group is padded above the policy's limit."""
+
+
+@dataclass(frozen=True)
+class PaddingPolicy:
+    """What `fully_shard` does about padding.
+
+    Args:
+        scatter: ``"auto"`` lets the planner scatter a few tensors, which are then copied out after each
+            gather, where that is cheaper than the padding it avoids; ``"never"`` forbids it.
+        warn_above: padding, as a fraction of the payload, above which a `PaddingWarning` names the cures.
+        refuse_above: padding above which `LayoutError` is raised; ``math.inf`` accepts any.
+        ignore_below_bytes: padding per rank that is too small to speak of, whatever its ratio.
+    """
+
+    scatter: Scatter = "auto"
+    warn_above: float = 0.25
+    refuse_above: float = 10.0
+    ignore_below_bytes: int = 1 << 20  # 1 MiB
+
+    def __post_init__(self) -> None:
+        if self.scatter not in ("never", "auto") or not 0 <= self.warn_above <= self.refuse_above:
+            raise LayoutError(
+                explain(
+                    "The padding policy cannot be followed.",
+                    expected="scatter 'auto' or 'never', and 0 <= warn_above <= refuse_above",
+                    got=self,
+                    todo="give both limits as fractions of the payload, such as 0.25 and 10.0",
+                )
+            )
+
+
+@dataclass(frozen=True)
+class Cures:
+    """What would bring a group's padding below a limit; each is None where nothing does. Ratios are paddings.
+
+    Attributes:
+        num_shards: the largest divisor of the shards that would do, and its padding.
+        modules_per_unit: how many such modules in one unit would do, and their padding.
+        smaller_blocks: tensors whose blocks, so many times smaller, would do: (names, divisor, padding).
+    """
+
+    num_shards: tuple[int, float] | None = None
+    modules_per_unit: tuple[int, float] | None = None
+    smaller_blocks: tuple[tuple[str, ...], int, float] | None = None
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes per element of a dtype by its name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 1
+
+
+def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = "", warn: bool = True) -> None:
+    """Warn or raise if a group is padded too much, naming numbers and cures.
+
+    Args:
+        layout: the group's layout.
+        policy: the limits.
+        where: what the group belongs to, for the error.
+        warn: whether this process is the one that warns (rank 0); raising is for all.
+
+    Raises:
+        LayoutError: above ``policy.refuse_above``.
+    """
+    padded = layout.shard_numel - layout.payload_numel / layout.num_shards
+    padded_bytes = padded * itemsize_of(layout.slots[0].dtype) if layout.slots else 0
+    ratio = layout.padding_ratio
+    if ratio <= policy.warn_above or padded_bytes < policy.ignore_below_bytes:
+        return
+    if ratio > policy.refuse_above:
+        cures = find_cures(layout, policy.warn_above, policy.scatter)
+        raise LayoutError(
+            explain(
+                "The group would be mostly padding: it has too few blocks for its ranks.",
+                expected=f"padding of at most {policy.refuse_above:.0%} of the payload",
+                got=_numbers(layout),
+                where=where or layout.slots[0].fqn,
+                todo="; ".join(
+                    (
+                        *cure_texts(cures, layout),
+                        "or accept it: padding_policy=PaddingPolicy(refuse_above=...)",
+                    )
+                ),
+            )
+        )
+    if warn:
+        sizes = tuple((slot.fqn, slot.shape, slot.block_numel) for slot in layout.slots)
+        _warn_once(layout, sizes, policy)
+
+
+@lru_cache(maxsize=256)
+def _warn_once(layout: GroupLayout, sizes: object, policy: PaddingPolicy) -> None:
+    """The warning; cached by what it says, so that the layers of a model warn once."""
+    cures = cure_texts(find_cures(layout, policy.warn_above, policy.scatter), layout)
+    warnings.warn(
+        f"padding is {_numbers(layout)}. What would cure it: {'; '.join(cures)}. "
+        f"PaddingPolicy(warn_above=...) moves this limit.",
+        PaddingWarning,
+        stacklevel=_levels_of_this_package(),
+    )
+
+
+def _levels_of_this_package() -> int:
+    """The ``stacklevel``, for our caller's warning, of the code that called into this package."""
+    frame = inspect.currentframe()
+    level = 0
+    while frame is not None and frame.f_globals["__name__"].startswith("vescale_fsdp."):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
+def _numbers(layout: GroupLayout) -> str:
+    blocks = layout.payload_numel / layout.num_shards / max(slot.block_numel for slot in layout.slots)
+    return (
+        f"{layout.padding_ratio:.0%} of the payload: {layout.payload_numel:,} elements in {layout.num_shards:,} "
+        f"shards of {layout.shard_numel:,}, {blocks:.2g} of the largest blocks per rank"
+    )
+
+
+def cure_texts(cures: Cures, layout: GroupLayout) -> Iterator[str]:
+    """The cures as advice, one sentence part each; that of cutting by element always holds."""
+    if cures.num_shards is not None:
+        shards, ratio = cures.num_shards
+        yield f"shard over {shards} ranks (HSDP, {layout.num_shards // shards} replicas): {ratio:.1%}"
+    if cures.modules_per_unit is not None:
+        count, ratio = cures.modules_per_unit
+        yield f"fully_shard {count} such modules as one unit: {ratio:.1%}"
+    if cures.smaller_blocks is not None:
+        names, divisor, ratio = cures.smaller_blocks
+        slot = layout.slot(names[0])
+        block, row = slot.block_numel // divisor, _row_numel(slot.shape)
+        example = f"Rows({block // row})" if row > 1 else f"Flat({block})"
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        yield f"blocks {divisor} times smaller, such as {example}, for {shown}: {ratio:.1%}"
+    yield "the default granularity, which cuts between any two elements: practically none"
+
+
+def find_cures(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> Cures:
+    """What would bring the padding of a group to ``limit`` or below, found by planning the same tensors again."""
+    specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in layout.slots]
+    return Cures(
+        next(_smaller_shard_sizes(specs, layout.num_shards, limit, scatter), None),
+        next(_larger_units(specs, layout.num_shards, limit, scatter), None),
+        next(_smaller_blocks(specs, layout.num_shards, limit, scatter), None),
+    )
+
+
+def _smaller_shard_sizes(
+    specs: Sequence[TensorSpec], num_shards: int, limit: float, scatter: Scatter
+) -> Iterator[tuple[int, float]]:
+    for size in range(num_shards // 2, 1, -1):
+        if num_shards % size == 0:
+            ratio = plan_group(specs, size, scatter=scatter).padding_ratio
+            if ratio <= limit:
+                yield size, ratio
+
+
+def _larger_units(
+    specs: Sequence[TensorSpec], num_shards: int, limit: float, scatter: Scatter
+) -> Iterator[tuple[int, float]]:
+    count = 2
+    while count <= MAX_MODULES_PER_UNIT and count * len(specs) <= MAX_PLANNED_TENSORS:
+        copies = [replace(spec, fqn=f"{copy}.{spec.fqn}") for copy in range(count) for spec in specs]
+        ratio = plan_group(copies, num_shards, scatter=scatter).padding_ratio
+        if ratio <= limit:
+            yield count, ratio
+        count *= 2
+
+
+def _smaller_blocks(
+    specs: Sequence[TensorSpec], num_shards: int, limit: float, scatter: Scatter
+) -> Iterator[tuple[tuple[str, ...], int, float]]:
+    """Blocks halved as often as it takes: for the tensors that share one, fewest elements first, then for all."""
+    classes: dict[int, list[TensorSpec]] = {}
+    for spec in specs:
+        if 1 < spec.block_numel < spec.numel:
+            classes.setdefault(spec.block_numel, []).append(spec)
+    every = [spec for members in classes.values() for spec in members]
+    for members in (*sorted(classes.values(), key=lambda m: sum(spec.numel for spec in m)), every):
+        names = tuple(spec.fqn for spec in members)
+        for divisor in _divisors(members):
+            changed = [
+                replace(spec, block_numel=spec.block_numel // divisor) if spec in members else spec
+                for spec in specs
+            ]
+            ratio = plan_group(changed, num_shards, scatter=scatter).padding_ratio
+            if ratio <= limit:
+                yield names, divisor, ratio
+                break
+
+
+def _row_numel(shape: Sequence[int]) -> int:
+    return numel_of(shape[-1:]) if len(shape) >= 2 else 1
+
+
+def _divisors(members: Sequence[TensorSpec]) -> Iterator[int]:
+    """2, 4, .. as long as all blocks stay whole rows."""
+    in_rows = all(spec.block_numel % _row_numel(spec.shape) == 0 for spec in members)
+    rows = math.gcd(*(spec.block_numel // _row_numel(spec.shape) for spec in members)) if in_rows else 0
+    divisor = 2
+    while rows and rows % divisor == 0:
+        yield divisor
+        divisor *= 2

@@ -1,0 +1,222 @@
+"""RaggedShard: a DTensor placement that gives each rank any number of whole units, also none.
+
+The published meaning is kept (volcengine/veScale, ``docs/texts/raggedshard.md``): the tensor dims in
+``dims``, a prefix (0, .., i-1), are flattened and cut into ``sum(local_units)`` equal units; rank r of the
+mesh axis owns ``local_units[r]`` of them, contiguous and in rank order. ``dims=()`` leaves the tensor
+uncut on the one rank whose unit is not zero.
+
+    RaggedShard((0,), (1, 2, 0, 1)) on shape (8, 3): 4 units of 2 rows
+        rank 0: rows [0, 2)   rank 1: rows [2, 6)   rank 2: nothing   rank 3: rows [6, 8)
+
+What a rank holds is one flat range of the tensor (`RaggedShard.piece`); its local tensor is 1-D, of that
+many elements. A placement is a value: equal by content, hashable, picklable, deep-copyable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.layout.geometry import FlatRange, numel_of
+
+__all__ = ["RaggedShard", "StridedRaggedShard"]
+
+
+@dataclass(frozen=True)
+class RaggedShard(Placement):
+    """Shard a tensor by whole units over one mesh axis.
+
+    Args:
+        dims: the leading tensor dims that are flattened and cut: () or (0, .., i-1).
+        local_units: one non-negative int per rank of the mesh axis, at least one of them positive.
+
+    Raises:
+        PlacementError: if the dims are no prefix or the units cannot be.
+    """
+
+    dims: tuple[int, ...]
+    local_units: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        # torch's Placement is a C++ class: without this call its methods crash the process.
+        super().__init__()
+        object.__setattr__(self, "dims", tuple(self.dims))
+        object.__setattr__(self, "local_units", tuple(self.local_units))
+        if self.dims != tuple(range(len(self.dims))):
+            raise PlacementError(
+                explain("Only leading dims can be cut.", expected="(), (0,), (0, 1), ...", got=self.dims)
+            )
+        if not self.local_units or min(self.local_units) < 0 or sum(self.local_units) == 0:
+            raise PlacementError(
+                explain(
+                    "The units cannot be shared out.",
+                    expected="one unit count >= 0 per rank, at least one of them > 0",
+                    got=self.local_units,
+                    where="RaggedShard(local_units=...)",
+                )
+            )
+        if not self.dims and sum(1 for units in self.local_units if units) != 1:
+            raise PlacementError(
+                explain(
+                    "dims=() keeps the tensor on one rank.",
+                    expected="exactly one rank with units > 0",
+                    got=self.local_units,
+                    todo="name the dims to cut, or give one owner",
+                )
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.dims, self.local_units)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
+        return self
+
+    def __str__(self) -> str:
+        units = self.local_units
+        text = ", ".join(map(str, units)) if len(units) <= 8 else f"{units[0]}, .., {units[-1]}"
+        return f"RaggedShard(dims={self.dims}, units=({text}))"
+
+    @classmethod
+    def from_piece_numels(cls, shape: Sequence[int], piece_numels: Sequence[int]) -> RaggedShard:
+        """The placement under which rank r holds ``piece_numels[r]`` elements of a tensor of this shape.
+
+        Units are made as large, and dims as few, as the cuts allow.
+
+        Raises:
+            PlacementError: if the pieces do not add up to the tensor.
+        """
+        numel = numel_of(shape)
+        if sum(piece_numels) != numel:
+            raise PlacementError(
+                explain(
+                    "The pieces do not add up to the tensor.",
+                    expected=f"{numel} elements for shape {tuple(shape)}",
+                    got=f"{sum(piece_numels)} in {tuple(piece_numels)}",
+                )
+            )
+        if numel == 0:
+            return cls((0,), (1,) + (0,) * (len(piece_numels) - 1))
+        unit_numel = math.gcd(*piece_numels)
+        depth = next(
+            d for d in range(min(1, len(shape)), len(shape) + 1) if unit_numel % numel_of(shape[d:]) == 0
+        )
+        return cls(tuple(range(depth)), tuple(n // unit_numel for n in piece_numels))
+
+    def with_split_factor(self, split_factor: int) -> RaggedShard:
+        """The same cut beside ``split_factor`` ranks that share dim 0 (1: a plain RaggedShard)."""
+        if split_factor == 1:
+            return RaggedShard(self.dims, self.local_units)
+        return StridedRaggedShard(self.dims, self.local_units, split_factor)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks of the mesh axis this placement is for."""
+        return len(self.local_units)
+
+    @cached_property
+    def _unit_starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.local_units))
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Elements per unit of a tensor of this shape.
+
+        Raises:
+            PlacementError: if the shape has fewer dims, or its cut dims do not divide into the units.
+        """
+        numel, units = numel_of(shape), self._unit_starts[-1]
+        run_numel = numel_of(shape[len(self.dims) :])  # right of the cut dims: never cut (0 if empty)
+        whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
+        if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
+            return numel // units
+        raise PlacementError(
+            explain(
+                "A tensor of this shape cannot be cut like this.",
+                expected=f"dims {self.dims} of the shape to divide into {units} units",
+                got=f"shape {tuple(shape)}",
+                where=str(self),
+                todo="use RaggedShard.from_piece_numels, or take the placement from a plan",
+            )
+        )
+
+    def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
+        """Half-open range of the flattened tensor that ``rank`` of the mesh axis holds."""
+        unit = self.unit_numel(shape)
+        return FlatRange(self._unit_starts[rank] * unit, self._unit_starts[rank + 1] * unit)
+
+    def piece_numels(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Elements on each rank, in rank order."""
+        unit = self.unit_numel(shape)
+        return tuple(units * unit for units in self.local_units)
+
+    def owners(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Ranks that hold at least one element."""
+        return tuple(r for r, numel in enumerate(self.piece_numels(shape)) if numel)
+
+
+@dataclass(frozen=True)
+class StridedRaggedShard(RaggedShard):
+    """A RaggedShard beside ``Shard(0)`` on other mesh axes, which cut the tensor first.
+
+    The other axes cut dim 0 into ``split_factor`` chunks; each chunk is then cut in the same ratio. So in the
+    flat order of the full tensor a rank of this axis holds ``split_factor`` runs, one per chunk, and joining
+    the pieces in rank order alone would permute the rows::
+
+        shape (6,), units (1, 2), split_factor 2:   chunk 0      chunk 1
+            rank 0 holds elements 0 and 3           0 | 1 2      3 | 4 5
+            rank 1 holds elements 1, 2 and 4, 5     r0  r1       r0  r1
+
+    `vescale_fsdp.dtensor.spec.make_spec` fills it in where it is needed; nobody has to spell it.
+
+    Args:
+        dims, local_units: as for `RaggedShard`; they cut one chunk.
+        split_factor: how many chunks, at least 2.
+
+    Raises:
+        PlacementError: if the split factor is below 2, or the dims or units cannot be.
+    """
+
+    split_factor: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split_factor < 2:
+            raise PlacementError(
+                explain(
+                    "A strided cut needs several chunks.",
+                    expected="split_factor >= 2",
+                    got=self.split_factor,
+                    todo="use RaggedShard",
+                )
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StridedRaggedShard, (self.dims, self.local_units, self.split_factor)
+
+    def __str__(self) -> str:
+        return f"Strided{super().__str__()[:-1]}, split_factor={self.split_factor})"
+
+    def runs(self, shape: Sequence[int], rank: int) -> tuple[FlatRange, ...]:
+        """Ranges of the flattened full tensor that ``rank`` holds over all chunks, in flat order.
+
+        Raises:
+            PlacementError: if dim 0 does not divide into the chunks.
+        """
+        if shape[0] % self.split_factor:
+            raise PlacementError(
+                explain(
+                    "Dim 0 does not divide into the chunks.",
+                    expected=f"a multiple of {self.split_factor}",
+                    got=f"shape {tuple(shape)}",
+                    where=str(self),
+                )
+            )
+        chunk = (shape[0] // self.split_factor, *shape[1:])
+        piece = self.piece(chunk, rank)
+        return tuple(piece.shift(index * numel_of(chunk)) for index in range(self.split_factor))

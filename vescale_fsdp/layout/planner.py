@@ -1,0 +1,250 @@
+"""The planner: tensors with blocks in, the smallest shard and every offset out. Integers only.
+
+`plan_group` is the only way to a layout. The search for the smallest shard is in `shard_search`; here are
+the checks of what comes in, the cache (equal lists of sizes, such as the layers of a model, are planned
+once) and the decision whether to scatter.
+
+Scattering. One tensor whose row length is unrelated to the others' can force the LCM far above what the
+payload needs. With ``scatter="auto"`` the planner also tries to take such tensors out, smallest first, and
+to put their pieces wherever the others leave room; they are then copied out after each gather. Whether
+that is worth it is decided by the two prices below. Other cures (fewer rows per block for that tensor, a
+smaller shard size, larger units) change what the user asked for: `padding.check_padding` names them, the
+planner never takes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
+from vescale_fsdp.layout.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
+
+__all__ = ["ALIGN_NUMEL", "Scatter", "TensorSpec", "plan_by_rows", "plan_group"]
+
+ALIGN_NUMEL = 8
+"""Shards and tensor starts lie at multiples of this: 16 bytes in bf16, what NCCL and GEMM kernels want."""
+
+# Prices per element, in hundredths of "one element moved by a collective" or "one element held in memory"
+# (time and memory weigh the same). They are whole numbers so that every machine decides alike.
+PADDED_WIRE_PRICE = 100  # a padded element travels in every gather and reduction of its group
+PADDED_MEMORY_PRICE = 100  # and lies in the gathered buffer; its share of the sharded states is not counted
+COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
+COPIED_MEMORY_PRICE = 100  # a copied tensor lies in memory a second time while its unit is unsharded
+MAX_COPIED_PERCENT = 33  # of the payload; a group that needs more copies has too few blocks for its ranks
+MAX_COPIED_TENSORS = 64  # each is a copy kernel of its own
+MAX_SCATTERED_CLASSES = 8  # sets of tensors that are tried; layers of transformers have three to five blocks
+
+Scatter = Literal["never", "auto"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the planner must know of one tensor.
+
+    ``block_numel`` may exceed the tensor: it then stays whole, as if its one block were its size.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: str
+    block_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return numel_of(self.shape)
+
+
+def plan_group(
+    tensors: Sequence[TensorSpec],
+    num_shards: int,
+    *,
+    align_numel: int = ALIGN_NUMEL,
+    scatter: Scatter = "auto",
+) -> GroupLayout:
+    """Lay tensors into ``num_shards`` equal shards without cutting a block; keep the shards small.
+
+    The same input gives the same layout on every machine: only integers are compared.
+
+    Args:
+        tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.
+        num_shards: ranks the group is sharded over, at least 1.
+        align_numel: shard sizes and tensor starts are multiples of this many elements.
+        scatter: ``"auto"`` scatters tensors where that costs less than the padding it avoids; ``"never"``
+            keeps every tensor one run of the buffer, so that no gather ever copies.
+
+    Returns:
+        The layout; its slots are in the order of ``tensors``.
+
+    Raises:
+        LayoutError: for no shards, negative sizes, blocks below one element, names that repeat or dtypes
+            that differ.
+    """
+    _check_input(tensors, num_shards, align_numel, scatter)
+    numels = [tensor.numel for tensor in tensors]
+    blocks = [max(1, min(t.block_numel, numel)) for t, numel in zip(tensors, numels, strict=True)]
+    sizes = tuple((numel, block) for numel, block in zip(numels, blocks, strict=True) if numel)
+    found = _plan_sizes(sizes, num_shards, align_numel, scatter)
+    places = iter(found.places)
+    slots = []
+    for tensor, numel, block in zip(tensors, numels, blocks, strict=True):
+        place = next(places) if numel else 0
+        start, runs = (place, ()) if isinstance(place, int) else (_offset(place, found.shard_numel), place)
+        slots.append(TensorSlot(tensor.fqn, tuple(tensor.shape), tensor.dtype, block, start, runs))
+    return GroupLayout(num_shards, found.shard_numel, tuple(slots))
+
+
+def plan_by_rows(
+    tensors: Sequence[TensorSpec], num_shards: int, *, align_numel: int = ALIGN_NUMEL
+) -> GroupLayout:
+    """Cut every tensor along its first dim as ``torch.chunk`` does, for code that expects FSDP2's shards.
+
+    Rank r holds rows ``[r * c, (r + 1) * c)`` of each tensor, ``c = ceil(rows / num_shards)``; the last ranks
+    fewer or none. Every shard has room for c rows of each, so padding is FSDP2's, and all tensors are scattered.
+
+    Args:
+        tensors: as for `plan_group`, of at least one dim each.
+        num_shards: ranks the group is sharded over, at least 1.
+        align_numel: shard sizes and pieces are multiples of this many elements.
+
+    Raises:
+        LayoutError: as `plan_group`, and if c rows are not whole blocks.
+    """
+    _check_input(tensors, num_shards, align_numel, "never")
+    slots, end = [], 0
+    for tensor in tensors:
+        rows, numel = tensor.shape[0], tensor.numel
+        chunk = -(-rows // num_shards)
+        row_numel = numel // rows if rows else 0
+        block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
+        if chunk < rows and (chunk * row_numel) % block:
+            raise LayoutError(
+                explain(
+                    "Rows that travel by hooks of their own are cut evenly, and that cuts a block.",
+                    expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
+                    got=f"blocks of {block} elements",
+                    where=tensor.fqn,
+                    todo="choose smaller blocks for this parameter, or a number of ranks that fits",
+                )
+            )
+        runs = []
+        if numel:
+            runs.append(PieceRun(0, rows // chunk, chunk * row_numel, end))
+            if rows % chunk:
+                runs.append(PieceRun(rows // chunk, 1, rows % chunk * row_numel, end))
+        slots.append(TensorSlot(tensor.fqn, tensor.shape, tensor.dtype, block, end, tuple(runs)))
+        end += -(-chunk * row_numel // align_numel) * align_numel
+    if num_shards == 1:
+        slots = [replace(slot, runs=()) for slot in slots]  # one piece is no scattering
+    return GroupLayout(num_shards, end, tuple(slots))
+
+
+def _offset(runs: Sequence[PieceRun], shard_numel: int) -> int:
+    return runs[0].first_rank * shard_numel + runs[0].local_offset
+
+
+def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: int, scatter: Scatter) -> None:
+    if num_shards < 1 or align_numel < 1:
+        raise LayoutError(
+            explain(
+                "There must be at least one shard, and a positive alignment.",
+                expected="num_shards >= 1 and align_numel >= 1",
+                got=f"num_shards={num_shards}, align_numel={align_numel}",
+                todo="pass the size of the mesh axis that shards the group",
+            )
+        )
+    if scatter not in ("never", "auto"):
+        raise LayoutError(
+            explain(
+                "Unknown scatter mode.",
+                expected="'never' or 'auto'",
+                got=repr(scatter),
+                where="plan_group(scatter=...)",
+                todo="'auto' lets the planner copy small tensors where that avoids padding",
+            )
+        )
+    for tensor in tensors:
+        if tensor.block_numel < 1 or (tensor.shape and min(tensor.shape) < 0):
+            raise LayoutError(
+                explain(
+                    "A tensor cannot be laid out.",
+                    expected="sizes >= 0 and block_numel >= 1",
+                    got=f"shape {tensor.shape}, block_numel {tensor.block_numel}",
+                    where=tensor.fqn,
+                    todo="take block_numel from Granularity.block_numel(shape)",
+                )
+            )
+    dtypes = {tensor.dtype: tensor.fqn for tensor in tensors}
+    if len(dtypes) > 1:
+        raise LayoutError(
+            explain(
+                "The tensors of one group differ in dtype.",
+                expected="one dtype per group",
+                got=", ".join(f"{dtype} ({fqn})" for dtype, fqn in sorted(dtypes.items())),
+                todo="plan one group per dtype; fully_shard does so by itself",
+            )
+        )
+
+
+@lru_cache(maxsize=256)
+def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatter) -> Packing:
+    """The packing of non-empty tensors; cached, because the layers of a model are alike."""
+    if not sizes:
+        return Packing(0, ())
+    best = pack_contiguous(sizes, num_shards, align_numel)
+    if scatter == "auto":
+        best = _cheapest_scattered(sizes, num_shards, align_numel, best)
+    return best
+
+
+def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: Packing) -> Packing:
+    """The packing with scattered tensors that undercuts ``best``, or ``best`` itself.
+
+    Tensors that share a block are scattered together, the smallest such class first; those that fit
+    after all are put back by `pack_scattered`.
+    """
+    payload = sum(numel for numel, _ in sizes)
+    best_price = _price(best, sizes, num_shards, payload)
+    scattered: set[int] = set()
+    for members in _block_classes(sizes)[:MAX_SCATTERED_CLASSES]:
+        numel = sum(sizes[index][0] for index in members)
+        scattered.update(members)
+        too_many = 100 * numel > MAX_COPIED_PERCENT * payload or len(scattered) > MAX_COPIED_TENSORS
+        if too_many or numel * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE) >= best_price:
+            break  # later classes are larger still
+        found = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
+        if found is not None and 100 * _copied(found, sizes) <= MAX_COPIED_PERCENT * payload:
+            price = _price(found, sizes, num_shards, payload)
+            if price < best_price:
+                best, best_price = found, price
+    return best
+
+
+def _price(packing: Packing, sizes: Sizes, num_shards: int, payload_numel: int) -> int:
+    padded = num_shards * packing.shard_numel - payload_numel
+    copied = _copied(packing, sizes)
+    return padded * (PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE) + copied * (
+        COPIED_TIME_PRICE + COPIED_MEMORY_PRICE
+    )
+
+
+def _copied(packing: Packing, sizes: Sizes) -> int:
+    """Elements of the tensors that a packing scatters."""
+    return sum(numel for (numel, _), place in zip(sizes, packing.places, strict=True) if type(place) is tuple)
+
+
+def _block_classes(sizes: Sizes) -> list[list[int]]:
+    """Indices of tensors that can be cut in blocks larger than an element, by block, smallest class first."""
+    classes: dict[int, list[int]] = {}
+    for index, (numel, block) in enumerate(sizes):
+        if 1 < block < numel:
+            classes.setdefault(block, []).append(index)
+    return sorted(
+        classes.values(), key=lambda members: (sum(sizes[i][0] for i in members), sizes[members[0]])
+    )

@@ -1,0 +1,279 @@
+"""Pictures: what each rank holds and where each tensor is cut, and how padding grows with the shards.
+
+`layout_picture` draws two panels of one group:
+
+    shards    one lane per rank; bands are the pieces the rank holds, in buffer order; padding is hatched
+    tensors   one bar per tensor, coloured by the ranks that hold it; light ticks are blocks, so one sees
+              that every change of colour falls on a tick
+
+Both panels stay of readable size for any layout: only the first and last ranks and the largest tensors
+are drawn, and what is left out is said. Every band carries a tooltip with the exact numbers.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+from vescale_fsdp.layout.report.svg_canvas import INK, PADDING, PAPER, Canvas
+
+__all__ = ["Curve", "layout_picture", "layout_svg", "padding_picture", "rank_colour", "short_names"]
+
+MAX_LANES = 16  # ranks drawn before the middle is left out
+MAX_TENSORS = 14  # tensors drawn in the tensor panel
+MAX_SEGMENTS = 90  # pieces drawn in one tensor bar; more would be a blur
+LABEL_PX = 240  # width of the column of names on the left
+BODY_PX = 900
+LANE_PX = 26
+BAR_PX = 16
+GAP_PX = 6
+QUIET, RULE, MANY = "#667085", "#d0d5dd", "#dde3ec"
+CHART_LEFT_PX, CHART_TOP_PX, CHART_WIDTH_PX, CHART_HEIGHT_PX = 130, 80, 800, 340
+LOWEST_POWER = -2  # the chart's lowest line is 10^-2 percent
+CURVE_COLOURS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6", "#c2373f", "#3a8fa3")
+
+
+def layout_svg(layout: GroupLayout, title: str = "layout") -> str:
+    """The picture of `layout_picture` as an SVG document."""
+    return layout_picture(layout, title).svg()
+
+
+def layout_picture(layout: GroupLayout, title: str = "layout") -> Canvas:
+    """Draw one group: a lane per rank, then a bar per tensor.
+
+    Args:
+        layout: any layout; large ones are drawn in part, and the picture says so.
+        title: headline of the picture.
+    """
+    canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
+    names = short_names([slot.fqn for slot in layout.slots])
+    canvas.text(20, 32, title, size=18, bold=True)
+    canvas.text(20, 52, _summary(layout), size=12, colour=QUIET)
+    top = _draw_shards(canvas, layout, names, 84)
+    top = _draw_tensors(canvas, layout, names, top + 30)
+    _draw_legend(canvas, layout, top + 8)
+    canvas.height_px = top + 40
+    return canvas
+
+
+def rank_colour(rank: int, num_shards: int, *, shade: bool = False) -> str:
+    """The fill of a rank, in one of two shades: hues spread over at most 16 ranks, then repeat."""
+    cycle = min(max(num_shards, 3), 16)
+    # Steps of 3/8 of the circle put clearly different hues on neighbouring ranks.
+    hue = (0.58 + (rank % cycle) * (1 / cycle if cycle < 7 else 0.381966)) % 1.0
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.80 if shade else 0.72, 0.62)
+    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+
+
+def short_names(fqns: Sequence[str]) -> dict[str, str]:
+    """Names without the leading parts that all of them share."""
+    parts = [fqn.split(".") for fqn in fqns]
+    shared = 0
+    while len(parts) > 1 and all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
+        shared += 1
+    return {fqn: ".".join(part[shared:]) for fqn, part in zip(fqns, parts, strict=True)}
+
+
+def _summary(layout: GroupLayout) -> str:
+    filled = [slot for slot in layout.slots if slot.numel]
+    dtypes = ", ".join(sorted({slot.dtype for slot in filled})) or "nothing"
+    copied = f", copied {_percent(layout.copied_ratio)}" if layout.copied_numel else ""
+    return (
+        f"{len(filled)} tensors of {dtypes}, {layout.payload_numel:,} elements in {layout.num_shards:,} "
+        f"shards of {layout.shard_numel:,}; padding {_percent(layout.padding_ratio)}{copied}"
+    )
+
+
+def _percent(ratio: float) -> str:
+    if ratio == 0:
+        return "0 %"
+    return f"{ratio:.2%}".replace("%", " %") if ratio >= 0.0001 else "< 0.01 %"
+
+
+def _fit(label: str, width_px: float, size: float = 10.5) -> str:
+    """The label if it fits, its start and end if that much fits, else nothing."""
+    room = int((width_px - 6) / (size * 0.56))
+    if len(label) <= room:
+        return label
+    if room < 9:
+        return ""
+    tail = (room - 1) * 2 // 3
+    return f"{label[: room - 1 - tail]}…{label[-tail:]}"
+
+
+def _drawn_ranks(num_shards: int) -> list[int | None]:
+    """Ranks to draw; None stands for those left out."""
+    if num_shards <= MAX_LANES:
+        return list(range(num_shards))
+    return [*range(MAX_LANES - 5), None, *range(num_shards - 3, num_shards)]
+
+
+def _draw_shards(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
+    canvas.text(20, top, "Shards: what each rank holds", size=13, bold=True)
+    y = top + 12
+    for rank in _drawn_ranks(layout.num_shards):
+        if rank is None:
+            left_out = layout.num_shards - MAX_LANES + 2
+            canvas.text(LABEL_PX, y + 12, f"⋮  {left_out:,} more ranks", size=11, colour=QUIET)
+            y += LANE_PX - 4
+            continue
+        canvas.rect(20, y + 6, 12, 12, rank_colour(rank, layout.num_shards))
+        canvas.text(40, y + 16, f"rank {rank:,}", size=11.5)
+        _draw_lane(canvas, layout, names, rank, y)
+        y += LANE_PX + 4
+    return y
+
+
+def _draw_lane(canvas: Canvas, layout: GroupLayout, names: dict[str, str], rank: int, y: float) -> None:
+    scale = BODY_PX / max(layout.shard_numel, 1)
+    canvas.rect(LABEL_PX, y, BODY_PX, LANE_PX, PADDING, stroke=RULE, tip=f"rank {rank}: padding")
+    for index, (slot, piece) in enumerate(layout.pieces_of(rank)):
+        x, width = LABEL_PX + piece.local_offset * scale, piece.numel * scale
+        tip = (
+            f"{slot.fqn} {list(slot.shape)}: elements [{piece.range.start:,}, {piece.range.stop:,}) of "
+            f"{slot.numel:,} on rank {rank} at {piece.local_offset:,}"
+        )
+        # Two shades alternate, so that neighbours stay apart where no label fits.
+        fill = rank_colour(rank, layout.num_shards, shade=index % 2 == 1)
+        canvas.rect(x, y, width, LANE_PX, fill, tip=tip, stroke=PAPER if width > 3 else "")
+        label = _fit(names[slot.fqn], width)
+        if label:
+            canvas.text(x + width / 2, y + LANE_PX / 2 + 4, label, size=10.5, anchor="middle")
+
+
+def _draw_tensors(canvas: Canvas, layout: GroupLayout, names: dict[str, str], top: float) -> float:
+    canvas.text(20, top, "Tensors: which rank holds which part", size=13, bold=True)
+    filled = [slot for slot in layout.slots if slot.numel]
+    largest = sorted(filled, key=lambda slot: -slot.numel)[:MAX_TENSORS]
+    y = top + 12
+    for slot in (slot for slot in filled if slot in largest):
+        canvas.text(20, y + 12, _fit(names[slot.fqn], LABEL_PX - 24, 11) or slot.fqn, size=11)
+        _draw_bar(canvas, layout, slot, y + 1)
+        blocks = -(-slot.numel // slot.block_numel)
+        shape = " x ".join(map(str, slot.shape)) or "scalar"
+        note = f"{shape}, {blocks:,} x block {slot.block_numel:,}"
+        note += ", scattered" if slot.is_scattered else ""
+        canvas.text(20, y + 24, note, size=9, colour=QUIET)
+        y += BAR_PX + 12 + GAP_PX
+    if len(filled) > len(largest):
+        canvas.text(LABEL_PX, y + 10, f"⋮  {len(filled) - len(largest):,} smaller tensors", colour=QUIET)
+        y += 20
+    return y
+
+
+def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -> None:
+    scale = BODY_PX / slot.numel
+    holders = list(islice(layout.holders(slot), MAX_SEGMENTS + 1))
+    if len(holders) > MAX_SEGMENTS:
+        runs = layout.runs_of(slot)
+        count, last = sum(run.num_ranks for run in runs), runs[-1].first_rank + runs[-1].num_ranks - 1
+        canvas.rect(LABEL_PX, y, BODY_PX, BAR_PX, MANY, tip=f"{slot.fqn}: on {count:,} ranks")
+        label = f"on {count:,} ranks, {holders[0]:,} to {last:,}"
+        canvas.text(LABEL_PX + BODY_PX / 2, y + BAR_PX / 2 + 3.5, label, size=10, anchor="middle")
+        return
+    for rank in holders:
+        piece = layout.piece(slot, rank)
+        x, width = LABEL_PX + piece.range.start * scale, piece.numel * scale
+        tip = f"{slot.fqn}: rank {rank} holds [{piece.range.start:,}, {piece.range.stop:,})"
+        canvas.rect(x, y, width, BAR_PX, rank_colour(rank, layout.num_shards), tip=tip)
+        label = _fit(f"rank {rank}", width, 10)
+        if label:
+            canvas.text(x + width / 2, y + BAR_PX / 2 + 3.5, label, size=10, anchor="middle")
+    block_px = slot.block_numel * scale
+    if block_px >= 4:
+        for tick in range(1, -(-slot.numel // slot.block_numel)):
+            x = LABEL_PX + tick * block_px
+            canvas.line([(x, y + BAR_PX), (x, y + BAR_PX + 4)], QUIET, width=0.8)
+    canvas.line([(LABEL_PX, y + BAR_PX), (LABEL_PX + BODY_PX, y + BAR_PX)], RULE, width=0.8)
+
+
+def _draw_legend(canvas: Canvas, layout: GroupLayout, y: float) -> None:
+    canvas.rect(LABEL_PX, y, 22, 12, PADDING, stroke=RULE)
+    canvas.text(
+        LABEL_PX + 28, y + 10, f"padding, {layout.numel - layout.payload_numel:,} elements", colour=QUIET
+    )
+    canvas.line([(LABEL_PX + 230, y + 2), (LABEL_PX + 230, y + 12)], INK, width=0.8)
+    canvas.text(LABEL_PX + 238, y + 10, "edge of a block: colours change only there", colour=QUIET)
+    canvas.rect(LABEL_PX + 520, y, 12, 12, rank_colour(0, layout.num_shards))
+    canvas.rect(LABEL_PX + 532, y, 12, 12, rank_colour(0, layout.num_shards, shade=True))
+    canvas.text(LABEL_PX + 550, y + 10, "colour: rank; shades tell neighbouring tensors apart", colour=QUIET)
+
+
+class Curve(NamedTuple):
+    """Padding and copies of one unit over numbers of shards, as fractions of its payload."""
+
+    name: str
+    points: tuple[tuple[int, float, float], ...]  # (shards, padding, copied)
+
+
+def padding_picture(curves: Sequence[Curve], title: str, *, limit: float | None = None) -> Canvas:
+    """Chart padding over the number of shards; copied elements are dashed.
+
+    Args:
+        curves: what to draw; all over the same shards.
+        title: headline of the picture.
+        limit: a padding to mark, as a fraction.
+    """
+    canvas = Canvas(title, CHART_LEFT_PX + CHART_WIDTH_PX + 60)
+    canvas.text(20, 32, title, size=18, bold=True)
+    canvas.text(20, 52, "padding in % of the payload (dashed: copied after a gather)", size=12, colour=QUIET)
+    shards = [count for count, _, _ in curves[0].points] if curves else []
+    highest = max((max(p, c) for curve in curves for _, p, c in curve.points), default=0.0)
+    top_power = max(1, math.ceil(math.log10(max(highest * 100, 1e-9))))
+    _draw_axes(canvas, shards, top_power)
+    if limit:
+        y = _chart_y(limit, top_power)
+        canvas.line(
+            [(CHART_LEFT_PX, y), (CHART_LEFT_PX + CHART_WIDTH_PX, y)], "#b42318", width=0.8, dashed=True
+        )
+        canvas.text(CHART_LEFT_PX + 4, y - 5, f"warned above {limit:.0%}", size=10, colour="#b42318")
+    y = CHART_TOP_PX + CHART_HEIGHT_PX + 64
+    for index, curve in enumerate(curves):
+        colour = CURVE_COLOURS[index % len(CURVE_COLOURS)]
+        _draw_curve(canvas, curve, colour, top_power)
+        canvas.rect(CHART_LEFT_PX, y - 9, 12, 12, colour)
+        canvas.text(CHART_LEFT_PX + 20, y + 1, curve.name)
+        y += 20
+    canvas.height_px = y + 10
+    return canvas
+
+
+def _draw_axes(canvas: Canvas, shards: Sequence[int], top_power: int) -> None:
+    right = CHART_LEFT_PX + CHART_WIDTH_PX
+    for power in range(LOWEST_POWER, top_power + 1):
+        y = _chart_y(10.0**power / 100, top_power)
+        canvas.line([(CHART_LEFT_PX, y), (right, y)], RULE, width=0.8)
+        label = f"{10.0**power:g} %" if power > LOWEST_POWER else f"{10.0**power:g} % or less"
+        canvas.text(CHART_LEFT_PX - 8, y + 4, label, size=10.5, colour=QUIET, anchor="end")
+    for index, count in enumerate(shards):
+        x = _chart_x(index, len(shards))
+        bottom = CHART_TOP_PX + CHART_HEIGHT_PX
+        canvas.line([(x, bottom), (x, bottom + 5)], QUIET, width=0.8)
+        canvas.text(x, bottom + 20, f"{count:,}", size=10.5, colour=QUIET, anchor="middle")
+    middle = CHART_LEFT_PX + CHART_WIDTH_PX / 2
+    canvas.text(middle, CHART_TOP_PX + CHART_HEIGHT_PX + 40, "shards", colour=QUIET, anchor="middle")
+
+
+def _draw_curve(canvas: Canvas, curve: Curve, colour: str, top_power: int) -> None:
+    xs = [_chart_x(index, len(curve.points)) for index in range(len(curve.points))]
+    copied = [(x, _chart_y(c, top_power)) for x, (_, _, c) in zip(xs, curve.points, strict=True)]
+    if any(c for _, _, c in curve.points):
+        canvas.line(copied, colour, width=1.2, dashed=True)
+    padding = [(x, _chart_y(p, top_power)) for x, (_, p, _) in zip(xs, curve.points, strict=True)]
+    canvas.line(padding, colour, width=2)
+    for (x, y), (count, p, c) in zip(padding, curve.points, strict=True):
+        canvas.dot(x, y, 3.5, colour, tip=f"{curve.name}, {count:,} shards: {p:.2%} padding, {c:.2%} copied")
+
+
+def _chart_x(index: int, count: int) -> float:
+    return CHART_LEFT_PX + CHART_WIDTH_PX * (index + 0.5) / max(count, 1)
+
+
+def _chart_y(ratio: float, top_power: int) -> float:
+    """Logarithmic from 10^LOWEST_POWER percent up; all below lies on the lowest line."""
+    power = max(LOWEST_POWER, math.log10(max(ratio * 100, 1e-9)))
+    return CHART_TOP_PX + CHART_HEIGHT_PX * (top_power - power) / (top_power - LOWEST_POWER)

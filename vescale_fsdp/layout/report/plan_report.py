@@ -1,0 +1,344 @@
+"""The plan report: what a layout costs on any number of ranks, and what would cure it. Runs offline.
+
+`plan_report` plans every unit of a model for each number of shards and returns a `PlanReport`, a value that
+prints as tables and draws itself. No GPU, no process group and no weights are needed: shapes are enough.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures, itemsize_of
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.report.model_shapes import ShapeSource, Unit, shapes_of, units_of
+from vescale_fsdp.layout.report.pictures import Curve, layout_picture, padding_picture
+from vescale_fsdp.layout.report.svg_canvas import Canvas
+
+__all__ = ["PlanReport", "PlanRow", "PlannedGroup", "PlannedParam", "plan_report"]
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class PlannedParam:
+    """One parameter, its granularity and the block that follows."""
+
+    fqn: str  # relative to the unit
+    shape: tuple[int, ...]
+    granularity: Granularity
+    block_numel: int
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """The parameters of a unit that share a dtype, planned for several numbers of shards.
+
+    Attributes:
+        units: names of the units that are alike; the first one stands for all.
+        dtype: of the parameters.
+        params: in definition order.
+        layouts: one per number of shards of the report.
+    """
+
+    units: tuple[str, ...]
+    dtype: str
+    params: tuple[PlannedParam, ...]
+    layouts: tuple[GroupLayout, ...]
+
+    @property
+    def name(self) -> str:
+        """The first unit's name."""
+        return self.units[0] or ROOT
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The figures of one group over one number of shards; ratios are fractions of the payload.
+
+    ``shard_bytes`` is what a rank holds of the parameters of one unit. ``blocks_per_rank`` counts the
+    group's largest blocks in a rank's share of the payload: below about 8, rounding to whole blocks rules.
+    """
+
+    group: str
+    num_units: int
+    dtype: str
+    num_shards: int
+    payload_numel: int
+    shard_bytes: int
+    padding_ratio: float
+    copied_ratio: float
+    blocks_per_rank: float
+    scattered: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Plans of all groups of a model. ``str(report)`` is the tables; `save` writes text and pictures."""
+
+    shards: tuple[int, ...]
+    groups: tuple[PlannedGroup, ...]
+    policy: PaddingPolicy
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+    @cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """One row per group and number of shards, groups in the order of wrapping."""
+        return tuple(_row(group, layout) for group in self.groups for layout in group.layouts)
+
+    def total(self, num_shards: int) -> PlanRow:
+        """All units together, in the figures of a row (bytes and elements are summed over all units)."""
+        rows = [row for row in self.rows if row.num_shards == num_shards]
+        payload = sum(row.payload_numel * row.num_units for row in rows)
+        weights = [(row, row.payload_numel * row.num_units / max(payload, 1)) for row in rows]
+        return PlanRow(
+            "all units",
+            sum(row.num_units for row in rows),
+            ", ".join(sorted({row.dtype for row in rows})),
+            num_shards,
+            payload,
+            sum(row.shard_bytes * row.num_units for row in rows),
+            sum(row.padding_ratio * weight for row, weight in weights),
+            sum(row.copied_ratio * weight for row, weight in weights),
+            min((row.blocks_per_rank for row in rows), default=0.0),
+            tuple(name for row in rows for name in row.scattered),
+        )
+
+    def layout(self, group: str, num_shards: int) -> GroupLayout:
+        """The layout of a group, by the name of any of its units.
+
+        Raises:
+            LayoutError: if the report has no such unit or number of shards.
+        """
+        for found in self.groups:
+            if group in (found.name, *found.units) and num_shards in self.shards:
+                return found.layouts[self.shards.index(num_shards)]
+        raise LayoutError(
+            explain(
+                "The report holds no such plan.",
+                expected=f"one of {[found.name for found in self.groups]} over one of {list(self.shards)}",
+                got=f"{group!r} over {num_shards}",
+            )
+        )
+
+    def advice(self) -> Iterator[str]:
+        """For each group padded above the policy's limit, what would cure it."""
+        for group in self.groups:
+            for layout in group.layouts:
+                if layout.padding_ratio > self.policy.warn_above:
+                    cures = find_cures(layout, self.policy.warn_above, self.policy.scatter)
+                    yield (
+                        f"{group.name} over {layout.num_shards:,} shards is padded by {layout.padding_ratio:.0%}:"
+                    )
+                    yield from (f"    {text}" for text in cure_texts(cures, layout))
+
+    def to_json(self) -> dict[str, Any]:
+        """The rows and totals, as plain values."""
+        totals = [self.total(num_shards) for num_shards in self.shards]
+        return {"scatter": self.policy.scatter, "rows": [asdict(row) for row in (*self.rows, *totals)]}
+
+    def padding_picture(self) -> Canvas:
+        """Padding and copies of every group over the shards."""
+        curves = [
+            Curve(
+                f"{group.name} ({len(group.units)} x {group.dtype})",
+                tuple((x.num_shards, x.padding_ratio, x.copied_ratio) for x in group.layouts),
+            )
+            for group in self.groups
+        ]
+        return padding_picture(curves, "Padding over shards", limit=self.policy.warn_above)
+
+    def layout_picture(self, group: str, num_shards: int) -> Canvas:
+        """What each rank holds of a group."""
+        return layout_picture(self.layout(group, num_shards), f"{group} over {num_shards:,} shards")
+
+    def save(self, folder: Path | str) -> tuple[Path, ...]:
+        """Write the tables and all pictures into a folder: SVG, and PNG where matplotlib is installed.
+
+        Returns:
+            The files written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = folder / "plan.txt"
+        text.write_text(str(self) + "\n")
+        pictures = {"padding": self.padding_picture()}
+        for group in self.groups:
+            for num_shards in self.shards:
+                kind = "" if len({g.dtype for g in self.groups}) == 1 else f"-{group.dtype}"
+                stem = re.sub(r"[^\w.-]", "", group.name) + kind
+                layout = group.layouts[self.shards.index(num_shards)]
+                title = f"{group.name} over {num_shards:,} shards"
+                pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layout, title)
+        return (text, *(file for stem, picture in pictures.items() for file in _save(picture, folder / stem)))
+
+
+def _save(picture: Canvas, stem: Path) -> Iterator[Path]:
+    svg = stem.with_name(stem.name + ".svg")
+    svg.write_text(picture.svg())
+    yield svg
+    png = stem.with_name(stem.name + ".png")
+    try:
+        picture.save_png(png)
+    except ImportError:  # matplotlib is optional
+        return
+    yield png
+
+
+def plan_report(
+    model_or_shapes: ShapeSource,
+    shards: Sequence[int],
+    granularity: GranularityRule = None,
+    *,
+    units: Sequence[str] | None = None,
+    dtype: str = "bfloat16",
+    padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
+) -> PlanReport:
+    """Plan a model for several numbers of shards, as `fully_shard` would, without ranks or weights.
+
+    Args:
+        model_or_shapes: a module (the meta device will do), a mapping from name to shape or to
+            ``(shape, dtype name)``, or a Hugging Face folder, of which only headers are read.
+        shards: sizes of the sharding mesh axis.
+        granularity: as for `fully_shard`; names are relative to each unit.
+        units: names of the modules to be wrapped (``"model.layers.*"``); None: members of repeated lists.
+            The root always gets what is left.
+        dtype: of shapes in a mapping that come without one.
+        padding_policy: whether to scatter, and from where on advice is given.
+
+    Raises:
+        LayoutError: for shapes, names, patterns or numbers that cannot be.
+    """
+    if not shards:
+        raise LayoutError(
+            explain("There is nothing to plan for.", expected="numbers of shards", got=f"shards={shards!r}")
+        )
+    found = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
+    check_patterns(granularity, [shape.fqn for unit in found for shape in unit.params])
+    alike: dict[tuple[str, tuple[PlannedParam, ...]], list[str]] = {}
+    for unit in found:
+        for kind, params in _groups(unit, granularity).items():
+            alike.setdefault((kind, params), []).append(unit.name)
+    groups = tuple(
+        PlannedGroup(tuple(names), kind, params, _layouts(params, kind, shards, padding_policy))
+        for (kind, params), names in alike.items()
+    )
+    return PlanReport(tuple(shards), groups, padding_policy)
+
+
+def _groups(unit: Unit, granularity: GranularityRule) -> dict[str, tuple[PlannedParam, ...]]:
+    """Planned parameters by dtype; frozen ones form groups of their own, as in `fully_shard`."""
+    groups: dict[tuple[str, bool], list[PlannedParam]] = {}
+    for shape in unit.params:
+        rule = resolve_granularity(granularity, shape.fqn, shape.param if shape.param is not None else shape)
+        planned = PlannedParam(shape.fqn, shape.shape, rule, rule.block_numel(shape.shape))
+        groups.setdefault((shape.dtype, shape.requires_grad), []).append(planned)
+    return {
+        dtype if trainable else f"{dtype}, frozen": tuple(params)
+        for (dtype, trainable), params in groups.items()
+    }
+
+
+def _layouts(
+    params: Sequence[PlannedParam], dtype: str, shards: Sequence[int], policy: PaddingPolicy
+) -> tuple[GroupLayout, ...]:
+    kind = dtype.partition(",")[0]
+    specs = [TensorSpec(param.fqn, param.shape, kind, param.block_numel) for param in params]
+    return tuple(plan_group(specs, count, scatter=policy.scatter) for count in shards)
+
+
+def _row(group: PlannedGroup, layout: GroupLayout) -> PlanRow:
+    largest = max((slot.block_numel for slot in layout.slots), default=1)
+    return PlanRow(
+        group.name,
+        len(group.units),
+        group.dtype,
+        layout.num_shards,
+        layout.payload_numel,
+        layout.shard_numel * itemsize_of(group.dtype),
+        layout.padding_ratio,
+        layout.copied_ratio,
+        layout.payload_numel / layout.num_shards / largest,
+        tuple(slot.fqn for slot in layout.slots if slot.is_scattered),
+    )
+
+
+def _text(report: PlanReport) -> Iterator[str]:
+    payload = sum(
+        group.layouts[0].payload_numel * len(group.units) for group in report.groups if group.layouts
+    )
+    count = sum(len(group.units) for group in report.groups)
+    yield f"{count} groups of {len(report.groups)} kinds, {payload:,} parameters; scatter {report.policy.scatter}"
+    yield ""
+    head = ("shards", "group", "x", "padding %", "copied %", "blocks/rank", "MiB/rank", "scattered")
+    lines: list[tuple[str, ...]] = [head]
+    for num_shards in report.shards:
+        rows = [row for row in report.rows if row.num_shards == num_shards]
+        lines += [_cells(row) for row in rows]
+        if len(rows) > 1:
+            lines.append(_cells(report.total(num_shards)))
+    yield from _table(lines)
+    yield "    MiB/rank: parameters of one unit, of all units in the last line; blocks/rank: the group's largest blocks"
+    for group in report.groups:
+        yield ""
+        yield f"{group.name}, {len(group.units)} x {group.dtype}:"
+        yield from _table([("tensor", "shape", "x", "granularity", "block"), *_param_cells(group)])
+    advice = list(report.advice())
+    if advice:
+        yield ""
+        yield from advice
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    blocks = f"{row.blocks_per_rank:,.1f}" if row.blocks_per_rank < 10_000 else f"{row.blocks_per_rank:.1e}"
+    return (
+        f"{row.num_shards:,}",
+        row.group,
+        str(row.num_units),
+        f"{100 * row.padding_ratio:.3g}",
+        f"{100 * row.copied_ratio:.3g}",
+        blocks,
+        f"{row.shard_bytes / 2**20:,.2f}",
+        ", ".join(row.scattered[:2])
+        + (f" and {len(row.scattered) - 2} more" if len(row.scattered) > 2 else ""),
+    )
+
+
+def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
+    """One line per name, with numbers in names as *: the experts of a layer are one line."""
+    counts: Counter[tuple[str, tuple[int, ...], str, int]] = Counter(
+        (
+            re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),
+            param.shape,
+            _spelled(param.granularity),
+            param.block_numel,
+        )
+        for param in group.params
+    )
+    return [
+        (name, " x ".join(map(str, shape)) or "scalar", str(count), rule, f"{block:,}")
+        for (name, shape, rule, block), count in counts.items()
+    ]
+
+
+def _spelled(granularity: Granularity) -> str:
+    return re.sub(r"\w+=", "", repr(granularity))
+
+
+def _table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Lines with columns as wide as their widest cell; numbers to the right."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    right = [all(line[column][:1].isdigit() for line in lines[1:]) for column in range(len(widths))]
+    for line in lines:
+        cells = zip(line, widths, right, strict=True)
+        yield ("    " + "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in cells)).rstrip()

@@ -1,0 +1,326 @@
+"""FlatOptimizer: an element-wise torch optimizer that steps whole shards instead of single parameters.
+
+The sharded parameters of a group lie one behind the other in one allocation, the shard; so do their gradients in
+the reduced shard. An optimizer that looks at each element alone need not know where one parameter ends::
+
+    shard              | w0      | b0 | w1          | b1 |        one param group for all: one run
+    gradients          | w0      | b0 | w1          | b1 |
+    exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, as w0 is one
+
+A **run** is a stretch of parameters of one param group with nothing but padding in between (which is stepped as well
+and read by nobody) and with the same step count. The torch optimizer steps one flat tensor per run: a few kernels
+per unit, however many parameters it has. What is seen from outside is per parameter, exactly as the torch optimizer
+alone would have it: `param_groups` hold the sharded parameters, `state` holds ragged tensors (views of the flat
+state), so `state_dict()`, torch's and our checkpoints, learning-rate schedulers and other numbers of ranks work,
+and checkpoints of the one load into the other.
+
+    what happens                                        what becomes of a run
+    all its parameters have gradients, one allocation   stepped in place
+    gradients that lie elsewhere                        stepped, from one copy of them
+    no parameter has a gradient                         left alone
+    some have none                                      split for good: their step counts differ from now on
+    parameters moved (`.to()`, `assign=True`), loaded   made anew from the state of its parameters
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import UnsupportedOpError, explain
+from vescale_fsdp.layout.planner import ALIGN_NUMEL
+from vescale_fsdp.optim.state_loading import copy_state
+from vescale_fsdp.optim.structured_optimizer import evaluated
+from vescale_fsdp.torch_private import foreach_copy_, local_of
+
+__all__ = ["FlatOptimizer"]
+
+ELEMENT_WISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""torch's optimizers whose update of an element depends on nothing but that element's history."""
+
+
+_COUNTERS = ("step", "eta", "mu", "mu_product")  # state that is one number per parameter
+
+
+@dataclass
+class _Run:
+    """Parameters that lie one behind the other, and the flat tensor over them that is stepped."""
+
+    params: list[torch.Tensor]
+    starts: list[int]  # of each in the run, elements
+    flat: torch.Tensor  # 1-D, the memory of the parameters
+    shown: tuple[int, ...] = ()  # ids of the state tensors that `state` shows views of
+
+    def flat_grad(self) -> torch.Tensor:
+        """The gradients as one tensor: where they lie if they lie like the parameters, else copied together."""
+        grads = [local_grad(param) for param in self.params]
+        first = grads[0]
+        storage, base = first.untyped_storage()._cdata, first.storage_offset()
+        for grad, start in zip(grads, self.starts, strict=True):
+            if grad.storage_offset() != base + start or grad.untyped_storage()._cdata != storage:
+                return self._gathered(grads)
+        return torch.as_strided(first, (self.flat.numel(),), (1,), base)
+
+    def _gathered(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        flat = torch.zeros_like(self.flat)
+        parts = [flat[start : start + grad.numel()] for start, grad in zip(self.starts, grads, strict=True)]
+        foreach_copy_(parts, grads)
+        return flat
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """Steps runs of parameters with one of torch's element-wise optimizers. Final.
+
+    ``FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True)`` trains with the same bits as
+    ``torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)``.
+
+    Args:
+        kind: Adam, AdamW, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop of `torch.optim`.
+        params: sharded or plain parameters, or param groups.
+        options: what ``kind`` takes besides, for all groups.
+
+    Raises:
+        UnsupportedOpError: for other optimizers: what they do to an element depends on its matrix or on others.
+    """
+
+    def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
+        if kind not in ELEMENT_WISE:
+            raise UnsupportedOpError(
+                explain(
+                    "This optimizer cannot step flat shards: its updates need whole matrices, or are not known "
+                    "to be element-wise.",
+                    expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
+                    got=f"{kind.__module__}.{kind.__name__}",
+                    todo="use it as it is, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
+                )
+            )
+        self._kind = kind
+        self._options = options
+        self._runs: list[_Run] | None = None  # None: to be made at the next step
+        self._inner: torch.optim.Optimizer | None = None
+        self._histories: dict[torch.Tensor, int] = {}  # which parameters were left out together
+        given = list(params)
+        super().__init__(given, kind([torch.zeros(1)], **options).defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a loaded state, or all there is after unpickling; runs are made anew from it."""
+        super().__setstate__(state)
+        self._runs = self._inner = None
+        self._histories = {}
+        self._order_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; runs are made anew at the next step."""
+        super().add_param_group(param_group)
+        self._runs = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every run whose parameters have gradients.
+
+        Args:
+            closure: evaluates the model anew and returns the loss; optional.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = evaluated(closure)
+        self._split_by_gradients()
+        runs = self._current_runs()
+        assert self._inner is not None
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
+        for run in runs:
+            run.flat.grad = run.flat_grad() if run.params[0].grad is not None else None
+        self._inner.step()
+        for run in runs:
+            run.flat.grad = None
+        anew = [self._show(run) for run in runs]
+        if any(anew):
+            self._order_state()
+        return loss
+
+    # -- runs -----------------------------------------------------------------------------------------
+
+    def _split_by_gradients(self) -> None:
+        """Parameters left out of a step others take part in go their own way from now on."""
+        for number, run in enumerate(self._runs or ()):
+            missing = [param for param in run.params if param.grad is None]
+            if missing and len(missing) < len(run.params):
+                left_out = 1 + max(self._histories.values(), default=0) + number
+                self._histories.update(dict.fromkeys(missing, left_out))
+                self._runs = None
+
+    def _current_runs(self) -> list[_Run]:
+        """The runs, made anew where parameters are no longer where they were."""
+        if self._runs is not None and all(_lies_as_before(run) for run in self._runs):
+            return self._runs
+        for param in self._params():
+            if self._runs is None and param.grad is None:  # before any step: left out from the start
+                self._histories.setdefault(param, -1)
+        groups, self._runs = [], []
+        for group in self.param_groups:
+            runs = [_run_of(params) for params in self._stretches(group["params"])]
+            groups.append({**group, "params": [run.flat for run in runs]})
+            self._runs += runs
+        self._inner = self._kind(groups, **self._options)
+        self._take_over(self._runs)
+        return self._runs
+
+    def _stretches(self, params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Parameters of one group, cut where memory has a gap or histories differ."""
+        placed = [(_address(param), param) for param in params]
+        placed.sort(key=lambda pair: pair[0])
+        stretch: list[torch.Tensor] = []
+        end: tuple[int, Any] = (0, None)
+        for (storage, start, numel), param in placed:
+            history = (storage, _layout_of(param), self._histories.get(param), self._counters(param))
+            if stretch and (history != end[1] or start != _next_start(end[0], param)):
+                yield stretch
+                stretch = []
+            stretch.append(param)
+            end = start + numel, history
+        if stretch:
+            yield stretch
+
+    def _counters(self, param: torch.Tensor) -> tuple[Any, ...]:
+        """What of a parameter's state is not element-wise: step counts and the like."""
+        state = self.state.get(param, {})
+        return tuple(
+            (name, None if _per_element(name, value) else _number(value)) for name, value in state.items()
+        )
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def _take_over(self, runs: list[_Run]) -> None:
+        """Give the inner optimizer the state that the parameters of these runs have."""
+        assert self._inner is not None
+        saved = {param: dict(values) for param, values in self.state.items()}
+        for run in runs:
+            first = saved.get(run.params[0], {})
+            if first:
+                self._inner.state[run.flat] = {
+                    name: _room_for(name, value, run.flat) for name, value in first.items()
+                }
+                self._show(run)
+        self._order_state()
+        # Copies between placements are collectives: by parameter, since addresses order runs as each rank has them.
+        for param, shown in self.state.items():
+            if saved.get(param):
+                views = {name: value for name, value in shown.items() if _per_element(name, value)}
+                copy_state({name: saved[param][name] for name in views}, views)
+
+    def _show(self, run: _Run) -> bool:
+        """Let `state` hold views of a run's flat state; False where they are there already."""
+        assert self._inner is not None
+        flat_state = self._inner.state[run.flat]
+        shown = tuple(map(id, flat_state.values()))
+        if shown == run.shown:
+            return False
+        run.shown = shown
+        for param, start in zip(run.params, run.starts, strict=True):
+            self.state[param] = {
+                name: _view(value, param, start) if _per_element(name, value) else value
+                for name, value in flat_state.items()
+            }
+        return True
+
+    def _order_state(self) -> None:
+        """Bring `state` into the order of `param_groups`, as torch's optimizers have it on every rank.
+
+        ``get_optimizer_state_dict(full_state_dict=True)`` gathers what stands at the same place on all ranks.
+        """
+        order = {param: number for number, param in enumerate(self._params())}
+        ordered = sorted(self.state.items(), key=lambda item: order.get(item[0], len(order)))
+        self.state = defaultdict(dict, ordered)
+
+    def _params(self) -> Iterator[torch.Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
+
+
+def _per_element(name: str, value: Any) -> bool:
+    """Whether a part of the state has an element for each of the parameter's."""
+    return isinstance(value, torch.Tensor) and name not in _COUNTERS
+
+
+def _room_for(name: str, value: Any, flat: torch.Tensor) -> Any:
+    """A part of the state for a whole run; runs that were one have counters of their own from now on."""
+    if _per_element(name, value):
+        return torch.zeros_like(flat, dtype=value.dtype)
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _address(param: torch.Tensor) -> tuple[int, int, int]:
+    """Where this rank's elements lie: storage, first element, how many."""
+    local = local_tensor(param)
+    return local.untyped_storage()._cdata, int(local.storage_offset()), local.numel()
+
+
+def _layout_of(param: torch.Tensor) -> int | None:
+    layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
+    return id(layout_ref[0]) if layout_ref is not None else None
+
+
+def _next_start(end: int, param: torch.Tensor) -> int:
+    """Where a parameter starts that follows one that ends here, with nothing but padding in between."""
+    return end + -end % ALIGN_NUMEL if _layout_of(param) is not None else end
+
+
+def _run_of(params: list[torch.Tensor]) -> _Run:
+    locals_ = [local_tensor(param) for param in params]
+    starts = [_address(param)[1] for param in params]
+    flat = torch.as_strided(locals_[0], (starts[-1] + locals_[-1].numel() - starts[0],), (1,), starts[0])
+    return _Run(params, [start - starts[0] for start in starts], flat)
+
+
+def _lies_as_before(run: _Run) -> bool:
+    storage, base = run.flat.untyped_storage()._cdata, run.flat.storage_offset()
+    return all(
+        (local := local_of(param) if isinstance(param, DTensor) else param).storage_offset() == base + start
+        and local.untyped_storage()._cdata == storage
+        for param, start in zip(run.params, run.starts, strict=True)
+    )
+
+
+def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
+    """A parameter's part of a flat state tensor, placed as the parameter is."""
+    local = local_of(param) if isinstance(param, DTensor) else param
+    piece = flat[start : start + local.numel()].view(local.shape)
+    if isinstance(param, RaggedDTensor):
+        return RaggedDTensor.wrap(piece, param._spec, layout_ref=param.layout_ref)
+    if isinstance(param, DTensor):
+        return DTensor.from_local(
+            piece,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+    return piece

@@ -1,0 +1,149 @@
+"""The plan of a Muon step: what is orthogonalised where it lies, what travels, in which buckets.
+
+A plan depends on the parameters that have a gradient, on their shapes and how they lie; every rank computes
+the same one. It is kept until those change, and never saved: after a load it is computed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_fsdp.collectives import new_group
+from vescale_fsdp.dtensor.mesh_order import ranks_by_place
+from vescale_fsdp.dtensor.piece_map import Holding
+from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Ranks, Travel
+from vescale_fsdp.optim.muon.matrices import Matrix
+from vescale_fsdp.optim.muon.ownership import assign_owners, newton_schulz_flops
+
+__all__ = ["MuonPlan", "TakingPart", "plan_step"]
+
+
+@dataclass(frozen=True)
+class TakingPart:
+    """One parameter that takes part in a step: how it lies, its matrices, the iterations of each."""
+
+    holding: Holding | None
+    matrices: tuple[Matrix, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class MuonPlan:
+    """A step's work for this rank; parameters are named by their index in the list the plan was made for.
+
+    Args:
+        params: the parameters.
+        here: matrices that this rank holds whole. They cost no communication.
+        buckets: cut matrices, two collectives per bucket; the same on all ranks of a mesh.
+        gathered: parameters without contiguous pieces, gathered to every rank (correct, slower).
+    """
+
+    params: tuple[TakingPart, ...]
+    here: tuple[tuple[int, Matrix], ...]
+    buckets: tuple[Bucket, ...]
+    gathered: tuple[int, ...]
+
+
+def plan_step(
+    wanted: Sequence[TakingPart], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
+) -> MuonPlan:
+    """Make the plan.
+
+    Args:
+        wanted: the parameters with a gradient, in the same order on every rank.
+        bucket_bytes: upper bound of a bucket's bytes on the wire, per rank and direction.
+        ranks_of: ranks of each (mesh, axis), filled as meshes appear. Filling is collective over the mesh.
+    """
+    here: list[tuple[int, Matrix]] = []
+    gathered: list[int] = []
+    cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix]]] = {}
+    held: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
+    for index, param in enumerate(wanted):
+        holding = param.holding
+        if holding is None:
+            gathered.append(index)
+            continue
+        key = (holding.mesh, holding.axis) if holding.mesh is not None and holding.axis is not None else None
+        for matrix in param.matrices:
+            holder = holding.holder_of(matrix.range)
+            if holder is None:
+                assert key is not None
+                cut.setdefault(key, []).append((index, matrix))
+                continue
+            if key is not None:
+                held.setdefault(key, []).append((index, matrix, holder))
+            if holder == holding.shard_rank:
+                here.append((index, matrix))
+    buckets = [
+        bucket
+        for key, matrices in cut.items()
+        for bucket in _buckets(wanted, matrices, held.get(key, []), _ranks(key, ranks_of), bucket_bytes)
+    ]
+    return MuonPlan(tuple(wanted), tuple(here), tuple(buckets), tuple(gathered))
+
+
+def _buckets(
+    wanted: Sequence[TakingPart],
+    cut: Sequence[tuple[int, Matrix]],
+    held: Sequence[tuple[int, Matrix, int]],
+    ranks: Ranks,
+    bucket_bytes: int,
+) -> list[Bucket]:
+    """Cut matrices of one mesh, with owners, in buckets of bounded size."""
+    num_shards = len(ranks.numbers[0])
+    loads = [0] * num_shards
+    for index, matrix, holder in held:  # every replica does these: they are whole there too
+        loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps)
+    flops = [newton_schulz_flops(m.rows, m.cols, wanted[i].steps) for i, m in cut]
+    replicas = len(ranks.numbers)
+    owners = assign_owners(flops, [_held_numels(wanted[i], m) * replicas for i, m in cut], loads * replicas)
+    travels = [
+        Travel(index, matrix, _known(wanted[index].holding), ranks.place(owner))
+        for (index, matrix), owner in zip(cut, owners, strict=True)
+    ]
+    limit_numel = max(1, bucket_bytes * ranks.num_ranks // WIRE_DTYPE.itemsize)
+    buckets: list[list[Travel]] = []
+    room = 0
+    for travel in travels:
+        if not buckets or travel.matrix.numel > room:
+            buckets.append([])
+            room = limit_numel
+        buckets[-1].append(travel)
+        room -= travel.matrix.numel
+    return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
+
+
+def _known(holding: Holding | None) -> Holding:
+    assert holding is not None
+    return holding
+
+
+def _held_numels(param: TakingPart, matrix: Matrix) -> list[int]:
+    holding = _known(param.holding)
+    return [matrix.range.intersect(holding.piece(rank)).numel for rank in range(holding.num_shards)]
+
+
+def _ranks(key: tuple[DeviceMesh, int], known: dict[tuple[DeviceMesh, int], Ranks]) -> Ranks:
+    """The ranks of a mesh whose ``axis`` shards and whose other axes replicate."""
+    if key not in known:
+        known[key] = _make_ranks(*key)
+    return known[key]
+
+
+def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
+    table = ranks_by_place(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    if len(table) == 1:
+        group: dist.ProcessGroup | None = mesh.get_group(axis)
+    elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):
+        group = dist.group.WORLD
+    else:
+        group = new_group(mesh.get_group(axis), sorted(rank for row in table for rank in row))
+    assert group is not None
+    numbers = tuple(tuple(dist.get_group_rank(group, rank) for rank in row) for row in table)
+    me = dist.get_rank()
+    replica, shard = next((r, s) for r, row in enumerate(table) for s, rank in enumerate(row) if rank == me)
+    return Ranks(group, numbers, replica, shard)

@@ -1,0 +1,148 @@
+"""FactorGrid: which blocks of a parameter have Shampoo factors of their own, and which of them a rank holds.
+
+A matrix is cut into blocks of at most b x b; a *band* is one row of blocks. Factors are tensors whose first two
+indices are the block's place, so "the factor of block (i, j)" means the same at every world size::
+
+    shape (5, 7), b = 4                left (2, 2, 4, 4)      right (2, 2, 4, 4)
+      band 0   A A A A B B B           A: 4 x 4   B: 4 x 4    A: 4 x 4   B: 3 x 3
+               ...4 rows                (the corner of size height or width is used, the rest stays 0)
+      band 1   C C C C D D D           C: 1 x 1   D: 1 x 1    C: 4 x 4   D: 3 x 3
+
+Stacks (E, m, k) have ceil(m / b) bands per matrix. Vectors are one column in blocks of b, with left factors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
+
+__all__ = ["Block", "FactorGrid", "factor_grid_of", "granularity_of"]
+
+
+class Block(NamedTuple):
+    """One block of a rank's piece: where it lies in the piece's lines, and its factors' place in the local state."""
+
+    top: int  # first line, counted from the start of the piece
+    height: int
+    left: int  # first column
+    width: int
+    band: int  # counted from the first band of the piece
+    column: int
+
+
+@dataclass(frozen=True)
+class FactorGrid:
+    """Blocks of at most ``block`` x ``block`` over ``stack`` matrices of ``rows`` x ``cols``.
+
+    Args:
+        order: dims that have a factor: 2 for matrices, 1 for vectors.
+    """
+
+    stack: int
+    rows: int
+    cols: int
+    block: int
+    order: int
+
+    @property
+    def bands_per_matrix(self) -> int:
+        """Rows of blocks in one matrix."""
+        return -(-self.rows // self.block)
+
+    @property
+    def num_columns(self) -> int:
+        """Blocks side by side."""
+        return -(-self.cols // self.block)
+
+    @property
+    def left_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the left factors: [band, column, height, height]."""
+        side = min(self.block, self.rows)
+        return (self.stack * self.bands_per_matrix, self.num_columns, side, side)
+
+    @property
+    def right_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the right factors: [band, column, width, width]."""
+        side = min(self.block, self.cols)
+        return (self.stack * self.bands_per_matrix, self.num_columns, side, side)
+
+    def band_start(self, band: int) -> int:
+        """Flat index of the first element of a band; of the tensor's end for the band after the last."""
+        matrix, place = divmod(band, self.bands_per_matrix)
+        return (matrix * self.rows + place * self.block) * self.cols
+
+    def band_height(self, band: int) -> int:
+        """Lines of a band."""
+        return min(self.block, self.rows - band % self.bands_per_matrix * self.block)
+
+    def bands_in(self, piece: FlatRange) -> range:
+        """The bands that a piece holds.
+
+        Raises:
+            LayoutError: if the piece begins or ends inside a band.
+        """
+        if not piece.numel:
+            return range(0)
+        first, last = self._band_at(piece.start), self._band_at(piece.stop)
+        if self.band_start(first) != piece.start or self.band_start(last) != piece.stop:
+            raise LayoutError(
+                explain(
+                    "A rank boundary cuts a Shampoo block.",
+                    expected=f"cuts between blocks of {self.block} rows of {self.cols}",
+                    got=f"[{piece.start}, {piece.stop})",
+                    where=f"{self.stack} matrices of {self.rows} x {self.cols}",
+                    todo="ask for whole blocks when sharding: fully_shard(model, granularity="
+                    f"Shampoo.granularity(block_size={self.block})), or pass the parameter in adamw_params=[...]",
+                )
+            )
+        return range(first, last)
+
+    def _band_at(self, start: int) -> int:
+        """The last band that begins at or before a flat index."""
+        matrix, line = divmod(start // self.cols, self.rows)
+        return matrix * self.bands_per_matrix + line // self.block
+
+    def blocks_in(self, piece: FlatRange) -> Iterator[Block]:
+        """The blocks of a piece, band by band."""
+        top = 0
+        for index, band in enumerate(self.bands_in(piece)):
+            height = self.band_height(band)
+            for column in range(self.num_columns):
+                left = column * self.block
+                yield Block(top, height, left, min(self.block, self.cols - left), index, column)
+            top += height
+
+
+def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
+    """The grid of a parameter of 1, 2 or 3 dims.
+
+    Raises:
+        LayoutError: for other numbers of dims, and for empty parameters.
+    """
+    if len(shape) not in (1, 2, 3) or 0 in shape:
+        raise LayoutError(
+            explain(
+                "Shampoo has factors for vectors, matrices and stacks of matrices.",
+                expected="a non-empty shape of 1, 2 or 3 dims",
+                got=f"shape {shape}",
+                todo="pass this parameter in adamw_params=[...]",
+            )
+        )
+    if len(shape) == 1:
+        return FactorGrid(1, shape[0], 1, block, 1)
+    return FactorGrid(shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1], block, 2)
+
+
+def granularity_of(shape: tuple[int, ...], block: int) -> Granularity:
+    """What keeps the bands of a parameter whole."""
+    if len(shape) == 1:
+        return Flat(block)
+    # Rows(b) of a stack counts rows through all matrices: its cuts meet the bands only if b divides them.
+    if len(shape) == 3 and shape[-2] % block:
+        return Whole("matrix")
+    return Rows(block)

@@ -1,0 +1,268 @@
+"""StructuredOptimizer: what Muon, Shampoo and AdamW8bit share.
+
+- State exists from construction on, for every listed parameter on every rank, so that a checkpoint has the
+  same keys everywhere and can be loaded before the first step.
+- Each param group records the facts that give its state a meaning (momentum form, block size, map);
+  loading a checkpoint that recorded others is refused.
+- A param group with ``algorithm="adamw"`` is stepped by torch's own AdamW, on this rank's elements.
+- State keeps its dtype when loaded (see `vescale_fsdp.optim.state_loading`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.adamw import adamw
+
+from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
+from vescale_fsdp.errors import CheckpointError, LayoutError, explain
+from vescale_fsdp.optim.state_loading import Held, check_state, copy_state
+
+__all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates", "evaluated"]
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """How parameters outside the structured algorithm are stepped; torch.optim.AdamW's defaults."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.betas, self.eps, self.weight_decay)
+
+
+def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Prove the numbers that AdamW and its relatives take.
+
+    Raises:
+        LayoutError: naming the one that cannot be.
+    """
+    bad = {
+        "lr": not lr >= 0,
+        "betas": not (0 <= betas[0] < 1 and 0 <= betas[1] <= 1),
+        "eps": not eps >= 0,
+        "weight_decay": not weight_decay >= 0,
+    }
+    if any(bad.values()):
+        raise LayoutError(
+            explain(
+                f"{', '.join(name for name, is_bad in bad.items() if is_bad)} cannot be.",
+                expected="lr, eps, weight_decay >= 0 and betas in [0, 1)",
+                got=f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
+                todo="correct the optimizer's arguments",
+            )
+        )
+
+
+class StructuredOptimizer(torch.optim.Optimizer, ABC):
+    """Base of the optimizers that know how parameters lie over ranks. Subclasses are final."""
+
+    algorithm: ClassVar[str]
+    recorded: ClassVar[tuple[str, ...]] = ()
+    """Keys of a param group that give its state a meaning; a checkpoint must have recorded the same."""
+
+    kept: ClassVar[tuple[str, ...]] = ("_adamw",)
+    """Attributes that copies and pickles of the optimizer keep, besides what torch keeps."""
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        adamw_params: Iterable[Any] | None,
+        adamw: AdamWOptions,
+    ) -> None:
+        self._adamw = adamw
+        groups = _as_groups(params)
+        rest = list(adamw_params) if adamw_params is not None else []
+        if rest:
+            groups.append({"params": rest, "algorithm": "adamw"})
+        super().__init__(groups, {"algorithm": self.algorithm, **defaults})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.kept}}
+
+    @abstractmethod
+    def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """State of one parameter of this optimizer's own algorithm, all of it, before any step.
+
+        Raises:
+            LayoutError: if the algorithm cannot step this parameter, or not as it is laid out.
+        """
+
+    @abstractmethod
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Step the parameters of this optimizer's own algorithm."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their state is made at once."""
+        algorithm = param_group.setdefault("algorithm", self.algorithm)
+        if algorithm not in (self.algorithm, "adamw"):
+            raise LayoutError(
+                explain(
+                    "A param group names an unknown algorithm.",
+                    expected=f"{self.algorithm!r} or 'adamw'",
+                    got=repr(algorithm),
+                    where=f"param group {len(self.param_groups)} of {type(self).__name__}",
+                    todo="leave 'algorithm' out, or pass the parameters in adamw_params=[...]",
+                )
+            )
+        if algorithm == "adamw":
+            param_group = {**asdict(self._adamw), **param_group}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for param in group["params"]:
+            self._check_param(param)
+            state = _adamw_state(param) if algorithm == "adamw" else self._init_state(param, group)
+            self.state[param] = state
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        if param.is_meta or not param.is_floating_point():
+            raise LayoutError(
+                explain(
+                    f"{type(self).__name__} cannot keep state for this parameter.",
+                    expected="a floating-point tensor with storage",
+                    got=f"{param.dtype} on device {param.device}",
+                    where=f"parameter of shape {tuple(param.shape)}",
+                    todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
+                    "the optimizer",
+                )
+            )
+        local_tensor(param)  # refuses what is not contiguous before state is made for it
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step. Parameters without a gradient are left alone.
+
+        Args:
+            closure: evaluates the model anew and returns the loss; optional.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = evaluated(closure)
+        self._step_groups([g for g in self.param_groups if g["algorithm"] == self.algorithm])
+        return loss
+
+    def _step_adamw(self) -> None:
+        """Step the groups that torch's AdamW takes."""
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                self._step_adamw_group(group)
+
+    def _step_adamw_group(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in params]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local_tensor(p) for p in params],
+            [local_grad(p) for p in params],
+            [local_tensor(s["exp_avg"], "state") for s in states],
+            [local_tensor(s["exp_avg_sq"], "state") for s in states],
+            [],
+            [s["step"] for s in states],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load state into the tensors this optimizer has. Nothing changes if something does not fit.
+
+        Raises:
+            CheckpointError: if the checkpoint recorded another momentum form, block size or map, or its
+                state has other parts or shapes.
+        """
+        self._check_recorded(state_dict["param_groups"])
+        own = dict(self.state)
+        own_groups = self.param_groups
+        held = {
+            key: {name: Held(value) for name, value in parts.items()}
+            for key, parts in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": held})  # type: ignore[arg-type]
+        loaded = {
+            param: {name: held.value for name, held in parts.items()} for param, parts in self.state.items()
+        }
+        self.state = defaultdict(dict, own)
+        try:
+            self._check_loaded(loaded)
+        except CheckpointError:
+            self.param_groups = own_groups
+            raise
+        for param, parts in own.items():  # in our order: the loaded dict may have another on each rank
+            if param in loaded:
+                copy_state(loaded[param], parts)
+
+    def _check_loaded(self, loaded: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                where = f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
+                if param in loaded or param.requires_grad:
+                    check_state(loaded.get(param, {}), self.state[param], where)
+
+    def _check_recorded(self, saved_groups: list[dict[str, Any]]) -> None:
+        for number, (own, saved) in enumerate(zip(self.param_groups, saved_groups, strict=False)):
+            keys = ("algorithm", *(self.recorded if own["algorithm"] == self.algorithm else ()))
+            expected = {key: _plain(own[key]) for key in keys}
+            got = {key: _plain(saved.get(key, "not recorded")) for key in keys}
+            if got != expected:
+                raise CheckpointError(
+                    explain(
+                        "The checkpoint's optimizer state means something else than this optimizer's.",
+                        expected=expected,
+                        got=got,
+                        where=f"param group {number} of {type(self).__name__}",
+                        todo="build the optimizer with the recorded options; if another optimizer wrote the "
+                        "state and you know that it means the same, write these keys into its param groups",
+                    )
+                )
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, evaluated with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _plain(value: Any) -> Any:
+    """Tuples and lists compare equal: some formats save one as the other."""
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    if isinstance(params, torch.Tensor):
+        raise LayoutError(
+            explain(
+                "An optimizer takes several parameters.",
+                expected="an iterable of parameters or param groups",
+                got="one tensor",
+                todo="pass [param]",
+            )
+        )
+    items = list(params)
+    if items and isinstance(items[0], dict):
+        return [dict(group) for group in items]
+    return [{"params": items}] if items else []
+
+
+def _adamw_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32),
+        "exp_avg": torch.zeros_like(param),
+        "exp_avg_sq": torch.zeros_like(param),
+    }

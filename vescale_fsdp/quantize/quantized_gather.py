@@ -1,0 +1,178 @@
+"""QuantizedGather: the mixed-precision choice to gather weights as 8-bit codes, half the bytes of bf16.
+
+Used as a `MixedPrecisionPolicy` of `fully_shard`, per parameter::
+
+    codec = Fp8Blocks()
+    policy = QuantizedGather(param_dtype=torch.bfloat16, codecs={"*weight": codec})
+    fully_shard(model, mp_policy=policy, granularity=codec.granularity)
+
+Each rank encodes its shard of the master weights (no collective for the largest values: blocks are whole), two
+all-gathers carry what follows, and every rank decodes into the full buffer, in the compute dtype:
+
+    codes   1-D [S], uint8          one byte per element, where the element lies in the shard
+    rest    1-D [R], uint8          scales of the rank's blocks, and its pieces of parameters without a codec
+
+What the forward and the backward compute with is therefore ``decode(encode(full weight))``, bit for bit, at every
+world size. Gradients flow to the master weights as if nothing had been rounded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from vescale_fsdp.collectives import Work, all_gather_into
+from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
+from vescale_fsdp.quantize.codec import BlockCodec
+from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
+
+__all__ = ["QuantizedGather"]
+
+CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
+
+_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class QuantizedGather(GatherPolicy):
+    """Mixed precision with 8-bit gathers.
+
+    Args:
+        codecs: a codec for every parameter of two dims and more; a mapping from name patterns (fnmatch, names
+            relative to the sharded module) to codecs; or a function ``(fqn, shape) -> codec or None``.
+            Parameters without a codec, vectors among them unless the function says so, travel in the
+            compute dtype.
+    """
+
+    codecs: CodecRule = field(default_factory=dict, hash=False)
+
+    def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> _CodedGather | None:
+        """The gather of one group, or None if none of its parameters has a codec.
+
+        Raises:
+            LayoutError: if a rank boundary cuts a block.
+        """
+        found = {slot.fqn: self._codec_of(slot) for slot in layout.slots}
+        codecs = {fqn: codec for fqn, codec in found.items() if codec is not None}
+        return _CodedGather(layout, comm, codecs, dtype) if codecs else None
+
+    def _codec_of(self, slot: TensorSlot) -> BlockCodec | None:
+        if not getattr(torch, slot.dtype).is_floating_point:
+            return None
+        if isinstance(self.codecs, (BlockCodec, Mapping)):
+            if len(slot.shape) < 2:
+                return None
+            if isinstance(self.codecs, BlockCodec):
+                return self.codecs
+            matches = (c for pattern, c in self.codecs.items() if fnmatch.fnmatchcase(slot.fqn, pattern))
+            return next(matches, None)
+        return self.codecs(slot.fqn, torch.Size(slot.shape))
+
+
+class _CodedGather:
+    """The gather of one group: encodes a shard, sends codes and the rest, decodes into the full buffer.
+
+    Args:
+        layout: where each parameter lies.
+        comm: the ranks.
+        codecs: by name; parameters not named travel as values.
+        dtype: of those values, the compute dtype.
+    """
+
+    def __init__(
+        self, layout: GroupLayout, comm: GroupComm, codecs: Mapping[str, BlockCodec], dtype: torch.dtype
+    ) -> None:
+        self.layout = layout
+        self.comm = comm
+        self.codecs = codecs
+        self.dtype = dtype
+        self.pieces: dict[str, list[tuple[int, Piece]]] = {slot.fqn: [] for slot in layout.slots}
+        self.rest_starts: dict[tuple[int, str], int] = {}  # of (rank, name), in bytes of the rank's rest
+        sizes = [self._place_rest(rank) for rank in range(layout.num_shards)]
+        self.rest_bytes = max(sizes)
+
+    def _place_rest(self, rank: int) -> int:
+        """Give each piece of a rank room in its rest; the bytes that takes."""
+        end = 0
+        for slot, piece in self.layout.pieces_of(rank):
+            self.pieces[slot.fqn].append((rank, piece))
+            self.rest_starts[rank, slot.fqn] = end
+            end += -(-self._rest_bytes_of(slot, piece) // _ALIGN_BYTES) * _ALIGN_BYTES
+        return end
+
+    def _rest_bytes_of(self, slot: TensorSlot, piece: Piece) -> int:
+        codec = self.codecs.get(slot.fqn)
+        if codec is None:
+            return piece.numel * self.dtype.itemsize
+        return codec.grid(slot.shape).scales_of(piece.range, slot.fqn) * codec.scale_dtype.itemsize
+
+    def __call__(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start the gather of ``shard`` (1-D [S], master weights) into ``full`` (1-D [m * S], compute dtype)."""
+        ranks, group = self.layout.num_shards, self.comm.shard_group
+        codes = torch.empty(ranks * self.layout.shard_numel, dtype=torch.uint8, device=full.device)
+        rest = torch.empty(ranks * self.rest_bytes, dtype=torch.uint8, device=full.device)
+        own_codes = codes.view(ranks, -1)[self.comm.rank]
+        own_rest = rest.view(ranks, -1)[self.comm.rank]
+        self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)
+        works = [all_gather_into(codes, own_codes, group), all_gather_into(rest, own_rest, group)]
+        return _Coded(self, full, codes, rest, works)
+
+    def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
+        for slot, piece in self.layout.pieces_of(self.comm.rank):
+            here = slice(piece.local_offset, piece.local_offset + piece.numel)
+            values, codec = shard[here], self.codecs.get(slot.fqn)
+            room = self._room(rest, self.comm.rank, slot, piece)
+            if codec is None:
+                room.view(self.dtype).copy_(values)
+                continue
+            piece_codes, scales = codec.encode(values, codec.grid(slot.shape))
+            codes[here].copy_(piece_codes)
+            room.copy_(scales.view(torch.uint8))
+
+    def _room(self, rest: torch.Tensor, rank: int, slot: TensorSlot, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece in a rank's rest."""
+        start = self.rest_starts[rank, slot.fqn]
+        return rest[start : start + self._rest_bytes_of(slot, piece)]
+
+    def decode(self, full: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:
+        """Fill the full buffer from what arrived."""
+        by_rank = rest.view(self.layout.num_shards, -1)
+        for slot in self.layout.slots:
+            codec = self.codecs.get(slot.fqn)
+            for rank, piece in self.pieces[slot.fqn]:
+                start = rank * self.layout.shard_numel + piece.local_offset
+                here = slice(start, start + piece.numel)
+                room = self._room(by_rank[rank], rank, slot, piece)
+                if codec is None:
+                    full[here].copy_(room.view(self.dtype))
+                    continue
+                scales = room.view(codec.scale_dtype)
+                full[here].copy_(codec.decode(codes[here], scales, codec.grid(slot.shape), full.dtype))
+
+
+class _Coded:
+    """A coded gather on its way. What the collectives read and write is kept until they are done."""
+
+    def __init__(
+        self,
+        gather: _CodedGather,
+        full: torch.Tensor,
+        codes: torch.Tensor,
+        rest: torch.Tensor,
+        works: list[Work | None],
+    ) -> None:
+        self._gather = gather
+        self._full = full
+        self._parts = (codes, rest)
+        self._works = works
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Decode behind the collectives, on the current stream: the one that owns the buffers."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._gather.decode(self._full, *self._parts)

@@ -1,0 +1,150 @@
+"""DBuffer: one flat allocation of a group's global size, a view per tensor, collectives in place.
+
+The buffer *is* the storage of the tensors in it: an all-gather writes full parameters where the matmuls
+read them, and a reduce-scatter reads gradients from where they were written. Nothing is copied in or out.
+
+    storage      freed: the tensors exist, their memory does not     allocated: it does
+    allocate()   freed -> allocated (contents undefined)
+    free()       allocated -> freed (views keep their identity, autograd may hold them)
+
+A scattered tensor is the exception: it has holes in the buffer, so its full form is a small tensor of its own,
+filled from the pieces when a gather ends. Writing needs no such copy: `write` puts each piece in its place.
+
+Tensor objects are made once. What comes and goes is the storage beneath them (``resize_``), so a view that
+autograd saved in the forward is valid again once the buffer is gathered for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vescale_fsdp.collectives import Work
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+from vescale_fsdp.torch_private import restore_version
+
+__all__ = ["DBuffer"]
+
+Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
+
+
+class DBuffer:
+    """The global buffer of one group on one rank.
+
+    Args:
+        layout: where each tensor lies; the buffer is given it and never makes one up.
+        flat: 1-D [layout.numel], the memory. Where its storage cannot be resized (a communication
+            library's own memory), it stays for good.
+    """
+
+    def __init__(self, layout: GroupLayout, flat: torch.Tensor) -> None:
+        self.layout = layout
+        self.flat = flat
+        self._views: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
+        self._work: Work | None = None
+        self._version = flat._version
+        self._nbytes = flat.untyped_storage().nbytes()
+
+    def allocate(self) -> None:
+        """Bring the storage back, on the current stream; contents are undefined."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() != self._nbytes:
+            storage.resize_(self._nbytes)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(copy.numel() * copy.element_size())
+
+    def free(self) -> None:
+        """Give the storage back. The caller sees to it that no stream still uses it."""
+        storage = self.flat.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        for copy in self._copies.values():
+            copy.untyped_storage().resize_(0)
+
+    def view(self, slot: TensorSlot) -> torch.Tensor:
+        """The full tensor of a slot, the same object each time: an n-d view of the buffer.
+
+        Of a scattered slot: a tensor of its own, with what the pieces hold now and after every gather.
+        """
+        found = self._views.get(slot.fqn)
+        if found is None:
+            if slot.is_scattered:
+                copy = self._copies[slot.fqn] = self.flat.new_empty(slot.numel)
+                self._copy_out(slot, copy)
+                found = copy.view(slot.shape)
+            else:
+                found = self.flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            self._views[slot.fqn] = found
+        return found
+
+    def pieces(self, slot: TensorSlot) -> list[torch.Tensor]:
+        """Where the elements of a slot lie in the buffer, in tensor order: views that hold them all.
+
+        One n-d view of a contiguous slot; for each run of a scattered one a 2-D view [ranks, piece_numel].
+        """
+        if not slot.is_scattered:
+            return [self.view(slot)]
+        size = self.layout.shard_numel
+        return [
+            self.flat[run.first_rank * size + run.local_offset :].as_strided(
+                (run.num_ranks, run.piece_numel), (size, 1)
+            )
+            for run in slot.runs
+        ]
+
+    def write(self, slot: TensorSlot, values: torch.Tensor, *, add: bool) -> None:
+        """Put the values of a full tensor into the buffer, or add them to what is there."""
+        pieces = self.pieces(slot)
+        parts = [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
+        for piece, part in zip(pieces, parts, strict=True):
+            if add:
+                piece.add_(part)
+            else:
+                piece.copy_(part)
+
+    def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: FlatRange | None = None) -> None:
+        """Start filling the buffer with what each rank holds.
+
+        Args:
+            own: 1-D, this rank's contribution.
+            gather: the collective, as ``gather(full, own)``.
+            copy_to: where in the buffer the contribution is copied before, because its dtype or device is not
+                the buffer's; None: the gather takes it as it is, and nothing is copied.
+        """
+        with torch.no_grad():
+            if copy_to is not None:
+                mine = self.flat[copy_to.start : copy_to.stop]
+                mine.copy_(own, non_blocking=True)
+                own = mine
+            self._work = gather(self.flat, own)
+
+    def wait_gather(self) -> None:
+        """Wait until the buffer is full.
+
+        Autograd may have saved views of the buffer. Refilling it with the same values is no modification,
+        so its version counter is what it was at the start; some backends count up only here.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        restore_version(self.flat, self._version)
+        for fqn, copy in self._copies.items():
+            self._copy_out(self.layout.slot(fqn), copy)
+
+    @torch.no_grad()
+    def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
+        """Fill a scattered tensor from its pieces; for autograd no modification, as above."""
+        version = copy._version
+        pieces = self.pieces(slot)
+        for piece, part in zip(pieces, _split(copy, pieces), strict=True):
+            part.copy_(piece)
+        restore_version(copy, version)
+
+
+def _split(flat: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A 1-D tensor cut into parts of the shapes of its pieces."""
+    parts = flat.split([piece.numel() for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]

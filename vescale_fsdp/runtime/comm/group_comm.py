@@ -1,0 +1,206 @@
+"""GroupComm: the ranks of a group, what its collectives divide by, and who carries them out.
+
+    mesh            1-D (shard) or 2-D (replicate, shard); axis ``shard_axis`` holds one copy of the parameters
+    gather          all-gather over the sharding axis, or a user's object in its place
+    reduce_scatter  over the sharding axis, on a communicator of its own if asked
+    all_reduce      over the replicating axis (HSDP)
+
+What a reduction divides by (as torch's FSDP2 does, torch 2.13): fp32 and bf16 average in the collective.
+A factor of the user's, forced sums and fp16 use SUM and divide here; fp16 also divides by a power of two near
+the root of the number of ranks *before* summing, lest the sum overflows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp.collectives import (
+    Work,
+    all_gather_into,
+    all_reduce_in_place,
+    new_group,
+    reduce_scatter_into,
+    sums_in_wider,
+)
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.torch_private import groups_as_patient_as
+
+__all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
+
+Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
+"""``gather(full, shard)``: start to fill 1-D ``full`` with all ranks' shards; the work ends when it is filled."""
+
+
+@dataclass(frozen=True)
+class GatherPolicy(MixedPrecisionPolicy, ABC):
+    """A mixed precision that brings its own gather, one that may send weights in fewer bits."""
+
+    @abstractmethod
+    def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
+        """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: the usual one."""
+
+
+class AllGather(Protocol):
+    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+
+
+class ReduceScatter(Protocol):
+    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
+
+
+class GroupComm:
+    """The collectives of one group.
+
+    Args:
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        part_size: ranks of the smaller groups that full parameters are kept over between forward and
+            backward, or None. Divides the sharding axis.
+
+    Attributes:
+        shard_axis: index of the axis that shards, the last one.
+        num_shards: ranks along it.
+        rank: this rank's index along it.
+        shard_group: ranks that hold one copy of the parameters between them.
+        replicate_group: ranks that hold the same shard, or None without replication.
+    """
+
+    def __init__(self, mesh: DeviceMesh, part_size: int | None = None) -> None:
+        self.mesh = mesh
+        self.part_size = part_size
+        # Asked several times per step and unit; a mesh answers slowly.
+        self.shard_axis = mesh.ndim - 1
+        self.num_shards = mesh.size(self.shard_axis)
+        self.rank = mesh.get_local_rank(self.shard_axis)
+        self.shard_group = mesh.get_group(self.shard_axis)
+        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        self.custom_all_gather: AllGather | None = None
+        self.custom_reduce_scatter: ReduceScatter | None = None
+        self.reduce_group: dist.ProcessGroup | None = None  # where reductions have their own communicator
+        self._part_mesh: DeviceMesh | None = None
+        if part_size is not None:
+            with groups_as_patient_as(self.shard_group):
+                self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+
+    @property
+    def part_rank(self) -> int:
+        """This rank's index in its smaller group."""
+        assert self._part_mesh is not None
+        return self._part_mesh.get_local_rank(1)
+
+    # -- collectives ----------------------------------------------------------------------------------
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
+        """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather(
+                output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=True
+            )
+        return all_gather_into(full, shard, self.shard_group)
+
+    def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
+        """Start the all-gather of what the smaller group kept between forward and backward."""
+        assert self._part_mesh is not None
+        return all_gather_into(full, part, self._part_mesh.get_group(1))
+
+    def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer that gathers fill (1-D [numel])."""
+        if self.custom_all_gather is not None:
+            return self.custom_all_gather.allocate([numel], dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer that reductions read, or one they write (1-D [numel])."""
+        if self.custom_reduce_scatter is not None:
+            return self.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
+        """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``, in its dtype."""
+        before = self._divide_before(shard.dtype)
+        if before != 1:
+            full.div_(before)
+        group = self.reduce_group or self.shard_group
+        op = self._op(shard.dtype, self.num_shards)
+        if self.custom_reduce_scatter is not None:
+            return self.custom_reduce_scatter(
+                output_tensor=shard, input_tensor=full, group=group, op=op, async_op=True
+            )
+        return reduce_scatter_into(shard, full, op, group)
+
+    def sums_in_wider(self, device: torch.device) -> bool:
+        """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction; the same on all ranks."""
+        return self.custom_reduce_scatter is None and sums_in_wider(
+            self.reduce_group or self.shard_group, device.type
+        )
+
+    def all_reduce(self, shard: torch.Tensor) -> None:
+        """Reduce over the replicating axis, in place (nothing without one)."""
+        if self.replicate_group is not None:
+            work = all_reduce_in_place(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
+            if work is not None:
+                work.wait()
+
+    def finish_division(self, shard: torch.Tensor) -> None:
+        """Divide a summed shard, in place, where the collective did not average."""
+        if not self._averages(shard.dtype):
+            shard.div_(self._total_factor() / self._divide_before(shard.dtype))
+
+    def separate_reductions(self) -> None:
+        """Give reductions their own communicator, so that they need not queue behind gathers."""
+        self.reduce_group = new_group(self.shard_group)
+
+    # -- division -------------------------------------------------------------------------------------
+
+    def _averages(self, dtype: torch.dtype) -> bool:
+        """Whether the collectives divide."""
+        return self.divide_factor is None and not self.force_sum and dtype is not torch.float16
+
+    def _op(self, dtype: torch.dtype, num_ranks: int) -> dist.ReduceOp.RedOpType:
+        # Of one rank the mean is the sum, and NCCL's AVG is not to be trusted there (torch 2.13, FSDP2's words).
+        return dist.ReduceOp.AVG if self._averages(dtype) and num_ranks > 1 else dist.ReduceOp.SUM
+
+    def _total_factor(self) -> float:
+        return self.divide_factor if self.divide_factor is not None else float(self.mesh.size())
+
+    def _divide_before(self, dtype: torch.dtype) -> float:
+        if dtype is not torch.float16:
+            return 1.0
+        total, factor = self._total_factor(), 1.0
+        while total % factor == 0 and total / factor > factor:
+            factor *= 2
+        return factor

@@ -1,0 +1,430 @@
+"""FSDPModule: what `fully_shard` adds to a module's class, method for method torch's ``FSDPModule``."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, explain
+from vescale_fsdp.layout.group_layout import ModelLayout
+from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.streams import Stream
+from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.schedule import Schedule
+
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class. Method for method torch's ``FSDPModule``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Building the sharded class builds the original one (indexing a container does that)."""
+        original = cls.__mro__[2]
+        return original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise MisuseError(
+            explain(
+                "A sharded module cannot be deep-copied: its buffers and hooks belong to one module.",
+                expected="deepcopy before fully_shard",
+                got=f"deepcopy of {type(self).__name__}",
+                todo="copy the module first, or build a second one and load this one's state dict",
+            )
+        )
+
+    def _state(self) -> FSDPState:
+        state = state_of(cast(nn.Module, self))
+        assert state is not None
+        return state
+
+    def _states(self, recurse: bool = True) -> Iterator[FSDPState]:
+        if not recurse:
+            yield self._state()
+            return
+        seen: set[int] = set()
+        for module in cast(nn.Module, self).modules():
+            state = state_of(module)
+            if state is not None and id(state) not in seen:
+                seen.add(id(state))
+                yield state
+
+    def model_layout(self) -> ModelLayout:
+        """The layouts of all groups under this module, named by module path and dtype."""
+        named: list[tuple[str, Any]] = []
+        seen: set[int] = set()
+        for name, module in cast(nn.Module, self).named_modules():
+            state = state_of(module)
+            if state is None or id(state) in seen:
+                continue
+            seen.add(id(state))
+            for index, group in enumerate(state.groups):
+                suffix = f"#{index}" if len(state.groups) > 1 else ""
+                named.append((f"{name or '<root>'}{suffix}", group.layout))
+        return ModelLayout.of(named)
+
+    def reshard(self) -> None:
+        """Free this module's full parameters; its parameters are sharded again."""
+        state = self._state()
+        state.comm.reshard(state.groups)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters.
+
+        Args:
+            async_op: return a handle to wait on instead of waiting.
+        """
+        state = self._state()
+        if not state.agreed:
+            state.compare_below()
+        state.comm.wait_for_compute()
+        Schedule(state.comm).gather(state)
+        handle = UnshardHandle(state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards reduce gradients; without, they add up unreduced (``no_sync``).
+
+        As in FSDP2 this says the same of the all-reduce over replicas (`set_requires_all_reduce`).
+        """
+        for state in self._states(recurse):
+            state.requires_gradient_sync = requires_gradient_sync
+            for group in state.groups:
+                group.requires_all_reduce = requires_gradient_sync
+                group.sums_grads |= not requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up gradients without communication; the next one outside reduces them all."""
+        states = list(self._states())
+        before = [(state, state.requires_gradient_sync) for state in states]
+        reduced = [(group, group.requires_all_reduce) for group in self._groups(True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, value in before:
+                state.requires_gradient_sync = value
+            for group, value in reduced:
+                group.requires_all_reduce = value
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last one of this forward's.
+
+        False keeps the forward's order for those that follow, and leaves the reduction of units that the next
+        backward does not come by to them. For the whole tree, whichever of its modules is asked.
+        """
+        state = self._state()
+        state.is_last_backward = is_last_backward
+        if state.schedule is not None:
+            state.schedule.is_last_backward = is_last_backward
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for group in self._groups(True):
+            for param in group.params:
+                grad = param.sharded.grad
+                if set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.zero_()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether full parameters are freed after the forward (overrides the root's default too).
+
+        Raises:
+            ValueError: unless a bool is given.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                explain(
+                    "reshard_after_forward can be switched on or off, not resized.",
+                    expected="True or False",
+                    got=repr(reshard_after_forward),
+                )
+            )
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether full parameters are freed after the backward."""
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Units to gather when this one starts its forward, instead of the next one in last order."""
+        self._state().forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Units to gather when this one starts its backward, instead of the previous in forward order."""
+        self._state().backward_prefetch = _states_of(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit's backward needs its parameters (an embedding's does not)."""
+        self._state().unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Gathers of the next forward wait for this event only (on the root, used once)."""
+        self._state().post_optim_event = event
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
+        for group in self._state().groups:
+            group.comm.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """torch's older name of `set_gradient_divide_factor`."""
+        warnings.warn("Use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce this unit with SUM and divide afterwards."""
+        for group in self._state().groups:
+            group.comm.force_sum = enable
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be in flight (their gradient buffers stay alive that long).
+
+        Raises:
+            TypeError: unless an int is given.
+            ValueError: if it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+        for state in self._states(recurse):
+            state.comm.max_reductions = max(state.comm.max_reductions, max_input_buffers)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
+        for group in self._groups(recurse):
+            group.requires_all_reduce = requires_all_reduce
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
+    ) -> None:
+        """Call ``hook(shard)`` on every reduced shard of this module (1-D, reduce dtype).
+
+        Args:
+            hook: changes the shard in place; with replicas it is called after their all-reduce.
+            stream: where it runs; None: where reductions run. What follows waits for it.
+
+        Raises:
+            ValueError: with a stream beside replicas, or for groups over several meshes.
+        """
+        groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
+        if stream is not None and any(group.comm.replicate_group is not None for group in groups):
+            raise ValueError(
+                explain(
+                    "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                    expected="stream=None, or a mesh without a replicating axis",
+                    got=stream,
+                    where=type(self).__name__,
+                )
+            )
+
+        def run(shard: torch.Tensor) -> None:
+            state.comm.run_beside(stream, lambda: hook(shard))
+
+        for group in groups:
+            group.all_reduce_hook = run
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Use this object for the gathers of this module, and for their buffers.
+
+        Raises:
+            ValueError: for groups over several meshes.
+        """
+        for group in self._groups_of_one_mesh("set_custom_all_gather"):
+            group.use_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Use this object for the reductions of this module, and for their buffers.
+
+        Raises:
+            ValueError: for groups over several meshes.
+        """
+        for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
+            group.use_reduce_scatter(comm)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give reductions a communicator of their own. A collective call: all ranks, same order."""
+        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            if not enable:
+                group.comm.reduce_group = None
+                continue
+            shared = group.comm.shard_group
+            if shared not in made:
+                group.comm.separate_reductions()
+                assert group.comm.reduce_group is not None
+                made[shared] = group.comm.reduce_group
+            group.comm.reduce_group = made[shared]
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Accepted for compatibility: unused parameters are always reduced, as zeros.
+
+        Raises:
+            UnsupportedOpError: if switched off, which would let ranks wait for each other for ever.
+        """
+        if not enable:
+            raise UnsupportedOpError(
+                explain(
+                    "Unused parameters are always reduced.",
+                    expected="enable=True",
+                    got="enable=False",
+                    todo="leave it on; freeze parameters that are never used",
+                )
+            )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported: buffers double as parameters. `set_custom_all_gather` can bring its own memory."""
+        if enable:
+            raise _unsupported("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not supported: symmetric memory needs NCCL's allocator under buffers that double as parameters."""
+        raise _unsupported("set_symm_mem_for_comm")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers are always asynchronous."""
+
+    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
+        for state in self._states(recurse):
+            yield from state.groups
+
+    def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
+        groups = self._state().groups
+        meshes = list(dict.fromkeys(group.data.mesh for group in groups))
+        if len(meshes) > 1:
+            raise ValueError(
+                explain(
+                    f"{method} is for modules whose parameters share one mesh.",
+                    expected="one mesh",
+                    got=meshes,
+                    where=type(self).__name__,
+                    todo="shard the parameters with a mesh of their own in a module of their own",
+                )
+            )
+        return groups
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: drop what is in flight. On the root.
+
+        Raises:
+            LifecycleError: if this is not the root.
+        """
+        state = self._state()
+        if state.schedule is None:
+            return
+        if not state.is_root:
+            raise LifecycleError(
+                explain(
+                    "reset_iter_state belongs to the root.",
+                    expected="the module whose forward is called first",
+                    got=type(self).__name__,
+                    todo="call it on the outermost sharded module",
+                )
+            )
+        for unit in self._states():
+            unit._outstanding = 0
+            unit._took_part = False
+            unit._entered.clear()
+        state.schedule.reset()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Module.to, .cuda, to_empty: shard first, then take over what became of the parameters."""
+        for state in self._states():
+            state._reshard_hook()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for state in self._states():
+            state._rebind_hook()
+        return result
+
+
+class UnshardHandle:
+    """Waits for an unshard that was started with ``async_op=True``."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """After this the module holds its full parameters."""
+        self._state.comm.wait(self._state.groups)
+
+
+def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
+    states = [state_of(cast(nn.Module, module)) for module in modules]
+    for module, state in zip(modules, states, strict=True):
+        if state is None:
+            raise ValueError(
+                explain(
+                    "This needs sharded modules.",
+                    expected="modules that fully_shard was called on",
+                    got=type(module).__name__,
+                )
+            )
+    return cast(list[FSDPState], states)
+
+
+def _unsupported(method: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        explain(
+            f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
+        )
+    )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather before and reshard after another method of a sharded module, as around ``forward``.
+
+    A no-op for modules that are not sharded.
+
+    Raises:
+        ValueError: if the module has no such method.
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(
+            explain(
+                "The module has no such method.",
+                expected=f"a method of {type(module).__name__}",
+                got=repr(method_name),
+            )
+        )
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return state.run_method(module, method, args, kwargs)
+
+    setattr(module, method_name, around)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Let several roots (pipeline stages) share streams, and the bound on what is in flight.
+
+    Raises:
+        ValueError: if a module is not sharded.
+    """
+    states = _states_of(list(modules))
+    for module in modules[1:]:
+        for state in module._states():
+            state.join(states[0].comm)
+            if state.schedule is not None:
+                state.schedule.comm = states[0].comm

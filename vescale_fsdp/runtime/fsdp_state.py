@@ -1,0 +1,417 @@
+"""FSDPState: the hooks that turn module calls into steps of the schedule.
+
+    pre-forward     gather the unit's parameters, cast its inputs
+    post-forward    reshard (if asked), watch the outputs for their gradients, cast them
+    pre-backward    gather again, and the unit that comes next
+    post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
+    end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
+
+A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
+one reduction. Every unit that took part in a forward with gradients is reduced, with zeros where a rank left
+parameters unused: no rank waits for another that never comes.
+
+A unit made of a list of modules gathers before the first of them runs and reshards after the last, or, where a
+forward runs only some, when the root's forward ends. What runs outside a root's forward (the head of a chunked
+loss, called once per chunk) stays gathered until the backward, and each backward adds its reduction.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.runtime.comm.streams import Event, streams_of
+from vescale_fsdp.runtime.consensus import reach_consensus
+from vescale_fsdp.runtime.nested_tensors import map_tensors, tensors_of
+from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.schedule import CommContext, Schedule
+from vescale_fsdp.runtime.takeover import rebind
+from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
+
+__all__ = ["FSDPState", "attach_state", "state_of"]
+
+_STATE = "_vescale_fsdp_state"
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+_VIEW_WARNING = (
+    "The sharded module {} returned a view. An in-place operation on it (x += y) would drop the hook that gathers "
+    "parameters for its backward, in silence. Use x = x + y, or clone() the output."
+)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _eager(function: FunctionT) -> FunctionT:
+    """Keep a hook out of torch.compile's graphs: it is a graph break, compile per block inside the unit."""
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+class FSDPState:
+    """What one `fully_shard` call keeps: its modules, its groups, and its place in the schedule.
+
+    Args:
+        modules: the modules the call was given (one, or a list that shares its groups).
+        groups: the unit's parameter groups.
+        mp_policy: dtypes of inputs and outputs.
+        reshard_after_forward: None means True unless it is the root, and for the root after forwards that no
+            backward follows.
+        device: where the unit computes.
+    """
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: list[ParamGroup],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        device: torch.device,
+    ) -> None:
+        self.modules = modules
+        self.groups = groups
+        self.mp_policy = mp_policy
+        self.device = device
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[FSDPState] | None = None
+        self.backward_prefetch: list[FSDPState] | None = None
+        self.comm = CommContext(streams_of(device))
+        self.schedule: Schedule | None = None
+        self.name_it(type(modules[0]).__name__)  # its name in the model, once the root knows it
+        self.is_root = False
+        self.agreed = False  # whether it was compared with the other ranks'
+        self.is_last_backward = True  # as said before the first forward; the root's schedule takes it over
+        self.post_optim_event: Event | None = None
+        self._outstanding = 0  # post-backward nodes of this forward that have not run
+        self._took_part = False  # in a forward with gradients since the last reduction
+        self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
+        self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
+        for module in modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, prepend=False)
+            module.register_state_dict_pre_hook(self._reshard_hook)
+            module.register_load_state_dict_pre_hook(self._reshard_hook)
+            module.register_load_state_dict_post_hook(self._rebind_hook)
+
+    # -- root -----------------------------------------------------------------------------------------
+
+    def lazy_init(self) -> None:
+        """At the first forward: this unit is the root, and all units below it join its schedule."""
+        if self.schedule is not None:
+            return
+        if len(self.modules) > 1:
+            raise LifecycleError(
+                explain(
+                    "The root of a sharded model cannot be a list of modules.",
+                    expected="fully_shard(model) on one root module after the lists",
+                    got=f"{len(self.modules)} modules that run without a sharded parent",
+                    todo="call fully_shard on the module whose forward is called first",
+                )
+            )
+        below: list[FSDPState] = []
+        for name, module in self.modules[0].named_modules():
+            state = state_of(module)
+            if state is None or state in below:
+                continue
+            if state is not self and state.schedule is not None:
+                raise LifecycleError(
+                    explain(
+                        "A sharded submodule ran before its root.",
+                        expected="the first forward to be the root's",
+                        got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
+                        where=type(self.modules[0]).__name__,
+                        todo="call the outermost module first, or do not shard it",
+                    )
+                )
+            below.append(state)
+            state.name_it(name or type(module).__name__)
+        reach_consensus([(state.label, state) for state in below])  # before anything of the root is begun
+        self.is_root = True
+        self.schedule = Schedule(self.comm)
+        self.schedule.is_last_backward = self.is_last_backward
+        for state in below:
+            state.schedule = self.schedule
+            state.join(self.comm)
+            self.schedule.units.append(state)
+            if state.reshard_after_forward is None and state is not self:
+                state.reshard_after_forward = True
+
+    def compare_below(self) -> None:
+        """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
+        below: dict[FSDPState, str] = {}
+        for module in self.modules:
+            for name, each in module.named_modules():
+                state = state_of(each)
+                if state is not None:
+                    below.setdefault(state, name)
+        reach_consensus([(name, state) for state, name in below.items()])
+
+    def name_it(self, label: str) -> None:
+        """Set the unit's name as profiler ranges hold it."""
+        self.label, self.shown = label, f"({label})"
+        for group in self.groups:
+            group.label = self.shown
+
+    def join(self, comm: CommContext) -> None:
+        """Use these streams; what is in flight may be as much as either allowed."""
+        comm.max_reductions = max(comm.max_reductions, self.comm.max_reductions)
+        self.comm = comm
+        for group in self.groups:
+            comm.adopt(group)
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    @_eager
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.schedule is None:
+            self.lazy_init()
+        schedule = self._schedule()
+        if self.is_root and not schedule.in_backward:
+            with profiled("FSDP::root_pre_forward", ""):
+                self._begin_root_forward()
+                args, kwargs = self._move_inputs(args, kwargs)
+        with profiled("FSDP::pre_forward ", self.shown):
+            args, kwargs = self._cast_inputs(args, kwargs)
+            schedule.enter_forward(self)
+        self._entered.add(module)
+        return self._watch_inputs(args, kwargs)
+
+    def _begin_root_forward(self) -> None:
+        self._schedule().begin_forward()
+        if self.post_optim_event is not None:
+            self.comm.wait_for_event(self.post_optim_event)
+            self.post_optim_event = None
+        else:
+            self.comm.wait_for_compute()
+
+    def _schedule(self) -> Schedule:
+        assert self.schedule is not None
+        return self.schedule
+
+    def _move_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.device.type == "cpu":
+            return args, kwargs
+
+        with profiled("FSDP::inputs_to_device", ""):
+            return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs))
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        with profiled("FSDP::cast_forward_inputs", ""):
+            return map_tensors(_caster(dtype), (args, kwargs))
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put the post-backward node between the inputs and the module."""
+        if not torch.is_grad_enabled() or not any(group.trainable for group in self.groups):
+            return args, kwargs
+        self._took_part = True
+        # A recomputed forward whose first run left its node in the graph must not add a second one.
+        if self._schedule().in_backward and self._outstanding:
+            return args, kwargs
+        watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
+        if not watched:
+            return args, kwargs
+        self._outstanding += 1
+        node = _PostBackwardInTransform if in_functorch() else _PostBackward
+        passed = iter(node.apply(self, *watched))
+        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
+
+    @_eager
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        schedule = self._schedule()
+        with profiled("FSDP::post_forward ", self.shown):
+            if len(self._entered) == len(self.modules):
+                self.finish_forward()
+            if self.is_root and not schedule.in_backward:
+                schedule.end_forward()
+            output = self._watch_outputs(output)
+            if self.mp_policy.output_dtype is not None:
+                with profiled("FSDP::cast_forward_outputs", ""):
+                    output = map_tensors(_caster(self.mp_policy.output_dtype), output)
+        return output
+
+    def run_method(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of a module of the unit as its forward is called; forwards inside do not reshard the unit."""
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        self._methods_running += 1
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._methods_running -= 1
+        return self._post_forward(module, args, output)
+
+    def finish_forward(self) -> None:
+        """All modules of the unit that this forward runs have run (nothing if none has)."""
+        if self._methods_running or not self._entered:
+            return
+        self._entered.clear()
+        # The root's are kept for the backward that begins with them. Without one they would be there still when the
+        # optimizer, or a swap of weights, has changed the shards: out of date, in silence (as torch 2.13's FSDP2).
+        reshards = self.reshard_after_forward
+        if reshards is None:
+            reshards = not torch.is_grad_enabled()
+        if reshards and not self._schedule().in_backward:
+            self.comm.reshard(self.groups, keep_part=True)
+
+    def _watch_outputs(self, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return output
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                if is_view(tensor):
+                    warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
+                tensor.register_hook(self._pre_backward)
+        return map_tensors(self._watch_in_transform, output) if in_functorch() else output
+
+    def _watch_in_transform(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Inside ``torch.func`` an output may not say that it needs a gradient outside."""
+        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        return _PreBackward.apply(self, tensor)  # type: ignore[no-any-return]
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    @_eager
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        with profiled("FSDP::pre_backward ", self.shown):
+            self._schedule().enter_backward(self)
+        return grad
+
+    @_eager
+    def post_backward(self) -> None:
+        """One use of the unit has gone through its backward; after the last one, reshard and reduce."""
+        self._outstanding = max(0, self._outstanding - 1)
+        if self._outstanding == 0:
+            self._reshard_in_backward()
+            self._schedule().leave_backward(self)
+            self._reduce()
+
+    def end_backward(self, *, is_last: bool) -> None:
+        """The backward is over: reduce what no post-backward node reached.
+
+        Args:
+            is_last: no backward of this forward follows, so that units it did not come by are reduced too.
+        """
+        self._entered.clear()
+        # Without the unit's own forward, or by way of inputs that need no gradient.
+        late = any(param.has_grad for group in self.groups for param in group.params)
+        if late or (self._took_part and is_last):
+            self._outstanding = 0
+            self._reshard_in_backward()
+            self._reduce()
+        elif self.reshard_after_backward:
+            self.comm.reshard(self.groups)
+
+    def _reshard_in_backward(self) -> None:
+        if self.reshard_after_backward:
+            with profiled("FSDP::post_backward_reshard ", self.shown):
+                self.comm.reshard(self.groups)
+
+    def _reduce(self) -> None:
+        if not self.requires_gradient_sync:
+            return
+        self._took_part = False
+        with profiled("FSDP::post_backward_rs_wait ", self.shown):
+            self.comm.make_way()
+        with profiled("FSDP::post_backward_reduce ", self.shown):
+            for group in self.groups:
+                if group.trainable:
+                    self.comm.reduce(group)
+
+    # -- state dict -----------------------------------------------------------------------------------
+
+    def _reshard_hook(self, *unused: Any) -> None:
+        self.comm.reshard(self.groups)
+        self.comm.wait_for_host_copies()  # the caller may write shards on the host
+
+    def _rebind_hook(self, *unused: Any) -> None:
+        for group in self.groups:
+            rebind(group)
+
+
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that casts floating-point tensors and passes others."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity on the inputs whose backward runs after everything inside the module."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.state.post_backward()
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, state: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tangents
+
+
+class _PostBackwardInTransform(_PostBackward):
+    """The same in the form that ``torch.func`` can transform: calling it takes five times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.state = inputs[0]
+
+
+class _PreBackward(torch.autograd.Function):
+    """Identity on an output whose backward runs before everything inside the module."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(state: FSDPState, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.state = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        return None, ctx.state._pre_backward(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, state: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return None if tangent is None else _PreBackward.apply(ctx.state, tangent)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of a module that `fully_shard` was called on, or None."""
+    return module.__dict__.get(_STATE)
+
+
+def attach_state(state: FSDPState) -> None:
+    """Remember the state on its modules."""
+    for module in state.modules:
+        module.__dict__[_STATE] = state
+        note_sharded(module)

@@ -1,0 +1,262 @@
+"""fully_shard: the entry point. Same arguments as torch's, plus ``granularity`` and ``padding_policy``.
+
+It collects the modules no earlier call has taken, has their parameters grouped and laid out (`plan_groups`: one
+group per dtype and trainability, so that mixed dtypes in one unit need no care), builds a `ParamGroup` of each
+plan, and only then changes the model. All decisions are made here, once; training repeats them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError, explain
+from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
+from vescale_fsdp.layout.padding import PaddingPolicy
+from vescale_fsdp.runtime.fsdp_module import FSDPModule
+from vescale_fsdp.runtime.fsdp_state import FSDPState, attach_state, state_of
+from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.self_gathering_group import HookedParamGroup
+from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
+from vescale_fsdp.runtime.setup.group_plan import PlanRules, mark_taken, plan_groups
+from vescale_fsdp.torch_private import is_replicated
+
+__all__ = ["fully_shard"]
+
+ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    granularity: GranularityRule = ...,
+    padding_policy: PaddingPolicy = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    granularity: GranularityRule = ...,
+    padding_policy: PaddingPolicy = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    granularity: GranularityRule = None,
+    padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
+) -> Any:
+    """Shard a module's parameters over a mesh; call it bottom-up, on each block and then on the root.
+
+    Args:
+        module: one module, or a list of modules that gather and reduce as one unit.
+        mesh: 1-D (shard) or 2-D (axis 0 replicates, axis 1 shards); None makes a 1-D mesh over all ranks.
+        reshard_after_forward: whether to free full parameters after the forward; None means yes, except
+            for the root where gradients are on, since a backward follows. A number keeps them between forward
+            and backward over groups of so many ranks.
+        shard_placement_fn: torch's, asked for each parameter. None and ``Shard(dim)`` change nothing; a
+            `RaggedShard` says that what one of its units holds stays whole; a ``ShardPlacementResult`` gives
+            the parameter a mesh of its own.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: ``mesh`` is then the full mesh, which all parameters are
+            DTensors on, Replicate on the axes named here.
+        mp_policy: dtypes of compute, reduction, inputs and outputs (torch's class).
+        offload_policy: torch's class; with `CPUOffloadPolicy` shards, gradients and the optimizer live on
+            the host.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
+            granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``;
+            every pattern must match one of its parameters, be it in a unit further in. None: cuts may
+            fall between any two elements.
+        padding_policy: whether tensors may be scattered, and the padding that warns or is refused.
+
+    Returns:
+        ``module``, whose class now also is an `FSDPModule` and whose parameters are `RaggedDTensor`.
+
+    Raises:
+        ValueError: for containers without a forward, 0-dim parameters, or a mesh of more than two axes.
+        NotImplementedError: for what the runtime does not support.
+        MisuseError: if a module is sharded twice.
+        LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
+    """
+    modules = _root_modules(module)
+    data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
+    reshard = _reshard_choice(reshard_after_forward, data)
+    device = device_of(data.mesh)
+    check_patterns(granularity, _names(modules))
+    managed = _managed_modules(modules)
+    ignored = frozenset(ignored_params or ())
+    rules = PlanRules(ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy)
+    plans = plan_groups(managed, data, rules)
+    # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
+    groups = [
+        (HookedParamGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
+        for plan in plans
+    ]
+    buffers = _moved_buffers(managed, device)
+    classes = [_sharded_class(type(each)) for each in modules]
+    for owner, name, buffer in buffers:
+        owner._buffers[name] = buffer
+    for plan, group in zip(plans, groups, strict=True):
+        mark_taken(plan)
+        group.install()
+    for _, owner in managed:
+        # torch.compile reads these of FSDP2's modules (torch 2.13, FS/_fully_shard.py:283).
+        vars(owner)["_is_fsdp_managed_module"] = vars(owner)["_fsdp_use_orig_params"] = True
+    attach_state(FSDPState(modules, groups, mp_policy, reshard, device))
+    for each, sharded_class in zip(modules, classes, strict=True):
+        each.__class__ = sharded_class
+    return module
+
+
+# torch's fully_shard has this function as an attribute, and trainers use it: None for modules not sharded.
+vars(fully_shard)["state"] = state_of
+
+
+def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
+    """Whether to reshard after the forward; None: unless it is the root. Sizes are for `plan_groups`."""
+    if wanted is not None and not isinstance(wanted, int):
+        raise ValueError(
+            explain(
+                "reshard_after_forward is a switch or a number of ranks.",
+                expected="bool, int or None",
+                got=repr(wanted),
+            )
+        )
+    if data.is_replicated_only:
+        return False  # there is nothing to free: every rank holds everything
+    if wanted is None or isinstance(wanted, bool):
+        return wanted
+    if data.spmd is not None:
+        raise UnsupportedOpError(
+            explain(
+                "reshard_after_forward cannot be a number with dp_mesh_dims.",
+                expected="True, False or None",
+                got=wanted,
+                todo="pass the data-parallel axes alone as mesh=",
+            )
+        )
+    if wanted == 1:
+        warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
+    return wanted != 1
+
+
+def _root_modules(module: object) -> tuple[nn.Module, ...]:
+    """The modules of a call, without those inside others of them, as torch's does."""
+    given: list[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
+    for each in given:
+        _check_module(each)
+    inside = {id(below) for each in given for below in each.modules() if below is not each}
+    found = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
+    if not found:
+        raise ValueError(
+            explain("There is nothing to shard.", expected="at least one module", got=repr(module))
+        )
+    return found
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            explain("fully_shard shards modules.", expected="nn.Module or a list of them", got=type(module))
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            explain(
+                "fully_shard needs a module whose forward runs: its hooks gather the parameters.",
+                expected="a module with a forward",
+                got=type(module).__name__,
+                todo="shard its elements one by one, or pass them as a list to make one unit of them",
+            )
+        )
+    if state_of(module) is not None:
+        raise MisuseError(
+            explain(
+                "A module is sharded once.",
+                expected="a module fully_shard was not called on",
+                got=type(module).__name__,
+                todo="call fully_shard bottom-up, once per module",
+            )
+        )
+
+
+def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Module]]:
+    """The modules of this unit with their names: everything below that no earlier call, nor DDP, has taken."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        if module in seen or state_of(module) is not None or is_replicated(module):
+            return
+        seen.add(module)
+        found.append((prefix, module))
+        for name, child in module.named_children():
+            visit(f"{prefix}{name}.", child)
+
+    for index, module in enumerate(modules):
+        visit(f"{index}." if len(modules) > 1 else "", module)
+    return found
+
+
+def _moved_buffers(
+    managed: list[tuple[str, nn.Module]], device: torch.device
+) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """The buffers that lie elsewhere, moved to ``device``: (module, name, copy). Shared ones stay shared."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    found = []
+    for _, module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                found.append((module, name, moved[buffer]))
+    return found
+
+
+def _sharded_class(cls: type) -> type:
+    """The class a module of class ``cls`` gets; one for all modules of a class, which torch.compile guards on."""
+    known: type
+    for known in cls.__subclasses__():
+        if known.__mro__[1:3] == (FSDPModule, cls):
+            return known
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+
+
+def _names(modules: tuple[nn.Module, ...]) -> list[str]:
+    """Names of all parameters, those of units further in included."""
+    prefixes = [f"{index}." if len(modules) > 1 else "" for index in range(len(modules))]
+    return [
+        prefix + name
+        for prefix, module in zip(prefixes, modules, strict=True)
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    ]

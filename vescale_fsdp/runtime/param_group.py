@@ -1,0 +1,505 @@
+"""ParamGroup: the parameters of a unit that share dtype and mesh, from shard to full tensors and back.
+
+The tensors of a group (S = shard_numel, m = ranks of the sharding axis):
+
+    shard                1-D [S]    original dtype   this rank's parameters; the optimizer's view of truth
+    sharded parameter    ND ragged  original dtype   RaggedDTensor over a slice of ``shard``
+    full buffer          1-D [m*S]  compute dtype    DBuffer that the all-gather fills
+    unsharded parameter  ND         compute dtype    view of the full buffer; what the forward reads (a scattered
+                                                     one is copied out of it)
+    gradient buffer      1-D [m*S]  `grad_dtype`     DBuffer that unsharded gradients are written into
+    reduced shard        1-D [S]    reduce dtype     what the reduce-scatter leaves here
+    sharded gradient     ND ragged  original dtype   ``.grad`` of the sharded parameter, a view of the above
+
+Life cycle (`GroupState`):
+
+    SHARDED --unshard()--> GATHERING --finish_gather()--> GATHERED --hand_over()--> UNSHARDED --reshard()--> SHARDED
+    UNSHARDED --reshard(keep_part=True)--> PARTLY_SHARDED --unshard()--> GATHERING
+
+PARTLY_SHARDED is `reshard_after_forward=<int>`: between forward and backward each rank keeps its part of the
+full buffer over a smaller group, so that the second gather stays inside a node.
+
+The modules hold the unsharded parameters in UNSHARDED, the sharded ones otherwise. Both are made once and
+never re-created: a new unsharded Parameter between forward and backward would drop its gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from vescale_fsdp.collectives import Work
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.layout.geometry import FlatRange
+from vescale_fsdp.layout.group_layout import TensorSlot
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
+from vescale_fsdp.runtime.comm.streams import Event
+from vescale_fsdp.runtime.setup.group_plan import GroupPlan
+from vescale_fsdp.runtime.setup.tensor_parallel import (
+    Outer,
+    full_parameter,
+    joint_spec,
+    local_grad,
+    local_part,
+    outer_of,
+)
+from vescale_fsdp.torch_private import (
+    DTensorSpec,
+    foreach_zero_,
+    local_of,
+    post_accumulate_grad_hooks,
+    profiled,
+)
+
+__all__ = ["GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
+
+
+class GroupState(Enum):
+    """Where a group's parameters are."""
+
+    SHARDED = auto()  # entered at construction and by reshard()
+    PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
+    GATHERING = auto()  # entered by unshard(): the all-gather is under way
+    GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
+    UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
+
+
+@dataclass
+class ManagedParam:
+    """One parameter: where it lies, which modules hold it, and its two Parameter objects."""
+
+    slot: TensorSlot
+    owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
+    local: slice  # of a shard: this rank's piece
+    sharded: nn.Parameter  # RaggedDTensor
+    spec: DTensorSpec
+    piece: torch.Tensor  # the view of the shard that ``sharded`` was given
+    outer: Outer | None = None  # how tensor or expert parallelism cut it before
+    unsharded: nn.Parameter | None = None
+    watched: bool = False  # autograd tells us when its unsharded gradient is there
+    has_grad: bool = False  # its unsharded gradient is in the gradient buffer
+
+    def foreign(self) -> list[nn.Parameter | None]:
+        """What owners hold that the group did not give them; None for an owner that has no such parameter now."""
+        held = [module._parameters.get(name) for module, name in self.owners]
+        return [
+            each for each in held if each is not self.sharded and (each is None or each is not self.unsharded)
+        ]
+
+    def set_on_modules(self, parameter: nn.Parameter) -> None:
+        """Make every owner hold ``parameter``."""
+        for module, name in self.owners:
+            # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
+            module._parameters[name] = parameter
+
+
+class ReducedShard(NamedTuple):
+    """A reduction under way: its result, what it reads from, and how to know that it is done."""
+
+    shard: torch.Tensor  # 1-D [S], reduce dtype
+    source: DBuffer  # kept until the reduction has read it
+    work: Work | None
+
+    def wait(self) -> None:
+        """Wait until ``shard`` is written and ``source`` read (on an accelerator: the current stream waits)."""
+        if self.work is not None:
+            self.work.wait()
+
+
+class ParamGroup:
+    """The parameters of a unit that share dtype and mesh, with one layout and one buffer.
+
+    Args:
+        plan: the original parameters, who holds them, and where each will lie. They are read; `install`
+            replaces them.
+        mp_policy: dtypes of compute and reduction.
+        offload_policy: whether shards, gradients and so the optimizer live on the host.
+        device: where the unit computes. Shards of meta parameters stay meta until materialised.
+    """
+
+    takes_plain: ClassVar[bool] = (
+        True  # this rank's piece of a full plain tensor is all a parameter is made of
+    )
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        device: torch.device,
+    ) -> None:
+        self.layout = plan.layout
+        self.data = plan.data
+        self.comm = GroupComm(plan.data.mesh, plan.part_size)
+        self.mp_policy = mp_policy
+        self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+        self.device = device
+        self.label = ""  # for the profiler, once the root knows it
+        self.state = GroupState.SHARDED
+        self.full: DBuffer | None = None  # made at the first unshard
+        self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
+        self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
+        self.spare_grads: dict[torch.dtype, list[DBuffer]] = {}  # such buffers that nobody uses
+        self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
+        self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
+        self.requires_all_reduce = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
+        self._unreplicated: torch.Tensor | None = None  # 1-D [S], reduced over shards, not over replicas
+        first = next(iter(plan.params.values()))
+        self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
+        self.was_gathered = False
+        self.taken_over: list[
+            str
+        ] = []  # parameters that modules were given by others, before the first gather
+        self.params = [
+            self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn])
+            for slot in plan.layout.slots
+        ]
+        self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
+        if isinstance(mp_policy, GatherPolicy):
+            self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
+
+    # -- construction ---------------------------------------------------------------------------------
+
+    def _new_shard(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "meta" or self.offload is None:
+            return torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned)
+
+    def _shard_param(
+        self, slot: TensorSlot, param: nn.Parameter, owners: list[tuple[nn.Module, str]]
+    ) -> ManagedParam:
+        placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
+        spec = joint_spec(self.data, placement, param, param.dtype)
+        piece = self.layout.piece(slot, self.comm.rank)
+        local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
+        local = self.shard[local_slice]
+        if not param.is_meta and not local.is_meta:
+            local.copy_(self._values_of(param).reshape(-1)[piece.range.start : piece.range.stop])
+        # A layout speaks of the whole tensor; where other axes cut it too, the placements have to.
+        layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
+        ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
+        sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
+        outer = outer_of(param, self.data)
+        return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), outer)
+
+    def _values_of(self, param: nn.Parameter) -> torch.Tensor:
+        """What this rank has of an original parameter, to take its piece from."""
+        return local_part(param)
+
+    def install(self) -> None:
+        """Put the sharded parameters in place of the original ones."""
+        for param in self.params:
+            param.set_on_modules(param.sharded)
+
+    def is_intact(self) -> bool:
+        """Whether the modules hold this group's parameters, and these their pieces of the shard."""
+        return all(
+            local_of(param.sharded) is param.piece and not param.foreign() for param in self.params
+        ) and (not self.shard.is_meta)
+
+    def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Begin a new shard, of zeros."""
+        self.shard = self._new_shard(dtype, device)
+
+    # -- dtypes ---------------------------------------------------------------------------------------
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of the all-gather and of the forward. Integer parameters are not cast."""
+        wanted = self.mp_policy.param_dtype
+        return wanted if wanted is not None and self.shard.is_floating_point() else self.shard.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """dtype of the reduction."""
+        return self.mp_policy.reduce_dtype or self.compute_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """dtype of the gradient buffer: the reduction's, or autograd's where the reduction sums from that.
+
+        FSDP2 sums the gradients of several backwards in the reduction's dtype; so do we.
+        """
+        narrow, wide = self.compute_dtype, self.reduce_dtype
+        if self.sums_grads or narrow.itemsize >= wide.itemsize or not self.comm.sums_in_wider(self.device):
+            return wide
+        return narrow
+
+    @property
+    def home(self) -> torch.device:
+        """Where shards live: where the unit computes, or the host."""
+        return self.device if self.offload is None else torch.device("cpu")
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard lives on the host while the unit computes elsewhere."""
+        return self.offload is not None and self.device.type != "cpu"
+
+    @property
+    def _is_pinned(self) -> bool:
+        """Whether what lives on the host is in pinned memory, so that copies run beside the host's work."""
+        return self.is_offloaded and self.offload is not None and self.offload.pin_memory
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter wants a gradient."""
+        return any(param.sharded.requires_grad for param in self.params)
+
+    # -- gather ---------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Start the all-gather on the current stream; `finish_gather` and `hand_over` end it."""
+        if self.state not in (GroupState.SHARDED, GroupState.PARTLY_SHARDED):
+            return
+        self._start_gather()
+        self.was_gathered = True
+        self.state = GroupState.GATHERING
+
+    def _start_gather(self) -> None:
+        if self.full is None:
+            self._check_shard()
+            self._make_full_buffer()
+        assert self.full is not None
+        self.full.allocate()
+        if self.state is GroupState.PARTLY_SHARDED:
+            assert self._part is not None
+            self.full.start_gather(self._part, self.comm.gather_parts)
+        elif self.policy_gather is not None:
+            self.full.start_gather(self.shard, self.policy_gather)
+        else:
+            must_move = self.is_offloaded or self.shard.dtype != self.compute_dtype
+            at = self.layout.shard_range(self.comm.rank) if must_move else None
+            self.full.start_gather(self.shard, self.comm.gather, copy_to=at)
+
+    def _check_shard(self) -> None:
+        if self.shard.is_meta:
+            raise LifecycleError(
+                explain(
+                    "Parameters are still on the meta device.",
+                    expected="materialised parameters before the first forward",
+                    got=", ".join(param.slot.fqn for param in self.params[:4]),
+                    todo="call model.to_empty(device=...) and initialise, or load a checkpoint",
+                )
+            )
+        if self.offload is not None and self.shard.device.type != "cpu":
+            raise LifecycleError(
+                explain(
+                    "Under CPUOffloadPolicy the shards live on the host.",
+                    expected="parameters on cpu",
+                    got=f"{self.shard.device}",
+                    where=self.params[0].slot.fqn,
+                    todo="do not move the module to the accelerator; model.to_empty(device='cpu') if it is meta",
+                )
+            )
+
+    def _part_range(self) -> FlatRange:
+        assert self.comm.part_size is not None
+        numel = self.layout.numel // self.comm.part_size
+        return FlatRange(self.comm.part_rank * numel, (self.comm.part_rank + 1) * numel)
+
+    def _make_full_buffer(self) -> None:
+        flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
+        full = DBuffer(self.layout, flat)
+        self.full = full
+        for param in self.params:
+            param.unsharded = full_parameter(
+                full.view(param.slot), param.outer, requires_grad=param.sharded.requires_grad
+            )
+            param.watched = False
+
+    def finish_gather(self) -> None:
+        """Wait for the all-gather (on an accelerator: the current stream, the one it began on, waits)."""
+        assert self.state is GroupState.GATHERING, self.state
+        self._finish_gather()
+        self.state = GroupState.GATHERED
+
+    def _finish_gather(self) -> None:
+        assert self.full is not None
+        self.full.wait_gather()
+
+    def hand_over(self) -> None:
+        """Hand the unsharded parameters to the modules. The compute stream has waited for the gather."""
+        self._part = self.gathered = None  # not earlier: the gather reads the part
+        for param in self.params:
+            assert param.unsharded is not None
+            if param.unsharded.requires_grad != param.sharded.requires_grad:
+                param.unsharded.requires_grad_(param.sharded.requires_grad)
+            if param.sharded.requires_grad and not param.watched:
+                param.unsharded.register_post_accumulate_grad_hook(_GradHook(self, param))
+                param.watched = True
+            param.set_on_modules(param.unsharded)
+        self.state = GroupState.UNSHARDED
+
+    def reshard(self, *, keep_part: bool = False) -> None:
+        """Free the full buffer and hand the sharded parameters back. The caller orders the streams.
+
+        Args:
+            keep_part: keep this rank's part over the smaller group, for the gather of the backward.
+        """
+        assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
+        if self.state is GroupState.UNSHARDED:
+            replaced = [param.slot.fqn for param in self.params if param.foreign()]
+            for param in self.params:
+                param.set_on_modules(param.sharded)
+            if keep_part and self.comm.part_size is not None and self.full is not None:
+                start, stop = self._part_range()
+                self._part = self.full.flat[start:stop].clone()
+            self._free_full()
+            self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
+            if replaced:
+                _refuse_replaced(replaced)
+        elif not keep_part:  # the part is out of date once the optimizer has run
+            self._part, self.state = None, GroupState.SHARDED
+
+    def use_gather(self, comm: AllGather) -> None:
+        """Gather with a user's object from now on, into buffers of its own."""
+        self.comm.custom_all_gather = comm
+        self.forget_full()
+
+    def use_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce with a user's object from now on, from buffers of its own."""
+        self.comm.custom_reduce_scatter = comm
+        self.spare_grads = {}
+
+    def forget_full(self) -> None:
+        """Have the full buffer made anew at the next gather."""
+        self.full = None
+
+    def _free_full(self) -> None:
+        assert self.full is not None
+        self.full.free()
+
+    # -- reduce ---------------------------------------------------------------------------------------
+
+    def write_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
+        """Put an unsharded gradient where the reduction reads it: the one pass over it."""
+        if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
+            grad = grad.to_dense()
+        grad = local_grad(grad, param.outer)
+        self._grad_buffer().write(param.slot, grad, add=param.has_grad)
+        param.has_grad = True
+
+    def _grad_buffer(self) -> DBuffer:
+        if self.grads is not None:
+            return self.grads
+        dtype = self.grad_dtype
+        self.grads = self.take_spare(self.spare_grads.setdefault(dtype, []))
+        if self.grads is None:
+            self.grads = DBuffer(self.layout, self.comm.allocate_grads(self.layout.numel, dtype, self.device))
+        self.grads.allocate()
+        return self.grads
+
+    def start_reduce(self) -> ReducedShard:
+        """Start the reduction of all unsharded gradients on the current stream.
+
+        Parameters without a gradient count as zero, so that ranks on which some were unused still agree
+        on what travels.
+        """
+        source = self._grad_buffer()
+        missing = [
+            piece for param in self.params if not param.has_grad for piece in source.pieces(param.slot)
+        ]
+        if missing:
+            foreach_zero_(missing)
+        for param in self.params:
+            param.has_grad = False
+        self.grads = None  # a gradient that comes late must not disturb what is being reduced
+        shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
+        return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
+
+    def finish_reduce(self, reduced: ReducedShard) -> None:
+        """Add what a reduction left, which the caller has waited for, to the sharded gradients."""
+        shard = reduced.shard
+        if self._unreplicated is not None:
+            shard.add_(self._unreplicated)
+            self._unreplicated = None
+        if not self.requires_all_reduce and self.comm.replicate_group is not None:
+            self._unreplicated = shard
+            return
+        self.comm.all_reduce(shard)
+        if self.all_reduce_hook is not None:
+            self.all_reduce_hook(shard)
+        self.comm.finish_division(shard)
+        shard = self._to_shard_home(shard.to(self.shard.dtype))
+        for param in self.params:
+            if param.sharded.requires_grad:
+                self._accumulate(param, shard[param.local])
+        for param in self.params:
+            for hook in post_accumulate_grad_hooks(param.sharded):
+                hook(param.sharded)
+
+    def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
+        """A reduced shard where the parameters are: the host, under CPU offload."""
+        if not self.is_offloaded:
+            return shard
+        host = self._room_on_host(shard)
+        # The host may read it only once it is there: at once if somebody reads at once, else at the end.
+        read_at_once = any(
+            param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
+            for param in self.params
+        )
+        host.copy_(shard, non_blocking=self._is_pinned and not read_at_once)
+        return host
+
+    def _room_on_host(self, shard: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(shard, device="cpu", pin_memory=self._is_pinned)
+
+    def _accumulate(self, param: ManagedParam, local: torch.Tensor) -> None:
+        existing = param.sharded.grad
+        if existing is None:
+            assert isinstance(param.sharded, RaggedDTensor)
+            param.sharded.grad = RaggedDTensor.wrap(local, param.spec, layout_ref=param.sharded.layout_ref)
+        else:
+            existing._local_tensor.add_(local)  # type: ignore[attr-defined]
+
+    def drop_grads(self) -> None:
+        """Forget unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
+        self.grads = self._unreplicated = None
+        for param in self.params:
+            param.has_grad = False
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+
+def _refuse_replaced(fqns: list[str]) -> NoReturn:
+    raise LifecycleError(
+        explain(
+            "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
+            expected="the unsharded parameters that the gather handed out",
+            got=", ".join(fqns[:4]),
+            todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
+            "vescale_fsdp.distribute_tensor made",
+        )
+    )
+
+
+def _last_of(spares: list[DBuffer]) -> DBuffer | None:
+    """The default of `ParamGroup.take_spare`."""
+    return spares.pop() if spares else None
+
+
+class _GradHook:
+    """Called by autograd when an unsharded parameter has its gradient. Holds no cycle alive."""
+
+    def __init__(self, group: ParamGroup, param: ManagedParam) -> None:
+        self.group = weakref.ref(group)
+        self.param = weakref.ref(param)
+
+    def __call__(self, unsharded: torch.Tensor) -> None:
+        grad, unsharded.grad = unsharded.grad, None
+        group, param = self.group(), self.param()
+        if grad is not None and group is not None and param is not None:
+            with torch.no_grad(), profiled("FSDP::post_backward_accumulate ", group.label):
+                group.write_grad(param, grad)

@@ -1,0 +1,217 @@
+"""HookedParamGroup: the group of parameters whose tensor subclass gathers itself.
+
+They are cut by rows as FSDP2 cuts them (`plan_by_rows`), since their hooks were written for that: ``pre`` is called
+on this rank's rows, and the outputs handed to ``post`` are ``[m * padded rows, ...]``, those of the last ranks
+padded. What differs from a `ParamGroup` is the gather alone:
+
+    rows        of this rank, an instance of the user's class over the group's shard
+    inputs      what ``pre`` makes of them: any number, any dtypes, the same sizes on every rank
+    outputs     1-D [m * input numel] each, filled by an all-gather of its own: no bytes are packed or copied out
+    unsharded   what ``post`` makes of the outputs, once; later gathers hand it back as ``out``
+
+Memory comes and goes as a full buffer's does: outputs and the tensors that ``post`` names are freed by a reshard,
+and are there again before the next ``post``. Gradients, plain tensors, take the way of every group.
+
+Alternative considered: one byte buffer per group and gather, as in FSDP2. It saves collectives, and costs a copy
+in and a copy out of everything gathered; the weights of such parameters are large, so the copies cost more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from vescale_fsdp.collectives import Work
+from vescale_fsdp.errors import MisuseError, explain
+from vescale_fsdp.layout.geometry import contiguous_strides
+from vescale_fsdp.runtime.comm.group_comm import GroupComm
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
+from vescale_fsdp.runtime.setup.all_gather_hooks import TensorHooks, inner_of, rows_of, takes_mesh_only
+from vescale_fsdp.runtime.setup.group_plan import GroupPlan
+from vescale_fsdp.runtime.setup.tensor_parallel import full_parameter, local_part
+from vescale_fsdp.torch_private import restore_version
+
+__all__ = ["HookedParamGroup"]
+
+
+class HookedParamGroup(ParamGroup):
+    """A group whose parameters are gathered by the hooks of their class. Arguments as of `ParamGroup`."""
+
+    takes_plain = False
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+        device: torch.device,
+    ) -> None:
+        super().__init__(plan, mp_policy, offload_policy, device)
+        self.policy_gather = None  # the class decides what travels
+        self._hooked = [
+            _HookedParam(param, local_part(plan.params[param.slot.fqn]), self.layout.num_shards)
+            for param in self.params
+        ]
+        self._point_at_shard()
+
+    def _values_of(self, param: nn.Parameter) -> torch.Tensor:
+        return inner_of(local_part(param))
+
+    def _point_at_shard(self) -> None:
+        for hooked in self._hooked:
+            hooked.point_at(self.shard[hooked.param.local])
+
+    def forget_full(self) -> None:
+        self._point_at_shard()
+
+    @property
+    def _shard_mesh(self) -> DeviceMesh:
+        mesh = self.data.mesh
+        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+
+    @torch.no_grad()
+    def _start_gather(self) -> None:
+        if self._hooked[0].outputs is None:
+            self._check_shard()
+        for hooked in self._hooked:
+            hooked.start_gather(self.comm, self._shard_mesh, self.mp_policy, self.device)
+
+    @torch.no_grad()
+    def _finish_gather(self) -> None:
+        for hooked in self._hooked:
+            hooked.finish_gather(self.compute_dtype)
+
+    def _free_full(self) -> None:
+        for hooked in self._hooked:
+            hooked.free()
+
+
+class _HookedParam:
+    """One parameter of such a group.
+
+    Args:
+        param: where it lies, and its Parameter objects.
+        like: a tensor of the user's class.
+        num_shards: ranks it is cut over.
+    """
+
+    def __init__(self, param: ManagedParam, like: torch.Tensor, num_shards: int) -> None:
+        self.param = param
+        self.num_shards = num_shards
+        self.outputs: list[torch.Tensor] | None = None  # made at the first gather
+        self._like = like
+        self._rows: TensorHooks | None = None
+        self._sizes: list[torch.Size] = []  # of this gather's inputs
+        self._metadata: Any = None
+        self._inner: list[tuple[torch.Tensor, int]] = []  # what `post` made, each with its version
+        self._under_way: list[tuple[Work | None, torch.Tensor]] = []  # with the input, which must stay alive
+
+    def point_at(self, piece: torch.Tensor) -> None:
+        """Let the hooks work on this rank's piece of the shard (1-D), and make full parameters anew."""
+        shape = self.param.slot.shape
+        row_numel = max(1, self.param.slot.numel // max(1, shape[0]))
+        rows = rows_of(self._like, piece.view(piece.numel() // row_numel, *shape[1:]))
+        assert isinstance(rows, torch.Tensor)
+        self._like, self._rows = rows, rows
+        self.outputs, self._inner = None, []
+        self.param.unsharded, self.param.watched = None, False
+
+    # -- gather ---------------------------------------------------------------------------------------
+
+    def start_gather(
+        self, comm: GroupComm, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, device: torch.device
+    ) -> None:
+        """Call ``pre`` and start an all-gather of each of its inputs."""
+        inputs, self._metadata = self._call_before(mesh, mp_policy, device)
+        self._sizes = [each.size() for each in inputs]
+        self._check_sizes()
+        flat = [each.contiguous().view(-1) for each in inputs]
+        if self.outputs is None:
+            self.outputs = [
+                comm.allocate_full(each.numel() * self.num_shards, each.dtype, each.device) for each in flat
+            ]
+        _allocate(self.outputs)
+        self._under_way = [
+            (comm.gather(full, own), own) for full, own in zip(self.outputs, flat, strict=True)
+        ]
+
+    def _call_before(
+        self, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, device: torch.device
+    ) -> tuple[Sequence[torch.Tensor], Any]:
+        rows: Any = self._rows
+        if rows.device != device:
+            rows = rows.to(device, non_blocking=True)  # offloaded
+        if takes_mesh_only(rows):
+            return rows.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
+        size = torch.Size(self.param.slot.shape)
+        module = self.param.owners[0][0]
+        return rows.fsdp_pre_all_gather(mesh, size, contiguous_strides(size), module, mp_policy)  # type: ignore[no-any-return]
+
+    def _check_sizes(self) -> None:
+        """Ranks with fewer rows than others must send as many: a collective moves equal sizes."""
+        assert self._rows is not None
+        shape = self.param.slot.shape
+        padded = torch.Size((-(-shape[0] // self.num_shards), *shape[1:]))
+        if self._rows.shape == padded or all(size == padded for size in self._sizes):
+            return
+        raise MisuseError(
+            explain(
+                "fsdp_pre_all_gather must pad where rows do not divide among the ranks.",
+                expected=f"inputs of {tuple(padded)}, as on the ranks with most rows",
+                got=f"{[tuple(size) for size in self._sizes]} from rows of {tuple(self._rows.shape)}",
+                where=f"{self.param.slot.fqn}, shape {shape} over {self.num_shards} ranks",
+                todo="return inputs of the padded size, or choose a number of rows that divides",
+            )
+        )
+
+    def finish_gather(self, dtype: torch.dtype) -> None:
+        """Call ``post`` on what has arrived: for a new tensor at first, into that one later."""
+        assert self.outputs is not None
+        for work, _ in self._under_way:
+            if work is not None:
+                work.wait()
+        self._under_way = []
+        arrived = tuple(
+            full.view(-1, *size[1:]) for full, size in zip(self.outputs, self._sizes, strict=True)
+        )
+        after: Any = self._rows
+        if self.param.unsharded is None:
+            tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
+            self.param.unsharded = full_parameter(
+                self._without_padding(tensor),
+                self.param.outer,
+                requires_grad=self.param.sharded.requires_grad,
+            )
+            kept = [*self.outputs, *inner, self.param.unsharded]
+            self._inner = [(each, each._version) for each in kept]
+        else:
+            _allocate([each for each, _ in self._inner[:-1]])
+            after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
+            for each, version in self._inner:
+                restore_version(each, version)  # the same values again are no modification
+        self._metadata = None
+
+    def _without_padding(self, tensor: torch.Tensor) -> torch.Tensor:
+        shape = self.param.slot.shape
+        if tuple(tensor.shape) == shape:
+            return tensor
+        return torch.as_strided(tensor, shape, contiguous_strides(shape), 0)
+
+    def free(self) -> None:
+        """Give back all memory of the full parameter."""
+        for each, _ in self._inner[:-1]:
+            storage = each.untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+
+
+def _allocate(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+        if storage.nbytes() < nbytes:
+            storage.resize_(nbytes)

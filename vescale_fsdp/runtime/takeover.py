@@ -1,0 +1,167 @@
+"""Takeover: what modules hold in place of the parameters a group gave them.
+
+    what happened                                    before the group's first gather     after it
+    load_state_dict(assign=True)                     taken over                          taken over
+    .to(), to_empty(), swap_tensors                  taken over                          taken over
+    module.weight = nn.Parameter(ragged, placed      taken over                          refused
+        as the sharded parameter is)
+    module.weight = nn.Parameter(full plain tensor)  cut, this rank keeps its piece      refused
+    del module.weight, parametrizations              refused                             refused
+
+Loading may come in parts, module by module and call by call. A piece that has been loaded stays where it is until all
+pieces of its group are on one device and in one dtype; then they are copied into one shard. A gather insists on that.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
+from vescale_fsdp.runtime.setup.replaced_params import note_replaced
+from vescale_fsdp.torch_private import local_of
+
+__all__ = ["rebind", "settle"]
+
+
+def rebind(group: ParamGroup) -> None:
+    """Take over what the modules hold, after ``_apply`` or ``load_state_dict``; pieces may still be missing."""
+    for param in group.params:
+        found = param.foreign()
+        if found:
+            _take(group, param, found[-1], must_be_new=False)  # as without assign: the last one loaded counts
+        param.spec = param.sharded._spec  # type: ignore[attr-defined]
+        param.set_on_modules(param.sharded)
+    _unite(group, all_needed=False)
+
+
+def settle(group: ParamGroup) -> None:
+    """See to it, before a gather, that the modules' parameters are what the shard holds.
+
+    Raises:
+        LifecycleError: if a parameter was replaced by what the group cannot take, or is still on the meta device.
+    """
+    if group.is_intact():
+        return
+    for param in group.params:
+        found = param.foreign()
+        if not found:
+            continue
+        if len(found) < len(param.owners) or any(each is not found[0] for each in found):
+            _refuse(param, found[0], "at some of the places that share it")
+        _take(group, param, found[0], must_be_new=True)
+        param.set_on_modules(param.sharded)
+    _unite(group, all_needed=True)
+
+
+def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, must_be_new: bool) -> None:
+    """Make one parameter of the group of what a module holds in its place."""
+    if held is None:
+        _refuse(param, held, "by nothing: it was deleted, or a parametrization moved it")
+    if must_be_new and group.was_gathered:
+        _refuse(param, held, "after the model's first use")
+    if isinstance(held, RaggedDTensor):
+        same = (held.device_mesh, held.placements, held.shape)
+        if same != (param.spec.mesh, param.spec.placements, param.sharded.shape):
+            _refuse(
+                param, held, f"by one of shape {tuple(held.shape)} placed {tuple(map(str, held.placements))}"
+            )
+        note_replaced(param.sharded, param.slot.fqn)
+        param.sharded = held
+    else:
+        _take_plain(group, param, held)
+    group.taken_over.append(param.slot.fqn)
+
+
+@torch.no_grad()
+def _take_plain(group: ParamGroup, param: ManagedParam, held: nn.Parameter) -> None:
+    """Keep this rank's piece of a full tensor that all ranks have put in a parameter's place."""
+    plain = not isinstance(held, DTensor) and type(held.data) is torch.Tensor and not held.is_meta
+    if not plain or group.was_gathered or param.outer is not None or not group.takes_plain:
+        _refuse(param, held, f"by a {type(held).__name__} on {held.device}")
+    ours = param.sharded
+    if (held.shape, held.dtype) != (ours.shape, ours.dtype):
+        _refuse(param, held, f"by a tensor of shape {tuple(held.shape)}, {held.dtype}")
+    start, stop = group.layout.piece(param.slot, group.comm.rank).range
+    piece = held.detach().reshape(-1)[start:stop]
+    if ours.is_meta:
+        local = piece.to(group.home, copy=True)
+        ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
+        note_replaced(ours, param.slot.fqn)
+        param.sharded = nn.Parameter(ragged, requires_grad=held.requires_grad)
+    else:
+        # In place, so that an optimizer that has the parameter goes on with the new values.
+        local_of(ours).copy_(piece)
+        ours.requires_grad_(held.requires_grad)
+    note_replaced(held, param.slot.fqn)
+
+
+def _unite(group: ParamGroup, *, all_needed: bool) -> None:
+    """Bring pieces that left the shard into a new one, so that the group stays one allocation."""
+    locals_ = [local_of(param.sharded) for param in group.params]
+    meta = [param.slot.fqn for param, local in zip(group.params, locals_, strict=True) if local.is_meta]
+    kinds = dict.fromkeys((local.dtype, local.device) for local in locals_)
+    if len(kinds) > 1:
+        if all_needed:
+            _refuse_mixed(meta, [f"{dtype} on {device}" for dtype, device in kinds])
+        return
+    if all(
+        _lies_in(group.shard, param.local, local) for param, local in zip(group.params, locals_, strict=True)
+    ):
+        for param, local in zip(group.params, locals_, strict=True):
+            param.piece = local
+        return
+    group.new_shard(*next(iter(kinds)))
+    for param, local in zip(group.params, locals_, strict=True):
+        view = group.shard[param.local]
+        if not local.is_meta:
+            view.copy_(local.reshape(-1))
+        param.sharded._local_tensor = param.piece = view  # type: ignore[attr-defined]
+    group.forget_full()
+
+
+def _lies_in(shard: torch.Tensor, at: slice, local: torch.Tensor) -> bool:
+    return (
+        local.untyped_storage()._cdata == shard.untyped_storage()._cdata
+        and local.storage_offset() == shard.storage_offset() + at.start
+        and local.dtype == shard.dtype
+    )
+
+
+def _refuse_mixed(meta: list[str], kinds: list[str]) -> NoReturn:
+    if meta:
+        raise LifecycleError(
+            explain(
+                "Parameters are still on the meta device.",
+                expected="all parameters of the unit materialised before the first forward",
+                got=", ".join(meta[:4]),
+                todo="load them too, or call model.to_empty(device=...) and initialise",
+            )
+        )
+    raise LifecycleError(
+        explain(
+            "The parameters of a group took different dtypes or devices.",
+            expected="one dtype on one device",
+            got=kinds,
+            todo="convert or load the whole sharded module, not a part of it",
+        )
+    )
+
+
+def _refuse(param: ManagedParam, held: object, how: str) -> NoReturn:
+    raise LifecycleError(
+        explain(
+            f"A sharded parameter was replaced {how}.",
+            expected=f"the parameter of shape {tuple(param.sharded.shape)}, {param.sharded.dtype}, "
+            f"placed {tuple(map(str, param.spec.placements))}",
+            got=type(held).__name__,
+            where=f"{param.slot.fqn}, held by {', '.join(type(m).__name__ for m, _ in param.owners)}",
+            todo="write values into it: load_state_dict, vescale_fsdp.checkpoint.set_model_state_dict, or copy_ of a "
+            "tensor that vescale_fsdp.distribute_tensor made. Replace, delete or parametrize before fully_shard",
+        )
+    )
