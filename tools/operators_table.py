@@ -9,5 +9,7 @@ from pathlib import Path
 
 from vescale_fsdp.dtensor.operators.table import operator_table
 
+ROOT = Path(__file__).parent.parent
+
 if __name__ == "__main__":
-    (Path(__file__).parent.parent / "vescale_fsdp" / "OPERATORS.md").write_text(operator_table())
+    (ROOT / "vescale_fsdp/dtensor/operators/OPERATORS.md").write_text(operator_table())

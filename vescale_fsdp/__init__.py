@@ -7,6 +7,7 @@ number of ranks can load them.
 
 from typing import TYPE_CHECKING
 
+from vescale_fsdp import pickled_paths
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ __all__ = [
     "share_comm_ctx",
 ]
 
+pickled_paths.install()
 lazily_export(
     __name__,
     {

@@ -265,7 +265,7 @@ def _no_order(name: str, tensor: DTensor) -> CheckpointError:
 
 
 def axes_of_mesh(mesh: DeviceMesh, rank_of: dict[int, int] | None) -> Axes:
-    """One `Axis` per mesh axis; its coordinates are places in the process groups (`vescale_fsdp.dtensor.mesh_order`)."""
+    """One `Axis` per mesh axis; its coordinates are places in the process groups, see `mesh_order`."""
     numbers = ranks_by_place(mesh).numpy()
     if rank_of is not None:
         numbers = np.vectorize(lambda rank: rank_of.get(int(rank), -1))(numbers)

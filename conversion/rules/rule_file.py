@@ -215,7 +215,7 @@ class RuleSet:
 
 def shipped_rules() -> tuple[str, ...]:
     """Names of the rule files that come with the package."""
-    folder = resources.files("vescale_fsdp.conversion.rules")
+    folder = resources.files("vescale_fsdp.conversion.rules.shipped")
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 
@@ -226,7 +226,7 @@ def load_rules(name: str) -> RuleSet:
         ConversionError: if there is none, or it is not valid.
     """
     if name in shipped_rules():
-        data = (resources.files("vescale_fsdp.conversion.rules") / f"{name}.toml").read_bytes()
+        data = (resources.files("vescale_fsdp.conversion.rules.shipped") / f"{name}.toml").read_bytes()
     elif name.endswith(".toml"):
         folder, file = split_file(name)
         store = open_store(folder)

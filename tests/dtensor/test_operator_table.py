@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import vescale_fsdp
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
+from vescale_fsdp.dtensor import operators
 from vescale_fsdp.dtensor.operators.table import FAMILIES, is_supported, operator_table, rule_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.layout.placement import RaggedShard
 
 aten = torch.ops.aten
-DOCUMENT = Path(str(vescale_fsdp.__file__)).parent / "OPERATORS.md"
+DOCUMENT = Path(str(operators.__file__)).parent / "OPERATORS.md"
 
 
 def test_document_is_the_table() -> None:

@@ -25,7 +25,7 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 
 # The package's attribute of that name is the function.
-redistribute = importlib.import_module("vescale_fsdp.redistribute")
+redistribute = importlib.import_module("vescale_fsdp.dtensor.redistribute")
 
 SHAPE = (6, 5)
 COLLECTIVES = (

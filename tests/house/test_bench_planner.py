@@ -64,7 +64,7 @@ def test_targets_are_set_where_they_apply() -> None:
 def test_json_of_a_run(tmp_path: Path) -> None:
     """The command prints tables and writes rows of the common form, the machine last."""
     file = tmp_path / "rows.json"
-    tool = Path(__file__).parents[2] / "tools" / "bench_planner.py"
+    tool = Path(__file__).parents[2] / "tools" / "bench" / "planner.py"
     options = ["--models", "gpt-oss", "--granularity", "rows:32", "--shards", "64,1024", "--json", str(file)]
 
     done = subprocess.run([sys.executable, str(tool), *options], capture_output=True, text=True, check=True)

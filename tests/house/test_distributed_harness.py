@@ -139,8 +139,8 @@ def test_hang_ends_in_stacks_and_dead_workers(
 
 _ORPHAN = """
 import os
-from tests.distributed import run_ranks
-from tests.test_distributed_harness import _pid_and_threads
+from tests.support.distributed import run_ranks
+from tests.house.test_distributed_harness import _pid_and_threads
 if __name__ == "__main__":
     print(*[pid for pid, _ in run_ranks(2, _pid_and_threads)], flush=True)
     os._exit(0)

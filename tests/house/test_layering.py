@@ -1,13 +1,13 @@
-"""Imports run one way, the pure row stays pure, and private torch names live in one file.
+"""Imports run one way: the table of folders, no circles, and private torch names in their homes alone.
 
-Found by parsing the sources, so that an import inside a function counts too. Imports under
-``if TYPE_CHECKING`` do not count for the order: they name a type and bring in nothing.
+Found by parsing the sources, so that an import inside a function or under ``if TYPE_CHECKING`` counts too: whoever
+reads one file must know the other.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,61 +20,68 @@ FOLDERS = {
     "conversion": "vescale_fsdp.conversion",
 }
 
-# Modules of the runtime from the bottom up: each may import those above it in this list. Subpackages
-# (optim, quantize) stand on all of them.
-ORDER = (
-    "lazy",
-    "errors",
-    "geometry",
-    "granularity",
-    "layout",
-    "packing",
-    "shard_search",
-    "planner",
-    "padding",
-    "placement",
-    "canvas",
-    "drawing",
-    "shapes",
-    "report",
-    "torch_private",
-    "collectives",
-    "rank_order",
-    "spec",
-    "exchange",
-    "redistribute",
-    "dcp_hooks",
-    "dtensor",
-    "holding",
-    "operands",
-    "philox",
-    "random",
-    "elementwise",
-    "reductions",
-    "operators",
-    "data_mesh",
-    "outer",
-    "placement_wish",
-    "tensor_hooks",
-    "replaced_params",
-    "group_plan",
-    "group_comm",
-    "dbuffer",
-    "streams",
-    "param_group",
-    "hooked_group",
-    "takeover",
-    "schedule",
-    "consensus",
-    "tensor_tree",
-    "unit",
-    "module",
-    "fully_shard",
+# Folders from the bottom up: each may import those of the rows above its own, never those of its own row.
+# `checkpoint` and `conversion` stand for the files directly in them, a name of the first row for one file.
+LEVELS = (
+    ("errors", "lazy", "pickled_paths", "torch_private", "collectives"),
+    ("layout", "checkpoint.storage", "conversion.rules.shipped"),
+    ("layout.report", "dtensor", "views", "runtime.comm", "checkpoint.manifest", "conversion.source"),
+    (
+        "dtensor.operators",
+        "runtime.setup",
+        "quantize",
+        "checkpoint.ranks",
+        "checkpoint.state",
+        "conversion.views",
+    ),
+    ("runtime", "checkpoint.saving", "checkpoint.loading", "conversion.state", "conversion.output"),
+    (
+        "optim",
+        "checkpoint.dcp",
+        "checkpoint.transfer",
+        "checkpoint",
+        "conversion.rules",
+        "conversion.formats.huggingface",
+        "conversion.formats.native",
+        "conversion.formats.torch_save",
+        "conversion.formats.zarr",
+    ),
+    ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
+    ("conversion.formats", "conversion.live", "conversion", "elastic"),
+    ("conversion.cli", "integrations"),
 )
-PURE = ORDER[: ORDER.index("torch_private")]
-RUNTIME = ORDER[ORDER.index("dbuffer") :]  # what checkpoint and conversion must not know
-# The pure row knows torch's placement class, to be one, and nothing else of torch.
-PURE_TORCH = {"torch.distributed.tensor.placement_types"}
+LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
+# Files of the first row that stand on others of it.
+FIRST_ROW = {("pickled_paths", "lazy"), ("collectives", "errors"), ("collectives", "torch_private")}
+# Strangers whatever their level: who begins so knows nothing of what begins so.
+STRANGERS = {
+    "checkpoint": {"runtime", "quantize", "optim", "elastic", "integrations", "conversion"},
+    "conversion": {"runtime", "quantize", "optim", "elastic", "integrations"},
+    "runtime": {"checkpoint", "conversion"},
+    "quantize": {"checkpoint", "conversion"},
+    "optim": {"checkpoint", "conversion"},
+}
+# Front doors, which bring in what stands on them: public names, the rules of operators, the console command.
+DOORS = {
+    "",
+    "checkpoint.__init__",
+    "conversion.__init__",
+    "conversion.__main__",
+    "dtensor.__init__",
+    "optim.__init__",
+}
+# Plain Python: nothing of torch but the class of placements, to be one, where the set says so.
+PURE = {
+    "errors": set(),
+    "lazy": set(),
+    "layout": {"torch.distributed.tensor.placement_types"},
+    "layout.report": set(),
+    "views": set(),
+    "checkpoint.storage": set(),
+}
+# Attributes of torch's objects that may change without notice, and who may name them.
+PRIVATE_ATTRIBUTES = {"_base", "_cdata", "_local_tensor", "_overloadname", "_schema", "_spec", "_version"}
+PRIVATE_HOMES = ("torch_private", "dtensor")
 
 
 class Import(NamedTuple):
@@ -89,23 +96,21 @@ class Import(NamedTuple):
         return f"line {self.line}: {self.module}.{self.name}".rstrip(".")
 
 
-def sources() -> list[tuple[str, Path]]:
-    """(installed module name, file) of everything that is installed, each file once."""
-    found = []
+def sources() -> dict[str, Path]:
+    """Installed module name (packages end in ``.__init__``) -> file, of everything that is installed."""
+    found = {}
     for folder, package in FOLDERS.items():
         for file in sorted((ROOT / folder).rglob("*.py")):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
             if folder == "vescale_fsdp" and parts[0] in ("checkpoint", "conversion"):
                 continue  # the links: Python 3.13 follows them
-            found.append((".".join((package, *parts)).removesuffix(".__init__"), file))
+            found[".".join((package, *parts))] = file
     return found
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import statement that runs, wherever it stands."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+    """Every import statement, wherever it stands."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, alias.name, "", alias.asname or alias.name.split(".")[0])
@@ -113,7 +118,6 @@ def imports_of(tree: ast.AST) -> Iterator[Import]:
             module = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield Import(node.lineno, module, alias.name, alias.asname or alias.name)
-        yield from imports_of(node)
 
 
 def is_private(name: str) -> bool:
@@ -138,111 +142,204 @@ def private_torch_names(source: str) -> list[str]:
     return found
 
 
-def own_target(found: Import, known: frozenset[str]) -> str | None:
-    """The module of ours that an import reaches, if any: a submodule if the name is one."""
-    if found.module.split(".")[0] != "vescale_fsdp":
-        return None
-    full = f"{found.module}.{found.name}"
-    return full if full in known else found.module
+def private_attributes(source: str) -> list[str]:
+    """Uses of the private attributes listed above, on any object but ``self``."""
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES
+        if not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    ]
+
+
+SOURCES = sources()
+TREES = {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
+MODULES = [pytest.param(module, id=module) for module in SOURCES]
+
+
+def own_target(found: Import) -> str | None:
+    """The file of ours that an import reaches, if any: a submodule if the name is one."""
+    for name in (f"{found.module}.{found.name}", found.module):
+        for candidate in (name, f"{name}.__init__"):
+            if candidate in SOURCES:
+                return candidate
+    return None
+
+
+def short(module: str) -> str:
+    """A module's name without the package they all share."""
+    return module.removeprefix("vescale_fsdp").removeprefix(".")
+
+
+def folder_of(module: str) -> str:
+    """The row entry a module belongs to: its folder, or itself for a file at the top."""
+    name = short(module)
+    return name.rpartition(".")[0] or name
 
 
 def may_import(importer: str, target: str) -> bool:
-    """DESIGN section 3 as one question about two modules of ours."""
-    above, below = importer.removeprefix("vescale_fsdp."), target.removeprefix("vescale_fsdp.")
-    if below.split(".")[0] == "conversion":
-        return above.split(".")[0] == "conversion"
-    if below.split(".")[0] == "checkpoint":
-        return above.split(".")[0] in ("checkpoint", "conversion")
-    if importer == "vescale_fsdp":
+    """The table above as one question about two files of ours."""
+    if short(importer) == "__init__" or short(importer) in DOORS:
         return True
-    if target == "vescale_fsdp":
-        return False  # the front door imports everything
-    if above.split(".")[0] in ("checkpoint", "conversion"):
-        return below not in RUNTIME
-    if above not in ORDER:
-        return True  # optim and quantize
-    return below in ORDER and ORDER.index(below) < ORDER.index(above)
+    above, below = folder_of(importer), folder_of(target)
+    if above == below:
+        return True
+    if "__init__" in (above, below) or LEVEL_OF[above] == 0:
+        return (above, below) in FIRST_ROW  # nobody goes through the front door from inside
+    strangers = STRANGERS.get(above.split(".")[0], set())
+    return below.split(".")[0] not in strangers and LEVEL_OF[below] < LEVEL_OF[above]
 
 
-SOURCES = [pytest.param(*pair, id=pair[0]) for pair in sources()]
-KNOWN = frozenset(module for module, _ in sources())
+def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
+    """Sets of files that import each other, however far around: Tarjan's strongly connected components."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in edges.get(node, ()):
+            if other not in order:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], order[other])
+        if lowest[node] == order[node]:
+            start = stack.index(node)
+            found.append(set(stack[start:]))
+            del stack[start:]
+
+    for node in edges:
+        if node not in order:
+            visit(node)
+    return [component for component in found if len(component) > 1]
 
 
 def test_sources_are_found() -> None:
     """The search sees the modules of all three folders, under their installed names."""
     assert {
-        "vescale_fsdp",
+        "vescale_fsdp.__init__",
         "vescale_fsdp.layout.group_layout",
-        "vescale_fsdp.checkpoint",
-        "vescale_fsdp.conversion",
-    } <= KNOWN
+        "vescale_fsdp.checkpoint.manager",
+        "vescale_fsdp.conversion.convert",
+    } <= set(SOURCES)
 
 
-def test_every_module_has_its_place_in_the_order() -> None:
-    """A new module of the runtime must be given its place in ORDER above."""
-    top = {file.stem for _, file in sources() if file.parent == ROOT / "vescale_fsdp"} - {"__init__"}
-
-    assert top - set(ORDER) == set()
+def test_every_folder_has_its_row() -> None:
+    """A new folder must be given its place in LEVELS."""
+    assert {folder_of(module) for module in SOURCES} - {"__init__"} - set(LEVEL_OF) == set()
 
 
-@pytest.mark.parametrize(("module", "file"), SOURCES)
-def test_imports_run_one_way(module: str, file: Path) -> None:
-    """No module imports one that stands on it."""
-    reached = [(i, own_target(i, KNOWN)) for i in imports_of(ast.parse(file.read_text()))]
+def test_no_folder_is_crowded() -> None:
+    """At most 14 files and folders in a folder: more is a heap."""
+    held: dict[Path, set[str]] = {}
+    for file in (*SOURCES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py")):
+        for entry in (file, *file.parents):
+            if entry.parent == ROOT or ROOT not in entry.parents:
+                break
+            if entry.name != "__init__.py":
+                held.setdefault(entry.parent, set()).add(entry.name)
+
+    assert {
+        str(folder.relative_to(ROOT)): len(held[folder]) for folder in held if len(held[folder]) > 14
+    } == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_down_the_table(module: str) -> None:
+    """No file imports one of its own row or below."""
+    reached = [(i, own_target(i)) for i in imports_of(TREES[module])]
 
     assert [str(i) for i, target in reached if target and not may_import(module, target)] == []
 
 
-@pytest.mark.parametrize(("module", "file"), SOURCES)
-def test_installed_names_only(module: str, file: Path) -> None:
-    """Nobody imports `checkpoint` or `conversion` by folder name, nor relatively, nor tests or tools."""
-    outside = {"", "checkpoint", "conversion", "tests", "tools"}
-    found = imports_of(ast.parse(file.read_text()))
+def test_no_circles() -> None:
+    """No two files need each other, imports inside functions included; front doors only lead in."""
+    edges = {
+        module: {target for i in imports_of(tree) if (target := own_target(i)) and target != module}
+        for module, tree in TREES.items()
+    }
 
-    assert [str(i) for i in found if i.module.split(".")[0] in outside] == []
-
-
-@pytest.mark.parametrize(("module", "file"), SOURCES)
-def test_private_torch_names_live_in_one_file(module: str, file: Path) -> None:
-    """Only torch_private.py touches names that torch may change without notice."""
-    found = private_torch_names(file.read_text())
-
-    assert bool(found) if module == "vescale_fsdp.torch_private" else found == []
+    assert circles(edges) == []
 
 
-@pytest.mark.parametrize(("module", "file"), SOURCES)
-def test_pure_row_knows_no_process_group(module: str, file: Path) -> None:
-    """Planner, layout and their like import nothing of torch but the class of placements."""
-    found = [i for i in imports_of(ast.parse(file.read_text())) if i.module.split(".")[0] == "torch"]
-    pure = module.removeprefix("vescale_fsdp.") in PURE
+@pytest.mark.parametrize("module", MODULES)
+def test_installed_names_only(module: str) -> None:
+    """Nobody imports `checkpoint` or `conversion` by folder name, nor relatively, nor tests, tools or examples."""
+    outside = {"", "checkpoint", "conversion", "tests", "tools", "examples"}
 
-    assert not pure or [str(i) for i in found if i.module not in PURE_TORCH] == []
+    assert [str(i) for i in imports_of(TREES[module]) if i.module.split(".")[0] in outside] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_imported_by_statement(module: str) -> None:
+    """`import_module` hides an edge from this test; only lazy exports need it."""
+    used = [i for i in imports_of(TREES[module]) if i.name == "import_module" or i.module == "importlib"]
+
+    assert used == [] or short(module) == "lazy" or {i.name for i in used} == {"resources"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_torch_names_live_in_one_file(module: str) -> None:
+    """Only torch_private.py imports or reaches names that torch may change without notice."""
+    found = private_torch_names(SOURCES[module].read_text())
+
+    assert bool(found) if short(module) == "torch_private" else found == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_attributes_live_in_two_homes(module: str) -> None:
+    """Only torch_private.py and the tensor class with its operators name private attributes of tensors."""
+    home = short(module).startswith(PRIVATE_HOMES)
+
+    assert home or private_attributes(SOURCES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_pure_folders_know_no_torch(module: str) -> None:
+    """Layouts, maps of boxes and storage import nothing of torch but the class of placements."""
+    found = [i for i in imports_of(TREES[module]) if i.module.split(".")[0] == "torch"]
+    allowed = PURE.get(folder_of(module))
+
+    assert allowed is None or [str(i) for i in found if i.module not in allowed] == []
 
 
 @pytest.mark.parametrize(
     ("importer", "target", "allowed"),
     [
-        ("vescale_fsdp.fully_shard", "vescale_fsdp.runtime.fsdp_module", True),
-        ("vescale_fsdp.runtime.fsdp_module", "vescale_fsdp.fully_shard", False),
-        ("vescale_fsdp.layout.group_layout", "vescale_fsdp.layout.planner", False),
-        ("vescale_fsdp.layout.group_layout", "vescale_fsdp.layout.group_layout", False),
-        ("vescale_fsdp.layout.group_layout", "vescale_fsdp", False),
-        ("vescale_fsdp", "vescale_fsdp.fully_shard", True),
-        ("vescale_fsdp", "vescale_fsdp.checkpoint", False),
-        ("vescale_fsdp.dtensor.ragged_dtensor", "vescale_fsdp.checkpoint", False),
-        ("vescale_fsdp.checkpoint.api", "vescale_fsdp.layout.group_layout", True),
-        ("vescale_fsdp.checkpoint.api", "vescale_fsdp.dtensor.ragged_dtensor", True),
-        ("vescale_fsdp.checkpoint.api", "vescale_fsdp.runtime.param_group", False),
-        ("vescale_fsdp.checkpoint.api", "vescale_fsdp.conversion.cli.main", False),
-        ("vescale_fsdp.conversion.cli.main", "vescale_fsdp.checkpoint.api", True),
-        ("vescale_fsdp.conversion.cli.main", "vescale_fsdp.runtime.fsdp_module", False),
-        ("vescale_fsdp.optim.muon.optimizer", "vescale_fsdp.dtensor.ragged_dtensor", True),
-        ("vescale_fsdp.dtensor.ragged_dtensor", "vescale_fsdp.optim.muon.optimizer", False),
+        ("runtime.fully_shard", "runtime.setup.group_plan", True),
+        ("runtime.setup.group_plan", "runtime.fully_shard", False),
+        ("layout.planner", "layout.group_layout", True),
+        ("layout.planner", "dtensor.spec", False),
+        ("layout.planner", "__init__", False),
+        ("__init__", "runtime.fully_shard", True),
+        ("__init__", "checkpoint.manager", True),
+        ("errors", "lazy", False),
+        ("dtensor.spec", "checkpoint.manager", False),
+        ("dtensor.spec", "dtensor.operators.table", False),
+        ("dtensor.__init__", "dtensor.operators.table", True),
+        ("checkpoint.saving.save", "layout.geometry", True),
+        ("checkpoint.saving.save", "checkpoint.loading.load", False),
+        ("checkpoint.manager", "runtime.comm.dbuffer", False),
+        ("checkpoint.manager", "conversion.source.source", False),
+        ("conversion.cli.main", "checkpoint.manager", True),
+        ("conversion.cli.main", "runtime.fully_shard", False),
+        ("optim.muon.optimizer", "optim.structured_optimizer", True),
+        ("runtime.param_group", "optim.flat_optimizer", False),
+        ("optim.flat_optimizer", "checkpoint.manager", False),
     ],
 )
 def test_the_rule_itself(importer: str, target: str, allowed: bool) -> None:
-    """The question answers as the table of DESIGN section 3 says."""
-    assert may_import(importer, target) is allowed
+    """The question answers as the table says."""
+    assert may_import(f"vescale_fsdp.{importer}", f"vescale_fsdp.{target}") is allowed
+
+
+def test_circles_are_seen() -> None:
+    """A circle of three is found whole; a chain is none."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 SAMPLE = """
@@ -250,9 +347,6 @@ import torch, torch.distributed as dist
 from torch._C import public
 from torch.distributed import _private
 from torch.distributed.tensor import DTensor
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    from torch._guards import only_a_type
 def f(self):
     import torch._inductor
     dist._z(torch.__version__, self._own, torch.ops.aten._foreach_add)
@@ -271,3 +365,4 @@ def test_private_names_are_seen() -> None:
         "torch._inductor",
         "torch.distributed._private",
     ]
+    assert private_attributes("x._spec, self._spec, x._own") == ["line 1: x._spec"]

@@ -13,21 +13,19 @@ import pytest
 PACKAGES = ["vescale_fsdp", "vescale_fsdp.checkpoint", "vescale_fsdp.conversion"]
 ROOT = Path(__file__).parents[2]
 
-# Ways to bring in the function `fully_shard` or the module of that name; each must leave the function public.
+# Ways to bring in the function `convert` or the module of that name; each must leave the function public.
 IMPORTS = [
-    "import vescale_fsdp.fully_shard",
-    "from vescale_fsdp import fully_shard as public",
-    "import vescale_fsdp.redistribute; from vescale_fsdp.fully_shard import fully_shard as direct",
+    "import vescale_fsdp.conversion.convert",
+    "from vescale_fsdp.conversion import convert as public",
+    "from vescale_fsdp.conversion.convert import convert as direct",
 ]
 CHECK = """
 import sys, types
-import vescale_fsdp
-from vescale_fsdp import fully_shard, redistribute
-assert isinstance(fully_shard, types.FunctionType) and vescale_fsdp.fully_shard is fully_shard
-assert isinstance(redistribute, types.FunctionType) and vescale_fsdp.redistribute is redistribute
-import vescale_fsdp.fully_shard, vescale_fsdp.redistribute
-assert vescale_fsdp.fully_shard is fully_shard is sys.modules["vescale_fsdp.fully_shard"].fully_shard
-assert vescale_fsdp.redistribute is redistribute is not sys.modules["vescale_fsdp.redistribute"]
+import vescale_fsdp.conversion as package
+from vescale_fsdp.conversion import convert
+assert isinstance(convert, types.FunctionType) and package.convert is convert
+import vescale_fsdp.conversion.convert
+assert package.convert is convert is sys.modules["vescale_fsdp.conversion.convert"].convert
 """
 
 
@@ -85,13 +83,11 @@ def test_the_front_door_costs_nothing() -> None:
     assert lines.splitlines() == ["", "", "numpy torch"]
 
 
-def test_ragged_tensors_find_their_operators() -> None:
-    """The rules of operators stand above the tensor class, and come with the first operator."""
+def test_ragged_tensors_bring_their_operators() -> None:
+    """The rules of operators stand on the tensor class; whatever imports the class first, they are there."""
     code = """
-import sys
-from vescale_fsdp.dtensor import RaggedDTensor, distribute_tensor
-from vescale_fsdp.placement import RaggedShard
-assert "vescale_fsdp.dtensor.operators.table" not in sys.modules
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.layout.placement import RaggedShard
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -16,6 +16,12 @@ PACKAGES = [
     "vescale_fsdp.optim",
     "vescale_fsdp.quantize",
 ]
+# What runs when a package is imported: both cost microseconds.
+PACKAGE_CALLS = {
+    "vescale_fsdp": ["pickled_paths.install", "lazily_export"],
+    "vescale_fsdp.checkpoint": ["lazily_export"],
+    "vescale_fsdp.conversion": ["lazily_export"],
+}
 PLUMBING = {"TYPE_CHECKING", "annotations", "lazily_export"}  # what `__init__` itself imports
 
 
@@ -41,7 +47,7 @@ def test_package_only_re_exports(name: str) -> None:
     assert all(isinstance(node, allowed) for node in body)
     assert [ast.unparse(node.test) for node in typed] == ["TYPE_CHECKING"] * len(typed)
     assert all(isinstance(node, ast.ImportFrom) for block in typed for node in block.body)
-    assert [ast.unparse(call.func) for call in calls] == ["lazily_export"] * len(typed)
+    assert [ast.unparse(call.func) for call in calls] == PACKAGE_CALLS.get(name, [])
     assert [ast.unparse(t) for node in body if isinstance(node, ast.Assign) for t in node.targets] in (
         [],
         ["__all__"],

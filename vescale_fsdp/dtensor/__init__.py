@@ -1,6 +1,5 @@
-"""Ragged tensors. The class stands under this name, which pickles know, and its operators' rules come in with it."""
+"""Ragged tensors: the class and, behind it, the rules of its operators. Pickles know both names below here."""
 
-from vescale_fsdp.dtensor import ragged_dtensor
-from vescale_fsdp.dtensor.ragged_dtensor import *  # noqa: F403
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, _rebuild
 
-__all__ = ragged_dtensor.__all__
+__all__ = ["RaggedDTensor", "_rebuild"]

@@ -4,8 +4,8 @@ Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute
 So a ragged tensor is a subclass with its own ``__torch_dispatch__``. Users see a DTensor: ``.shape`` is
 global, ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh``, ``.placements`` hold.
 
-What each operator does on the pieces is decided in `vescale_fsdp.dtensor.operators.table` (see OPERATORS.md). Nothing there
-returns a wrong value in silence: an operator without a rule raises.
+What each operator does on the pieces is decided in `operators.table` (see OPERATORS.md there). Nothing returns a
+wrong value in silence: an operator without a rule raises.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _first_rule(func: torch._ops.OpOverload) -> Rule:
     return _rules[-1](func)
 
 
-# Operator -> function that carries it out. `vescale_fsdp.dtensor.operators.table` puts its own in place when it is imported.
+# Operator -> function that carries it out. `operators.table` puts its own in place when it is imported.
 _rules: list[Callable[[torch._ops.OpOverload], Rule]] = [_first_rule]
 
 

@@ -188,7 +188,7 @@ def test_damage_in_what_zarr_decodes_is_named(tmp_path: Path) -> None:
 
 def test_folders_of_before_are_read(tmp_path: Path) -> None:
     """What to-zarr wrote before it wrote native checkpoints: names, types, nesting and values come back."""
-    source = open_source(str(Path(__file__).parent / "golden" / "to-zarr-v1"))
+    source = open_source(str(Path(__file__).parents[2] / "checkpoint" / "golden" / "to-zarr-v1"))
     assert source.kind == "zarr" and verify(source).problems == ()
     convert(source, str(tmp_path / "a.pt"), "torch")
     found = torch.load(tmp_path / "a.pt", weights_only=True)

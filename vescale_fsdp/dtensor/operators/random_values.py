@@ -1,8 +1,8 @@
 """Random values of ragged tensors that depend on the seed alone, not on ranks, cuts or granularity.
 
-Element i of a tensor gets number i of a stream (`vescale_fsdp.dtensor.operators.philox`); every random call on a ragged tensor
-takes the next stream. So a model that is initialised by the same calls is bit for bit the same on 1, 2 or 7
-ranks. Calls on ragged tensors are collective in this one sense: all ranks make them in the same order.
+Element i of a tensor gets number i of a stream (`philox`); every random call on a ragged tensor takes the next
+stream. So a model that is initialised by the same calls is bit for bit the same on 1, 2 or 7 ranks. Calls on
+ragged tensors are collective in this one sense: all ranks make them in the same order.
 
     vescale_fsdp.manual_seed(0)           # the same on all ranks
     model = fully_shard(...)              # on the meta device

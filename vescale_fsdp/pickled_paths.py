@@ -1,0 +1,57 @@
+"""Class paths that pickles of 0.1's flat modules hold, and where the classes stand now.
+
+``torch.save`` and ``dcp.save`` pickle a value of ours by the path of its class, such as
+``vescale_fsdp.placement.RaggedShard``. What any 0.x wrote, every later 0.x reads: a pickle that asks for an old path
+gets a module with the classes of `CLASSES` and nothing else. `install`, called by the package's ``__init__``, puts one
+finder into ``sys.meta_path``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from vescale_fsdp.lazy import lazily_export
+
+__all__ = ["CLASSES", "install"]
+
+# Old module -> {new module: classes that pickles may name}.
+CLASSES = {
+    "vescale_fsdp.checkpoint.per_rank": {"vescale_fsdp.checkpoint.state.per_rank": "PerRank"},
+    "vescale_fsdp.granularity": {
+        "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole"
+    },
+    "vescale_fsdp.optim.base": {"vescale_fsdp.optim.structured_optimizer": "AdamWOptions"},
+    "vescale_fsdp.optim.flat": {"vescale_fsdp.optim.flat_optimizer": "FlatOptimizer"},
+    "vescale_fsdp.padding": {"vescale_fsdp.layout.padding": "PaddingPolicy"},
+    "vescale_fsdp.placement": {"vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard"},
+    "vescale_fsdp.planner": {"vescale_fsdp.layout.planner": "TensorSpec"},
+    "vescale_fsdp.quantize.gather": {"vescale_fsdp.quantize.quantized_gather": "QuantizedGather"},
+    "vescale_fsdp.quantize.grid": {"vescale_fsdp.quantize.block_grid": "BlockGrid"},
+    "vescale_fsdp.quantize.quantized": {"vescale_fsdp.quantize.quantized_tensor": "Quantized"},
+    "vescale_fsdp.report": {
+        "vescale_fsdp.layout.report.plan_report": "PlanReport PlanRow PlannedGroup PlannedParam"
+    },
+}
+
+
+class _OldPaths(MetaPathFinder, Loader):
+    """Makes a module of `CLASSES` when something asks for it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in CLASSES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        lazily_export(module.__name__, CLASSES[module.__name__])
+
+
+def install() -> None:
+    """Let old class paths be found, once per process."""
+    if not any(isinstance(finder, _OldPaths) for finder in sys.meta_path):
+        # In front: a file of an older version that an upgrade left behind would define each class a second time.
+        sys.meta_path.insert(0, _OldPaths())
