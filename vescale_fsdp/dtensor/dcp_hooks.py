@@ -17,8 +17,8 @@ ragged tensors need nothing more.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -30,9 +30,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.spec import inner_box, is_ragged_spec, ragged_axis
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
-
-if TYPE_CHECKING:
-    from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.torch_private import DTensorSpec
 
 __all__ = ["check_storage_writer", "chunk_list", "tensor_shard", "write_items"]
 
@@ -41,41 +39,46 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def chunk_list(tensor: RaggedDTensor) -> list[ChunkStorageMetadata]:
+def chunk_list(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
     """The boxes this rank wants to read or write, in flat order."""
-    return [_chunk(box) for box in tensor.boxes]
+    return [_chunk(box) for box in boxes]
 
 
-def write_items(fqn: str, tensor: RaggedDTensor) -> list[WriteItem]:
+def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTensorSpec) -> list[WriteItem]:
     """One write item per box of this rank's piece.
+
+    Args:
+        fqn: the tensor's name in the state.
+        local: this rank's piece.
+        boxes: what the piece is of the global tensor, in the order of its elements.
+        spec: of the global tensor.
 
     Raises:
         CheckpointError: if the running ``dcp.save`` has a storage writer that would lose some of them.
     """
-    _check_writer(_writer_in_use(), fqn, tensor)
-    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
+    _check_writer(_writer_in_use(), fqn, spec)
+    properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
             index=MetadataIndex(fqn, torch.Size(box.offsets), index),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=tensor.size()),
+            tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=spec.shape),
         )
-        for index, box in enumerate(tensor.boxes)
+        for index, box in enumerate(boxes)
     ]
 
 
-def tensor_shard(tensor: RaggedDTensor, index: MetadataIndex) -> torch.Tensor:
+def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex) -> torch.Tensor:
     """The box that an index names, as a view of the local piece.
 
     Raises:
         CheckpointError: if this rank holds no box at that offset.
     """
-    boxes = tensor.boxes
     offsets = tuple(index.offset) if index.offset is not None else None
     start = 0
     for box in boxes:
         if offsets is None or box.offsets == offsets:
-            return tensor._local_tensor.view(-1)[start : start + box.numel].view(box.sizes)
+            return local.view(-1)[start : start + box.numel].view(box.sizes)
         start += box.numel
     raise CheckpointError(
         explain(
@@ -102,8 +105,8 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if isinstance(value, Mapping):
             check_storage_writer(writer, value)
-        elif isinstance(value, torch.Tensor):
-            _check_writer(writer, name, value)
+        elif isinstance(value, DTensor):
+            _check_writer(writer, name, value._spec)
 
 
 def _writer_in_use() -> StorageWriter | None:
@@ -113,20 +116,19 @@ def _writer_in_use() -> StorageWriter | None:
     frame = inspect.currentframe()
     while frame is not None:
         for value in frame.f_locals.values():
-            if issubclass(
-                type(value), StorageWriter
-            ):  # isinstance would ask lazy objects of the callers for their class
+            # isinstance would ask lazy objects of the callers for their class
+            if issubclass(type(value), StorageWriter):
                 return value  # type: ignore[no-any-return]
         frame = frame.f_back
     return None
 
 
-def _check_writer(writer: object, name: str, tensor: torch.Tensor) -> None:
+def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
     if writer is None or vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
         return
-    if not isinstance(tensor, DTensor) or not is_ragged_spec(tensor.placements):
+    if not is_ragged_spec(spec.placements):
         return
-    most = _most_boxes(tensor)
+    most = _most_boxes(spec)
     if most > 1:
         raise CheckpointError(
             explain(
@@ -137,7 +139,7 @@ def _check_writer(writer: object, name: str, tensor: torch.Tensor) -> None:
                 todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
             )
         )
-    if vars(writer).get("save_distributed") is False and ragged_axis(tensor.placements)[1].num_shards > 1:
+    if vars(writer).get("save_distributed") is False and ragged_axis(spec.placements)[1].num_shards > 1:
         raise CheckpointError(
             explain(
                 "torch's safetensors writer lets all ranks write one file, of which the last one's part is left.",
@@ -149,8 +151,8 @@ def _check_writer(writer: object, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _most_boxes(tensor: DTensor) -> int:
+def _most_boxes(spec: DTensorSpec) -> int:
     """The most boxes that any rank holds of a ragged tensor."""
-    _, placement = ragged_axis(tensor.placements)
-    inner = inner_box(tensor._spec).sizes
+    _, placement = ragged_axis(spec.placements)
+    inner = inner_box(spec).sizes
     return max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))

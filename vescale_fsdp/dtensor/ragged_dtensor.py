@@ -11,8 +11,7 @@ wrong value in silence: an operator without a rule raises.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.collectives import broadcast_in_place
 from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_list, tensor_shard, write_items
+from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
 from vescale_fsdp.dtensor.redistribute import Move, finish, redistribute_local
 from vescale_fsdp.dtensor.spec import (
@@ -46,31 +46,9 @@ __all__ = [
     "RaggedDTensor",
     "distribute_tensor",
     "is_ragged",
-    "make_spec",
-    "piece_of",
-    "ragged_axis",
     "redistribute",
     "redistribute_async",
-    "set_rules",
 ]
-
-
-Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _first_rule(func: torch._ops.OpOverload) -> Rule:
-    """Load the rules: they stand above this module and import it, so its first operator brings them in."""
-    import_module("vescale_fsdp.dtensor.operators.table")
-    return _rules[-1](func)
-
-
-# Operator -> function that carries it out. `operators.table` puts its own in place when it is imported.
-_rules: list[Callable[[torch._ops.OpOverload], Rule]] = [_first_rule]
-
-
-def set_rules(rule_of: Callable[[torch._ops.OpOverload], Rule]) -> None:
-    """Say what carries out operators on ragged tensors, from now on."""
-    _rules[:] = [rule_of]
 
 
 def is_ragged(tensor: object) -> bool:
@@ -295,19 +273,19 @@ class RaggedDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _rules[-1](func)(func, args, kwargs or {})
+        return carry_out(func, args, kwargs or {})
 
     # -- DCP (torch/distributed/_checkpointable.py): rank-local arithmetic, nothing for an empty piece.
     # Methods of the class, because hooks set on an instance vanish when DCP copies it.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return write_items(fqn, self)
+        return write_items(fqn, self._local_tensor, self.boxes, self._spec)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self)
+        return chunk_list(self.boxes)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return tensor_shard(self, index)
+        return tensor_shard(self._local_tensor, self.boxes, index)
 
 
 register_foreach_type(RaggedDTensor)
@@ -360,7 +338,7 @@ def distribute_tensor(
         device_mesh: the mesh.
         placements: one per mesh axis, exactly one of them a RaggedShard.
         src_data_rank: None if all ranks hold the same values: each keeps a copy of its piece, without any
-            communication. Otherwise the place, on every mesh axis (see `rank_order`), of the rank whose values
+            communication. Otherwise the place, on every mesh axis (see `mesh_order`), of the rank whose values
             count: it sends every rank its piece.
 
     Returns:

@@ -45,7 +45,6 @@ from vescale_fsdp.dtensor.spec import (
     inner_box,
     is_ragged_spec,
     local_shape,
-    make_spec,
     ragged_axis,
     spec_with,
 )
@@ -53,17 +52,7 @@ from vescale_fsdp.errors import PlacementError, explain
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-__all__ = [
-    "Move",
-    "all_gather_into",
-    "finish",
-    "gather_pieces",
-    "local_shape",
-    "make_spec",
-    "redistribute_local",
-    "reduce_scatter_into",
-    "spec_with",
-]
+__all__ = ["Move", "finish", "gather_pieces", "redistribute_local"]
 
 # The steps of a move: each work that has to end before it can go on is yielded; the new local is returned.
 _Steps = Generator[Work | None, None, torch.Tensor]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp.dtensor.dispatch import Rule, set_rules
 from vescale_fsdp.dtensor.operators import elementwise, reductions
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
-from vescale_fsdp.dtensor.ragged_dtensor import Rule, set_rules
 from vescale_fsdp.torch_private import operator_names
 
 __all__ = ["FAMILIES", "is_supported", "operator_table", "rule_of"]
