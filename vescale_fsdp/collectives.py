@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.torch_private import timeout_of
+from vescale_fsdp.torch_private import all_gather_single, reduce_scatter_single, timeout_of
 
 __all__ = [
     "Work",
@@ -59,10 +59,6 @@ def new_group(
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache
 _SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
-
-# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
-_all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Work(Protocol):
@@ -138,7 +134,7 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
     if in_place and _is_gloo(group, full.device.type):
         slices = full.split(shard.numel()) if shard.numel() else ()
         return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
-    return _all_gather(_movable(full), _movable(shard), group=group, async_op=True)
+    return all_gather_single(_movable(full), _movable(shard), group=group, async_op=True)
 
 
 def reduce_scatter_into(
@@ -168,7 +164,7 @@ def reduce_scatter_into(
         first = group.rank() * shard.numel()
         work = dist.all_reduce(full, op, group=group, async_op=True)
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
-    return _reduce_scatter(shard, full, op=op, group=group, async_op=True)
+    return reduce_scatter_single(shard, full, op=op, group=group, async_op=True)
 
 
 def sums_in_wider(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 # torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
 from torch._subclasses.fake_tensor import FakeTensor
@@ -64,11 +65,13 @@ __all__ = [
     "MUON_EPS",
     "MUON_STEPS",
     "DTensorSpec",
+    "DataParallelMeshDims",
     "FSDPMeshInfo",
     "NormPartial",
     "ShardPlacementResult",
     "StridedShard",
     "TensorMeta",
+    "all_gather_single",
     "autograd_engine_callback",
     "concatenate_meshes",
     "dispatch_to_subclass",
@@ -90,11 +93,17 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "profiled",
     "pytree",
+    "reduce_scatter_single",
     "register_foreach_type",
     "restore_version",
+    "set_local",
+    "spec_of",
+    "spmd_mesh_of",
+    "storage_id",
     "timeout_of",
     "unflatten_mesh",
     "unflatten_state_dict",
+    "version_of",
     "zeropower_via_newtonschulz",
 ]
 
@@ -102,6 +111,13 @@ MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 # Newer than 2.11; where torch does not have it, nothing is an instance of it.
 ShardPlacementResult: Any = vars(_fsdp_common).get("ShardPlacementResult", ())
+
+# New in 2.13; None before.
+DataParallelMeshDims: Any = vars(torch.distributed.fsdp).get("DataParallelMeshDims")
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
+all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
@@ -178,6 +194,28 @@ def groups_as_patient_as(base: dist.ProcessGroup) -> Iterator[None]:
     for group in _world.pg_map:
         if timeout is not None and group not in before and timeout_of(group) is not None:
             _set_pg_timeout(timeout, group)
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Point a DTensor at other memory of the same shape (torch 2.11-2.13)."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    """Mesh, placements and global metadata of a DTensor (torch 2.11-2.13)."""
+    return tensor._spec  # type: ignore[attr-defined, no-any-return]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two living tensors share if they share memory (torch 2.11-2.13)."""
+    # Not the address: that is 0 for every storage without memory.
+    return tensor.untyped_storage()._cdata
+
+
+def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:
+    """The full mesh of a parameter's mesh, newer than torch 2.11; None if there is none."""
+    mesh: DeviceMesh | None = vars(info).get("spmd_mesh")
+    return mesh
 
 
 def concatenate_meshes(*slices: DeviceMesh) -> DeviceMesh:
@@ -262,6 +300,11 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 def foreach_zero_(tensors: list[torch.Tensor]) -> None:
     """Zero many tensors in one call (torch 2.11-2.13 spell every foreach operator with an underscore)."""
     torch._foreach_zero_(tensors)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A tensor's version counter (torch 2.11-2.13); `restore_version` sets it back."""
+    return tensor._version
 
 
 def restore_version(tensor: torch.Tensor, version: int) -> None:

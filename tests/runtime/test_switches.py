@@ -19,7 +19,7 @@ from tests.support.stream_recorder import recording
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
-from vescale_fsdp.runtime.self_gathering_group import HookedParamGroup
+from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.torch_private import ShardPlacementResult
 
 
@@ -339,7 +339,7 @@ def what_tools_look_for() -> None:
     assert state(model).groups[0].comm.divide_factor == 3.0
     model._set_unshard_async_op(True)
     assert isinstance(model, FSDPModule)
-    assert not any(isinstance(group, HookedParamGroup) for group in state(model).groups)
+    assert not any(isinstance(group, SelfGatheringGroup) for group in state(model).groups)
 
 
 def test_what_tools_look_for() -> None:

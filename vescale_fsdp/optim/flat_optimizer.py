@@ -38,7 +38,7 @@ from vescale_fsdp.errors import UnsupportedOpError, explain
 from vescale_fsdp.layout.planner import ALIGN_NUMEL
 from vescale_fsdp.optim.state_loading import copy_state
 from vescale_fsdp.optim.structured_optimizer import evaluated
-from vescale_fsdp.torch_private import foreach_copy_, local_of
+from vescale_fsdp.torch_private import foreach_copy_, local_of, spec_of, storage_id
 
 __all__ = ["FlatOptimizer"]
 
@@ -74,9 +74,9 @@ class _Run:
         """The gradients as one tensor: where they lie if they lie like the parameters, else copied together."""
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
-        storage, base = first.untyped_storage()._cdata, first.storage_offset()
+        storage, base = storage_id(first), first.storage_offset()
         for grad, start in zip(grads, self.starts, strict=True):
-            if grad.storage_offset() != base + start or grad.untyped_storage()._cdata != storage:
+            if grad.storage_offset() != base + start or storage_id(grad) != storage:
                 return self._gathered(grads)
         return torch.as_strided(first, (self.flat.numel(),), (1,), base)
 
@@ -279,7 +279,7 @@ def _number(value: Any) -> Any:
 def _address(param: torch.Tensor) -> tuple[int, int, int]:
     """Where this rank's elements lie: storage, first element, how many."""
     local = local_tensor(param)
-    return local.untyped_storage()._cdata, int(local.storage_offset()), local.numel()
+    return storage_id(local), int(local.storage_offset()), local.numel()
 
 
 def _layout_of(param: torch.Tensor) -> int | None:
@@ -300,10 +300,10 @@ def _run_of(params: list[torch.Tensor]) -> _Run:
 
 
 def _lies_as_before(run: _Run) -> bool:
-    storage, base = run.flat.untyped_storage()._cdata, run.flat.storage_offset()
+    storage, base = storage_id(run.flat), run.flat.storage_offset()
     return all(
         (local := local_of(param) if isinstance(param, DTensor) else param).storage_offset() == base + start
-        and local.untyped_storage()._cdata == storage
+        and storage_id(local) == storage
         for param, start in zip(run.params, run.starts, strict=True)
     )
 
@@ -313,7 +313,7 @@ def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
     local = local_of(param) if isinstance(param, DTensor) else param
     piece = flat[start : start + local.numel()].view(local.shape)
     if isinstance(param, RaggedDTensor):
-        return RaggedDTensor.wrap(piece, param._spec, layout_ref=param.layout_ref)
+        return RaggedDTensor.wrap(piece, spec_of(param), layout_ref=param.layout_ref)
     if isinstance(param, DTensor):
         return DTensor.from_local(
             piece,

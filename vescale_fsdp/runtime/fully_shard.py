@@ -22,7 +22,7 @@ from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import FSDPState, attach_state, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.self_gathering_group import HookedParamGroup
+from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.setup.group_plan import PlanRules, mark_taken, plan_groups
 from vescale_fsdp.torch_private import is_replicated
@@ -120,7 +120,7 @@ def fully_shard(
     plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
     groups = [
-        (HookedParamGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
+        (SelfGatheringGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
         for plan in plans
     ]
     buffers = _moved_buffers(managed, device)

@@ -45,14 +45,7 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.tensor_parallel import (
-    Outer,
-    full_parameter,
-    joint_spec,
-    local_grad,
-    local_part,
-    outer_of,
-)
+from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     foreach_zero_,
@@ -84,7 +77,7 @@ class ManagedParam:
     sharded: nn.Parameter  # RaggedDTensor
     spec: DTensorSpec
     piece: torch.Tensor  # the view of the shard that ``sharded`` was given
-    outer: Outer | None = None  # how tensor or expert parallelism cut it before
+    prior: PriorSharding  # how tensor or expert parallelism cut it before
     unsharded: nn.Parameter | None = None
     watched: bool = False  # autograd tells us when its unsharded gradient is there
     has_grad: bool = False  # its unsharded gradient is in the gradient buffer
@@ -159,11 +152,9 @@ class ParamGroup:
         first = next(iter(plan.params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.was_gathered = False
-        self.taken_over: list[
-            str
-        ] = []  # parameters that modules were given by others, before the first gather
+        self.taken_over: list[str] = []  # parameters that modules got from others, before the first gather
         self.params = [
-            self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn])
+            self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn], plan.priors[slot.fqn])
             for slot in plan.layout.slots
         ]
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
@@ -178,10 +169,14 @@ class ParamGroup:
         return torch.zeros(self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned)
 
     def _shard_param(
-        self, slot: TensorSlot, param: nn.Parameter, owners: list[tuple[nn.Module, str]]
+        self,
+        slot: TensorSlot,
+        param: nn.Parameter,
+        owners: list[tuple[nn.Module, str]],
+        prior: PriorSharding,
     ) -> ManagedParam:
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
-        spec = joint_spec(self.data, placement, param, param.dtype)
+        spec = prior.sharded_spec(placement, param.shape, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
         local = self.shard[local_slice]
@@ -191,8 +186,7 @@ class ParamGroup:
         layout_ref = (self.layout, slot.fqn) if slot.shape == tuple(param.shape) else None
         ragged = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
         sharded = nn.Parameter(ragged, requires_grad=param.requires_grad)
-        outer = outer_of(param, self.data)
-        return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), outer)
+        return ManagedParam(slot, owners, local_slice, sharded, spec, local_of(sharded), prior)
 
     def _values_of(self, param: nn.Parameter) -> torch.Tensor:
         """What this rank has of an original parameter, to take its piece from."""
@@ -314,8 +308,8 @@ class ParamGroup:
         full = DBuffer(self.layout, flat)
         self.full = full
         for param in self.params:
-            param.unsharded = full_parameter(
-                full.view(param.slot), param.outer, requires_grad=param.sharded.requires_grad
+            param.unsharded = param.prior.full_parameter(
+                full.view(param.slot), requires_grad=param.sharded.requires_grad
             )
             param.watched = False
 
@@ -387,8 +381,8 @@ class ParamGroup:
         """Put an unsharded gradient where the reduction reads it: the one pass over it."""
         if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
             grad = grad.to_dense()
-        grad = local_grad(grad, param.outer)
-        self._grad_buffer().write(param.slot, grad, add=param.has_grad)
+        own = param.prior.own_grad(grad)
+        self._grad_buffer().write(param.slot, own, add=param.has_grad)
         param.has_grad = True
 
     def _grad_buffer(self) -> DBuffer:
@@ -462,7 +456,7 @@ class ParamGroup:
             assert isinstance(param.sharded, RaggedDTensor)
             param.sharded.grad = RaggedDTensor.wrap(local, param.spec, layout_ref=param.sharded.layout_ref)
         else:
-            existing._local_tensor.add_(local)  # type: ignore[attr-defined]
+            local_of(existing).add_(local)
 
     def drop_grads(self) -> None:
         """Forget unsharded gradients, and sums not yet reduced over replicas (after an exception)."""

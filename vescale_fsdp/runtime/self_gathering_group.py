@@ -1,4 +1,4 @@
-"""HookedParamGroup: the group of parameters whose tensor subclass gathers itself.
+"""SelfGatheringGroup: the group of parameters whose tensor subclass gathers itself.
 
 They are cut by rows as FSDP2 cuts them (`plan_by_rows`), since their hooks were written for that: ``pre`` is called
 on this rank's rows, and the outputs handed to ``post`` are ``[m * padded rows, ...]``, those of the last ranks
@@ -33,13 +33,13 @@ from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 from vescale_fsdp.runtime.setup.all_gather_hooks import TensorHooks, inner_of, rows_of, takes_mesh_only
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.tensor_parallel import full_parameter, local_part
-from vescale_fsdp.torch_private import restore_version
+from vescale_fsdp.runtime.setup.tensor_parallel import local_part
+from vescale_fsdp.torch_private import restore_version, version_of
 
-__all__ = ["HookedParamGroup"]
+__all__ = ["SelfGatheringGroup"]
 
 
-class HookedParamGroup(ParamGroup):
+class SelfGatheringGroup(ParamGroup):
     """A group whose parameters are gathered by the hooks of their class. Arguments as of `ParamGroup`."""
 
     takes_plain = False
@@ -54,7 +54,7 @@ class HookedParamGroup(ParamGroup):
         super().__init__(plan, mp_policy, offload_policy, device)
         self.policy_gather = None  # the class decides what travels
         self._hooked = [
-            _HookedParam(param, local_part(plan.params[param.slot.fqn]), self.layout.num_shards)
+            _SelfGatheringParam(param, local_part(plan.params[param.slot.fqn]), self.layout.num_shards)
             for param in self.params
         ]
         self._point_at_shard()
@@ -91,7 +91,7 @@ class HookedParamGroup(ParamGroup):
             hooked.free()
 
 
-class _HookedParam:
+class _SelfGatheringParam:
     """One parameter of such a group.
 
     Args:
@@ -182,13 +182,11 @@ class _HookedParam:
         after: Any = self._rows
         if self.param.unsharded is None:
             tensor, inner = after.fsdp_post_all_gather(arrived, self._metadata, dtype)
-            self.param.unsharded = full_parameter(
-                self._without_padding(tensor),
-                self.param.outer,
-                requires_grad=self.param.sharded.requires_grad,
+            self.param.unsharded = self.param.prior.full_parameter(
+                self._without_padding(tensor), requires_grad=self.param.sharded.requires_grad
             )
             kept = [*self.outputs, *inner, self.param.unsharded]
-            self._inner = [(each, each._version) for each in kept]
+            self._inner = [(each, version_of(each)) for each in kept]
         else:
             _allocate([each for each, _ in self._inner[:-1]])
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)

@@ -82,7 +82,7 @@ def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, 
 def _take_plain(group: ParamGroup, param: ManagedParam, held: nn.Parameter) -> None:
     """Keep this rank's piece of a full tensor that all ranks have put in a parameter's place."""
     plain = not isinstance(held, DTensor) and type(held.data) is torch.Tensor and not held.is_meta
-    if not plain or group.was_gathered or param.outer is not None or not group.takes_plain:
+    if not plain or group.was_gathered or param.prior.spec is not None or not group.takes_plain:
         _refuse(param, held, f"by a {type(held).__name__} on {held.device}")
     ours = param.sharded
     if (held.shape, held.dtype) != (ours.shape, ours.dtype):

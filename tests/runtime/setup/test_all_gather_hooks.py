@@ -31,7 +31,7 @@ from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.runtime.self_gathering_group import HookedParamGroup
+from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 
 
 class Block(nn.Module):
@@ -132,7 +132,7 @@ def hook_calls() -> list[tuple[Any, ...]]:
     model = shard(fully_shard, HalfRows, 7)  # of another class: must not be seen below
     policy = MixedPrecisionPolicy(torch.bfloat16)
     model = fully_shard(build(Int8Rows)[0], mesh=cpu_mesh(), mp_policy=policy, reshard_after_forward=True)
-    (hooked,) = (g for g in state_of(model).groups if isinstance(g, HookedParamGroup))  # type: ignore[union-attr]
+    (hooked,) = (g for g in state_of(model).groups if isinstance(g, SelfGatheringGroup))  # type: ignore[union-attr]
     Wrapper.calls.clear()
     model(inputs(0)).sum().backward()
     full = hooked.params[0].unsharded

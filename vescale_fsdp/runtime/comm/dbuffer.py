@@ -23,7 +23,7 @@ import torch
 from vescale_fsdp.collectives import Work
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
-from vescale_fsdp.torch_private import restore_version
+from vescale_fsdp.torch_private import restore_version, version_of
 
 __all__ = ["DBuffer"]
 
@@ -45,7 +45,7 @@ class DBuffer:
         self._views: dict[str, torch.Tensor] = {}
         self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
         self._work: Work | None = None
-        self._version = flat._version
+        self._version = version_of(flat)
         self._nbytes = flat.untyped_storage().nbytes()
 
     def allocate(self) -> None:
@@ -137,7 +137,7 @@ class DBuffer:
     @torch.no_grad()
     def _copy_out(self, slot: TensorSlot, copy: torch.Tensor) -> None:
         """Fill a scattered tensor from its pieces; for autograd no modification, as above."""
-        version = copy._version
+        version = version_of(copy)
         pieces = self.pieces(slot)
         for piece, part in zip(pieces, _split(copy, pieces), strict=True):
             part.copy_(piece)

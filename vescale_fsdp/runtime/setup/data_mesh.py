@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale_fsdp import torch_private
 from vescale_fsdp.dtensor.mesh_order import ranks_by_place
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
 from vescale_fsdp.torch_private import (
@@ -28,6 +28,7 @@ from vescale_fsdp.torch_private import (
     concatenate_meshes,
     flatten_mesh,
     groups_as_patient_as,
+    spmd_mesh_of,
     unflatten_mesh,
 )
 
@@ -56,7 +57,7 @@ class _Absent:
         )
 
 
-DataParallelMeshDims: Any = vars(torch.distributed.fsdp).get("DataParallelMeshDims", _Absent)
+DataParallelMeshDims: Any = torch_private.DataParallelMeshDims or _Absent
 """torch's: names of the axes of a full mesh that shard, and of those that replicate."""
 
 
@@ -212,5 +213,5 @@ def mesh_of_info(info: Any) -> DataMesh:
                 todo="FSDPMeshInfo(mesh, shard_mesh_dim=0), HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
             )
         )
-    full_mesh: DeviceMesh | None = vars(info).get("spmd_mesh")  # newer than torch 2.11, like dp_mesh_dims
+    full_mesh = spmd_mesh_of(info)
     return DataMesh(info.mesh, None if full_mesh is None else _spmd_axes(full_mesh, info.dp_mesh_dims))

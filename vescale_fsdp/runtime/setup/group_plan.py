@@ -24,7 +24,7 @@ from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced, replaced_as
 from vescale_fsdp.runtime.setup.shard_placement_fn import PlacementWishes, Wish
-from vescale_fsdp.runtime.setup.tensor_parallel import check_outer, local_part
+from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
 
@@ -47,6 +47,7 @@ class GroupPlan:
     Args:
         params: the original parameters by name, in the order of ``layout.slots``.
         owners: per name, every (module, attribute) that is this parameter.
+        priors: per name, how other parallelisms have cut it before.
         layout: where each will lie.
         data: the ranks that share them.
         part_size: ranks of the smaller groups that hold full parameters between forward and backward, or None.
@@ -55,6 +56,7 @@ class GroupPlan:
 
     params: dict[str, nn.Parameter]
     owners: dict[str, list[tuple[nn.Module, str]]]
+    priors: dict[str, PriorSharding]
     layout: GroupLayout
     data: DataMesh
     part_size: int | None
@@ -69,6 +71,7 @@ class _Bucket:
     is_hooked: bool
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    priors: dict[str, PriorSharding] = field(default_factory=dict)
     blocks: dict[str, int] = field(default_factory=dict)  # elements of a parameter's blocks
 
 
@@ -112,12 +115,13 @@ def _bucket_params(
             fqn = prefix + name
             _check_param(fqn, param)
             wish = wishes.of(fqn, param)
-            check_outer(fqn, param, wish.data)
+            prior = PriorSharding.of(fqn, param, wish.data)
             is_hooked = has_hooks(local_part(param))
             key = (param.dtype, param.requires_grad, wish.data, is_hooked)
             bucket = buckets.setdefault(key, _Bucket(wish.data, is_hooked))
             bucket.params[fqn] = param
             bucket.owners[fqn] = [(module, name)]
+            bucket.priors[fqn] = prior
             bucket.blocks[fqn] = _block_numel(fqn, param, wish, rules)
             placed[param] = (bucket, fqn)
     return list(buckets.values())
@@ -160,7 +164,9 @@ def _plan(bucket: _Bucket, rules: PlanRules) -> GroupPlan:
     else:
         layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
         check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
-    return GroupPlan(bucket.params, bucket.owners, layout, bucket.data, part_size, bucket.is_hooked)
+    return GroupPlan(
+        bucket.params, bucket.owners, bucket.priors, layout, bucket.data, part_size, bucket.is_hooked
+    )
 
 
 def _check_hooked(bucket: _Bucket, part_size: int | None) -> None:

@@ -1,6 +1,6 @@
 """Parameters that tensor or expert parallelism has cut already, as DTensors on a mesh of their own.
 
-Those axes cut first, `fully_shard` cuts what they left on this rank (the *outer* spec says what that is):
+Those axes cut first, `fully_shard` cuts what they left on this rank (`PriorSharding` says what that is):
 
     the module's parameter   DTensor on the tp mesh, say (Shard(0),)        local (rows / tp, cols)
     sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0))  local 1-D piece
@@ -21,7 +21,7 @@ Its gradient is Partial over dp as well. Those sums are what the reduction is fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -34,23 +34,72 @@ from vescale_fsdp.dtensor.spec import make_spec, spec_with
 from vescale_fsdp.errors import PlacementError, explain
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, SpmdAxes
-from vescale_fsdp.torch_private import DTensorSpec, concatenate_meshes, local_of
+from vescale_fsdp.torch_private import DTensorSpec, concatenate_meshes, local_of, spec_of
 
-__all__ = ["Outer", "check_outer", "full_parameter", "joint_spec", "local_grad", "local_part", "outer_of"]
-
-
-class Outer(NamedTuple):
-    """What other parallelisms have done to a parameter."""
-
-    spec: DTensorSpec  # of the parameter as the module's code sees it
-    data_axes: frozenset[int]  # of its mesh: those whose sums the runtime reduces
+__all__ = ["PriorSharding", "local_part"]
 
 
-def outer_of(param: nn.Parameter, data: DataMesh) -> Outer | None:
-    """How other parallelisms have cut a parameter; None if they have not."""
-    if not isinstance(param, DTensor):
-        return None
-    return Outer(param._spec, data.spmd.data if data.spmd is not None else frozenset())
+@dataclass(frozen=True)
+class PriorSharding:
+    """What other parallelisms have done to a parameter, and what that means for its shards and gradients.
+
+    Args:
+        data: what the parameter is to be sharded over besides.
+        spec: of the parameter as the module's code sees it; None for a plain tensor, which nobody has cut.
+    """
+
+    data: DataMesh
+    spec: DTensorSpec | None
+
+    @staticmethod
+    def of(fqn: str, param: nn.Parameter, data: DataMesh) -> PriorSharding:
+        """How a parameter was cut, once it is proven that its own mesh axes can stand beside those of ``data``.
+
+        Raises:
+            PlacementError: if it is sharded already, has sums that are not done, or the axes do not go together.
+        """
+        spmd = data.spmd
+        problem = _problem_on_full_mesh(param, spmd) if spmd is not None else _problem(param, data.mesh)
+        if problem is not None:
+            raise PlacementError(_refusal(problem, fqn, param, data))
+        return PriorSharding(data, spec_of(param) if isinstance(param, DTensor) else None)
+
+    def sharded_spec(self, ragged: RaggedShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+        """The spec of the sharded parameter, on the axes it is sharded over and on its own.
+
+        Args:
+            ragged: how its local part is cut.
+            shape: global shape.
+            dtype: of the shard.
+        """
+        mesh = self.data.mesh
+        own = (*(Replicate() for _ in range(mesh.ndim - 1)), ragged)
+        if self.spec is None:
+            return make_spec(mesh, own, shape, dtype)
+        if self.data.spmd is None:
+            joint = concatenate_meshes(mesh, self.spec.mesh)
+            return make_spec(joint, (*own, *self.spec.placements), shape, dtype)
+        joint, placements = _on_full_mesh(mesh, self.data.spmd, own, self.spec.placements)
+        return make_spec(joint, placements, shape, dtype)
+
+    def full_parameter(self, view: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The unsharded parameter over a view of the full buffer, as the module's parallel code expects it."""
+        if self.spec is None:
+            return nn.Parameter(view, requires_grad)
+        tensor = DTensor(view, spec_with(self.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
+        return nn.Parameter(tensor, requires_grad)
+
+    def own_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of an unsharded gradient, its sums over the axes of other parallelisms done."""
+        if self.spec is None or not isinstance(grad, DTensor):
+            return grad
+        # The sums over data-parallel axes of the same mesh are what the reduction is for.
+        data_axes = self.data.spmd.data if self.data.spmd is not None else ()
+        wanted = [
+            now if axis in data_axes else own
+            for axis, (now, own) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
+        ]
+        return local_of(grad if wanted == list(grad.placements) else grad.redistribute(placements=wanted))
 
 
 def local_part(param: nn.Parameter) -> torch.Tensor:
@@ -58,15 +107,7 @@ def local_part(param: nn.Parameter) -> torch.Tensor:
     return local_of(param).detach() if isinstance(param, DTensor) else param.detach()
 
 
-def check_outer(fqn: str, param: nn.Parameter, data: DataMesh) -> None:
-    """Prove that a parameter's own mesh axes can stand beside those it is to be sharded over.
-
-    Raises:
-        PlacementError: if it is sharded already, has sums that are not done, or the axes do not go together.
-    """
-    problem = _problem_on_full_mesh(param, data.spmd) if data.spmd is not None else _problem(param, data.mesh)
-    if problem is None:
-        return
+def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> str:
     if data.spmd is None:
         expected = "Shard or Replicate on other axes of one named mesh"
         todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
@@ -76,14 +117,12 @@ def check_outer(fqn: str, param: nn.Parameter, data: DataMesh) -> None:
     got = "a plain tensor"
     if isinstance(param, DTensor):
         got = f"placements {param.placements} on {param.device_mesh}"
-    raise PlacementError(
-        explain(
-            f"This parameter cannot be sharded: {problem}.",
-            expected=expected,
-            got=got,
-            where=f"{fqn}, to be sharded over {data.mesh}",
-            todo=todo,
-        )
+    return explain(
+        f"This parameter cannot be sharded: {problem}.",
+        expected=expected,
+        got=got,
+        where=f"{fqn}, to be sharded over {data.mesh}",
+        todo=todo,
     )
 
 
@@ -123,25 +162,6 @@ def _is_plain(placement: Placement) -> bool:
     return placement.is_replicate() or type(placement) is Shard
 
 
-def joint_spec(data: DataMesh, ragged: RaggedShard, param: nn.Parameter, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of the sharded parameter, on the axes it is sharded over and on its own.
-
-    Args:
-        data: what it is sharded over.
-        ragged: how its local part is cut.
-        param: the module's parameter.
-        dtype: of the shard.
-    """
-    own = (*(Replicate() for _ in range(data.mesh.ndim - 1)), ragged)
-    if not isinstance(param, DTensor):
-        return make_spec(data.mesh, own, param.shape, dtype)
-    if data.spmd is None:
-        joint = concatenate_meshes(data.mesh, param.device_mesh)
-        return make_spec(joint, (*own, *param.placements), param.shape, dtype)
-    mesh, placements = _on_full_mesh(data.mesh, data.spmd, own, param.placements)
-    return make_spec(mesh, placements, param.shape, dtype)
-
-
 def _on_full_mesh(
     mesh: DeviceMesh, spmd: SpmdAxes, own: Sequence[Placement], given: Sequence[Placement]
 ) -> tuple[DeviceMesh, list[Placement]]:
@@ -160,22 +180,3 @@ def _on_full_mesh(
     meshes = [*(spmd.mesh[names[i]] for i in before), mesh, *(spmd.mesh[names[i]] for i in after)]
     placements = [*(given[i] for i in before), *own, *(given[i] for i in after)]
     return concatenate_meshes(*meshes), placements
-
-
-def full_parameter(view: torch.Tensor, outer: Outer | None, *, requires_grad: bool) -> nn.Parameter:
-    """The unsharded parameter over a view of the full buffer, as the module's parallel code expects it."""
-    if outer is None:
-        return nn.Parameter(view, requires_grad)
-    tensor = DTensor(view, spec_with(outer.spec, dtype=view.dtype), requires_grad=False)  # type: ignore[call-arg]
-    return nn.Parameter(tensor, requires_grad)
-
-
-def local_grad(grad: torch.Tensor, outer: Outer | None) -> torch.Tensor:
-    """This rank's part of an unsharded gradient, its sums over the axes of other parallelisms done."""
-    if outer is None or not isinstance(grad, DTensor):
-        return grad
-    wanted = [
-        now if axis in outer.data_axes else own
-        for axis, (now, own) in enumerate(zip(grad.placements, outer.spec.placements, strict=True))
-    ]
-    return local_of(grad if wanted == list(grad.placements) else grad.redistribute(placements=wanted))
