@@ -21,7 +21,7 @@ import torch
 from vescale_fsdp.checkpoint.loading.locate import Source
 from vescale_fsdp.checkpoint.manifest.region import Patch, Run, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
-from vescale_fsdp.layout.geometry import Box, boxes_of_range, range_of_box
+from vescale_fsdp.layout.geometry import Box, boxes_of_range
 
 __all__ = ["Bytes", "Sink", "Target", "sinks_of"]
 
@@ -119,11 +119,11 @@ def _copy_patch(target: Target, patch: Patch, base: int, at: int, data: Bytes) -
     first = (at - base) // target.itemsize
     stop = patch.target + functools.reduce(lambda a, b: a * b, patch.target_sizes, 1)
     into = target.flat[patch.target : stop].view(patch.target_sizes)
-    for box in boxes_of_range(patch.source_sizes, first, first + elements.numel()):
+    boxes = boxes_of_range(patch.source_sizes, first, first + elements.numel())
+    for box, run in zip(boxes, elements.split([box.numel for box in boxes]), strict=True):
         shared = box.intersect(patch.source_box)
         if shared is None:
             continue
-        start, end = range_of_box(patch.source_sizes, box).shift(-first)
-        values = elements[start:end].view(box.sizes)[shared.slices(box.offsets)]
+        values = run.view(box.sizes)[shared.slices(box.offsets)]
         moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
         into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()].copy_(values)

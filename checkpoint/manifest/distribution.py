@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError, explain
-from vescale_fsdp.layout.geometry import Box, FlatRange, contiguous_strides
+from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
 if TYPE_CHECKING:
@@ -111,15 +111,10 @@ class ShardCut(Cut):
     dim: int
 
     def _chunk(self, region: Region, size: int) -> int:
-        return max(1, -(-region.box.sizes[self.dim] // size))
+        return max(1, chunk_of(region.box.sizes[self.dim], size, 0).numel)
 
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
-        full, chunk = region.box.sizes[self.dim], self._chunk(region, size)
-        start, stop = min(full, coordinate * chunk), min(full, (coordinate + 1) * chunk)
-        offsets, sizes = list(region.box.offsets), list(region.box.sizes)
-        offsets[self.dim] += start
-        sizes[self.dim] = stop - start
-        box = Box(tuple(offsets), tuple(sizes))
+        box = region.box.chunk(self.dim, size, coordinate)
         return Region(box, FlatRange(0, box.numel))
 
     def touching(

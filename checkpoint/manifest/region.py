@@ -16,7 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
+from vescale_fsdp.layout.geometry import (
+    Box,
+    FlatRange,
+    boxes_of_range,
+    contiguous_strides,
+    numel_of,
+    run_start,
+    whole_box,
+)
 
 __all__ = ["Patch", "Region", "Run", "overlaps", "runs_of_box", "whole_region"]
 
@@ -55,7 +63,7 @@ class Region:
 
 def whole_region(shape: Sequence[int]) -> Region:
     """All elements of a tensor of this shape."""
-    return Region(Box((0,) * len(shape), tuple(shape)), FlatRange(0, numel_of(shape)))
+    return Region(whole_box(shape), FlatRange(0, numel_of(shape)))
 
 
 class Run(NamedTuple):
@@ -105,8 +113,8 @@ def overlaps(source: Region, target: Region) -> list[Run | Patch]:
 def _share(shared: Box, source_box: Box, source: int, target_box: Box, target: int) -> Run | Patch:
     in_source = _relative(shared, source_box)
     in_target = _relative(shared, target_box)
-    source_start = _contiguous_start(source_box.sizes, in_source)
-    target_start = _contiguous_start(target_box.sizes, in_target)
+    source_start = run_start(source_box.sizes, in_source)
+    target_start = run_start(target_box.sizes, in_target)
     if source_start is not None and target_start is not None:
         return Run(source + source_start, target + target_start, shared.numel)
     return Patch(source, source_box.sizes, in_source, target, target_box.sizes, in_target)
@@ -114,16 +122,6 @@ def _share(shared: Box, source_box: Box, source: int, target_box: Box, target: i
 
 def _relative(inner: Box, outer: Box) -> Box:
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
-
-
-def _contiguous_start(sizes: tuple[int, ...], box: Box) -> int | None:
-    """Flat index of the first element of a box that is one run of a row-major tensor, else None."""
-    whole = True
-    for size, full in zip(reversed(box.sizes), reversed(sizes), strict=True):
-        if not whole and size != 1:
-            return None
-        whole = whole and size == full
-    return sum(o * s for o, s in zip(box.offsets, contiguous_strides(sizes), strict=True))
 
 
 def _merge(found: list[Run | Patch]) -> list[Run | Patch]:

@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
-from vescale_fsdp.layout.geometry import Box, numel_of
+from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
 
 __all__ = [
     "array_json",
@@ -57,7 +57,7 @@ def chunk_shape(manifest: Manifest, place: int) -> tuple[int, ...]:
     limit_rows = None
     for axis, cut in zip(manifest.structure.axes[entry.axes], entry.cuts, strict=True):
         if isinstance(cut, ShardCut):
-            sizes[cut.dim] = max(1, -(-sizes[cut.dim] // axis.size))
+            sizes[cut.dim] = max(1, chunk_of(sizes[cut.dim], axis.size, 0).numel)
         elif isinstance(cut, LayoutCut) and sizes and len(entry.cuts) == 1:
             limit_rows = _aligned_rows(manifest, place, cut)
     if not sizes:

@@ -16,7 +16,7 @@ import torch
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.storage.base import Buffer
-from vescale_fsdp.layout.geometry import boxes_of_range, range_of_box
+from vescale_fsdp.layout.geometry import boxes_of_range
 
 __all__ = ["ElementSource", "FileImage", "element_source"]
 
@@ -53,9 +53,9 @@ class _Copied(ElementSource):
         if self._tensor.is_contiguous():
             out.copy_(self._tensor.view(-1)[first:last])
         else:
-            for box in boxes_of_range(shape, first, last):
-                start, stop = range_of_box(shape, box).shift(-first)
-                out[start:stop].view(box.sizes).copy_(self._tensor[box.slices()])
+            boxes = boxes_of_range(shape, first, last)
+            for box, part in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
+                part.view(box.sizes).copy_(self._tensor[box.slices()])
         skip = start_bytes - first * self._itemsize
         return out.view(torch.uint8).numpy()[skip : skip + stop_bytes - start_bytes]
 

@@ -17,10 +17,10 @@ import xxhash
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, flat_start
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
-from vescale_fsdp.layout.geometry import Box, contiguous_strides
+from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
 if TYPE_CHECKING:
     import numpy as np
@@ -276,10 +276,9 @@ class Source:
         if name in self.readers:
             return None
         tensor = self.tensors[name]
-        shape_strides = contiguous_strides(tensor.info.shape)
         found = []
         for chunk in tensor.chunks:
-            start = flat_start(tensor.info.shape, shape_strides, chunk.box)
+            start = run_start(tensor.info.shape, chunk.box)
             if start is None or not chunk.file:
                 return None
             offset, strides, signs = self.locate(tensor.info, chunk)

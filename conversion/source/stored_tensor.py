@@ -16,9 +16,9 @@ from typing import Any
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.layout.geometry import Box, contiguous_strides
+from vescale_fsdp.layout.geometry import Box, run_start
 
-__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "flat_start", "whole_box", "whole_numbers"]
+__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "whole_numbers"]
 
 _LIMIT = 2**63  # of sizes and offsets, as in every library that reads these files
 
@@ -139,11 +139,6 @@ class StoredTensor:
         )
 
 
-def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is the whole tensor."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
 def _text(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True)) + "]"
 
@@ -153,29 +148,14 @@ def _first_overlap(shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, Box] 
     if len(boxes) < 2:
         return None
     intervals = []
-    strides = contiguous_strides(shape)
     for box in boxes:
-        start = flat_start(shape, strides, box)
+        start = run_start(shape, box)
         if start is None:
             return _overlap_on_grid(boxes)
         intervals.append((start, start + box.numel, box))
     intervals.sort(key=lambda interval: interval[0])
     clash = (pair for pair in pairwise(intervals) if pair[1][0] < pair[0][1])
     return next(((left[2], right[2]) for left, right in clash), None)
-
-
-def flat_start(shape: Sequence[int], strides: Sequence[int], box: Box) -> int | None:
-    """Where a box begins in the flattened tensor, or None if it is not one run of it."""
-    is_whole = True  # the dims right of the current one are complete
-    start = 0
-    for full, stride, offset, size in zip(
-        reversed(shape), reversed(strides), reversed(box.offsets), reversed(box.sizes), strict=True
-    ):
-        if not (is_whole or size == 1):
-            return None
-        is_whole = is_whole and size == full
-        start += offset * stride
-    return start
 
 
 def _overlap_on_grid(boxes: list[Box]) -> tuple[Box, Box] | None:

@@ -23,7 +23,7 @@ from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, explain
-from vescale_fsdp.layout.geometry import Box, boxes_of_range, range_of_box
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, run_start
 
 __all__ = [
     "ConcatView",
@@ -284,17 +284,16 @@ class ReshapeView(_OneInput):
         return self.shape
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
-        try:
-            start, stop = range_of_box(self.shape, box)
-        except ValueError:  # not one run of items: index by index of the first dim that has several
+        start = run_start(self.shape, box)
+        if start is None:  # not one run of items: index by index of the first dim that has several
             dim = next(d for d, size in enumerate(box.sizes) if size > 1)
             for place in range(box.sizes[dim]):
                 one = Box(_replace(box.offsets, dim, box.offsets[dim] + place), _replace(box.sizes, dim, 1))
                 self.read_into(one, out[_on_dim(dim, slice(place, place + 1))])
             return
-        scratch = np.empty(stop - start, dtype=out.dtype)
+        scratch = np.empty(box.numel, dtype=out.dtype)
         position = 0
-        for part in boxes_of_range(self.inner.info.shape, start, stop):
+        for part in boxes_of_range(self.inner.info.shape, start, start + box.numel):
             self.inner.read_into(part, scratch[position : position + part.numel].reshape(part.sizes))
             position += part.numel
         out[...] = scratch.reshape(box.sizes)

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +14,11 @@ from vescale_fsdp.layout.geometry import (
     Box,
     FlatRange,
     boxes_of_range,
+    chunk_of,
     contiguous_strides,
     numel_of,
-    range_of_box,
+    run_start,
+    whole_box,
 )
 
 SHAPES = [(), (1,), (7,), (4, 5), (1, 6), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 3, 2), (2, 1, 3, 1, 2)]
@@ -64,7 +67,9 @@ def test_boxes_tile_the_range(case: tuple[tuple[int, ...], int, int]) -> None:
     """Boxes are non-empty, contiguous, within the bound on their number, and tile the range in order."""
     shape, start, stop = case
     boxes = boxes_of_range(shape, start, stop)
-    ranges = [range_of_box(shape, box) for box in boxes]
+    ranges = [
+        FlatRange(first, first + box.numel) for box in boxes if (first := run_start(shape, box)) is not None
+    ]
 
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.numel == held.numel > 0 for box, held in zip(boxes, ranges, strict=True))
@@ -129,15 +134,30 @@ def test_slices_relative_to_an_origin(case: tuple[tuple[int, ...], Box, Box]) ->
 
 
 @given(boxed_shapes())
-def test_range_of_box_knows_contiguity(case: tuple[tuple[int, ...], Box, Box]) -> None:
-    """A box is a range exactly if its flat indices have no gap; otherwise it is refused."""
+def test_run_start_knows_contiguity(case: tuple[tuple[int, ...], Box, Box]) -> None:
+    """A box is one run exactly if its flat indices have no gap."""
     shape, box, _ = case
     indices = _flat_indices(shape, (box,))
-    if indices == list(range(indices[0], indices[0] + len(indices))):
-        assert range_of_box(shape, box) == FlatRange(indices[0], indices[-1] + 1)
-    else:
-        with pytest.raises(ValueError, match="not contiguous"):
-            range_of_box(shape, box)
+    is_run = indices == list(range(indices[0], indices[0] + len(indices)))
+
+    assert run_start(shape, box) == (indices[0] if is_run else None)
+
+
+@given(st.integers(0, 20), st.integers(1, 8), st.integers(1, 4))
+def test_chunks_are_those_of_torch(numel: int, num_chunks: int, cols: int) -> None:
+    """Each rank's chunk, of a dim and of a box, is what torch.chunk gives; ranks it gives nothing have none."""
+    values = torch.arange(numel * cols).view(numel, cols)
+    expected = [part.tolist() for part in values.chunk(num_chunks)] if numel else []
+    boxes = [whole_box((numel, cols)).chunk(0, num_chunks, index) for index in range(num_chunks)]
+
+    found = [values[box.slices()].tolist() for box in boxes if box.numel]
+    assert found == expected
+    assert [chunk_of(numel, num_chunks, index).numel for index in range(num_chunks)] == [
+        box.sizes[0] for box in boxes
+    ]
+    shifted = Box((0, 3), (2, numel)).chunk(1, num_chunks, num_chunks - 1)
+    last = chunk_of(numel, num_chunks, num_chunks - 1)
+    assert shifted == Box((0, 3 + last.start), (2, last.numel))
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(-3, 3))

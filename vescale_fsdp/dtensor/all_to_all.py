@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from vescale_fsdp.collectives import Work, all_to_all_into
-from vescale_fsdp.dtensor.spec import chunk_range, local_shape
-from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
+from vescale_fsdp.dtensor.spec import local_shape
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of, whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
 __all__ = ["boxes_held", "exchange"]
@@ -31,10 +31,7 @@ def boxes_held(placement: Placement, shape: Sequence[int], num_ranks: int, rank:
 
 def _shard_box(placement: Placement, shape: Sequence[int], num_ranks: int, rank: int) -> Box:
     assert type(placement) is Shard
-    dim = placement.dim
-    held = chunk_range(shape[dim], num_ranks, rank)
-    offsets = (*(0,) * dim, held.start, *(0,) * (len(shape) - dim - 1))
-    return Box(offsets, (*shape[:dim], held.numel, *shape[dim + 1 :]))
+    return whole_box(shape).chunk(placement.dim, num_ranks, rank)
 
 
 def _common(mine: Sequence[Box], theirs: Sequence[Box]) -> Iterator[tuple[int, int, Box]]:

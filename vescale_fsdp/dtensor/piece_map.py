@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_fsdp.errors import LayoutError, explain
-from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.geometry import FlatRange, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
 
@@ -96,7 +96,8 @@ def holding_of(tensor: torch.Tensor) -> Holding | None:
     if type(placement) is RaggedShard:  # a strided one has a run per chunk
         numels = placement.piece_numels(shape)
     elif type(placement) is Shard and placement.dim == 0:
-        numels = _chunk_numels(shape, mesh.size(axis))
+        num_shards, row_numel = mesh.size(axis), numel_of(shape[1:])
+        numels = tuple(chunk_of(shape[0], num_shards, r).numel * row_numel for r in range(num_shards))
     else:
         return None
     return Holding(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), mesh, axis)
@@ -125,13 +126,6 @@ def contiguous_holding_of(param: torch.Tensor, otherwise: str) -> Holding:
             )
         )
     return holding
-
-
-def _chunk_numels(shape: tuple[int, ...], num_shards: int) -> tuple[int, ...]:
-    """Elements per rank of torch's Shard(0): chunks of ceil(rows / shards) rows, the last short or empty."""
-    rows, row_numel = shape[0], numel_of(shape[1:])
-    chunk = -(-rows // num_shards)
-    return tuple(max(0, min(chunk, rows - rank * chunk)) * row_numel for rank in range(num_shards))
 
 
 def zeros_beside(

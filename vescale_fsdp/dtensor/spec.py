@@ -26,13 +26,12 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from vescale_fsdp.dtensor.mesh_order import ascends
 from vescale_fsdp.errors import PlacementError, explain
-from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides
+from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, whole_box
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta
 
 __all__ = [
     "boxes_of",
-    "chunk_range",
     "inner_box",
     "is_ragged_spec",
     "local_shape",
@@ -95,22 +94,13 @@ def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
     return found[0]
 
 
-def chunk_range(numel: int, num_chunks: int, index: int) -> FlatRange:
-    """Indices of chunk ``index`` when a dim of size ``numel`` is cut as ``Shard`` does (like torch.chunk)."""
-    size = -(-numel // num_chunks)
-    start = min(size * index, numel)
-    return FlatRange(start, min(start + size, numel))
-
-
 def inner_box(spec: DTensorSpec) -> Box:
     """What the axes other than the ragged one leave to this rank: the box that the ragged placement cuts."""
-    offsets, sizes = [0] * len(spec.shape), list(spec.shape)
+    box = whole_box(spec.shape)
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Shard):
-            held = chunk_range(sizes[placement.dim], spec.mesh.size(axis), spec.mesh.get_local_rank(axis))
-            offsets[placement.dim] += held.start
-            sizes[placement.dim] = held.numel
-    return Box(tuple(offsets), tuple(sizes))
+            box = box.chunk(placement.dim, spec.mesh.size(axis), spec.mesh.get_local_rank(axis))
+    return box
 
 
 def piece_of(spec: DTensorSpec) -> FlatRange:

@@ -21,7 +21,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Box", "FlatRange", "boxes_of_range", "contiguous_strides", "numel_of", "range_of_box"]
+__all__ = [
+    "Box",
+    "FlatRange",
+    "boxes_of_range",
+    "chunk_of",
+    "contiguous_strides",
+    "numel_of",
+    "run_start",
+    "whole_box",
+]
 
 
 class FlatRange(NamedTuple):
@@ -68,12 +77,27 @@ class Box:
             return None
         return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
 
+    def chunk(self, dim: int, num_chunks: int, index: int) -> Box:
+        """What ``Shard(dim)`` over ``num_chunks`` ranks leaves one of them of this box; it may be empty."""
+        dim %= len(self.sizes)
+        held = chunk_of(self.sizes[dim], num_chunks, index)
+        offset = self.offsets[dim] + held.start
+        return Box(
+            (*self.offsets[:dim], offset, *self.offsets[dim + 1 :]),
+            (*self.sizes[:dim], held.numel, *self.sizes[dim + 1 :]),
+        )
+
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """Index of this box into the full tensor, or into a tensor whose corner is at ``origin``."""
         corner = origin if origin is not None else (0,) * len(self.offsets)
         return tuple(
             slice(o - c, o - c + n) for o, n, c in zip(self.offsets, self.sizes, corner, strict=True)
         )
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that is a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
 
 
 def numel_of(shape: Sequence[int]) -> int:
@@ -170,16 +194,29 @@ def _prefix_boxes(
     return boxes
 
 
-def range_of_box(shape: tuple[int, ...], box: Box) -> FlatRange:
-    """Flat range of a box that is contiguous in the tensor (as every box of `boxes_of_range` is).
+def run_start(shape: Sequence[int], box: Box) -> int | None:
+    """Flat index of the first element of a box that is one run of a row-major tensor, else None.
 
-    Raises:
-        ValueError: if the box is not one contiguous run.
+    >>> run_start((4, 5), Box((1, 0), (2, 5))), run_start((4, 5), Box((0, 0), (2, 4)))
+    (5, None)
     """
-    start = sum(o * s for o, s in zip(box.offsets, contiguous_strides(shape), strict=True))
+    start, stride = 0, 1
     whole = True  # dims right of the current one are complete
-    for size, full in zip(reversed(box.sizes), reversed(shape), strict=True):
+    for full, offset, size in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         if not whole and size != 1:
-            raise ValueError(f"{box} is not contiguous in a tensor of shape {shape}")
+            return None
         whole = whole and size == full
-    return FlatRange(start, start + box.numel)
+        start += offset * stride
+        stride *= full
+    return start
+
+
+def chunk_of(numel: int, num_chunks: int, index: int) -> FlatRange:
+    """Chunk ``index`` of ``numel`` things cut as ``Shard`` and ``torch.chunk`` do: evenly, the last short or empty.
+
+    >>> [chunk_of(5, 3, index) for index in range(3)]
+    [FlatRange(start=0, stop=2), FlatRange(start=2, stop=4), FlatRange(start=4, stop=5)]
+    """
+    size = -(-numel // num_chunks)
+    start = min(size * index, numel)
+    return FlatRange(start, min(start + size, numel))

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Literal
 
 from vescale_fsdp.errors import LayoutError, explain
-from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.geometry import chunk_of, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
 
@@ -120,7 +120,7 @@ def plan_by_rows(
     slots, end = [], 0
     for tensor in tensors:
         rows, numel = tensor.shape[0], tensor.numel
-        chunk = -(-rows // num_shards)
+        chunk = chunk_of(rows, num_shards, 0).numel
         row_numel = numel // rows if rows else 0
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
         if chunk < rows and (chunk * row_numel) % block:

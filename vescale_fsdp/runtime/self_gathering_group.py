@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.collectives import Work
 from vescale_fsdp.errors import MisuseError, explain
-from vescale_fsdp.layout.geometry import contiguous_strides
+from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 from vescale_fsdp.runtime.setup.all_gather_hooks import TensorHooks, inner_of, rows_of, takes_mesh_only
@@ -156,7 +156,7 @@ class _SelfGatheringParam:
         """Ranks with fewer rows than others must send as many: a collective moves equal sizes."""
         assert self._rows is not None
         shape = self.param.slot.shape
-        padded = torch.Size((-(-shape[0] // self.num_shards), *shape[1:]))
+        padded = torch.Size((chunk_of(shape[0], self.num_shards, 0).numel, *shape[1:]))
         if self._rows.shape == padded or all(size == padded for size in self._sizes):
             return
         raise MisuseError(

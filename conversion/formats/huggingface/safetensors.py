@@ -16,16 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
-from vescale_fsdp.conversion.source.stored_tensor import (
-    StoredChunk,
-    StoredTensor,
-    TensorInfo,
-    whole_box,
-    whole_numbers,
-)
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_numbers
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DTYPES, dtype_from_code
+from vescale_fsdp.layout.geometry import whole_box
 
 __all__ = ["SafetensorsHeader", "make_header", "read_header"]
 

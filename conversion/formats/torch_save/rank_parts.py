@@ -17,10 +17,10 @@ from typing import Any
 
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_box
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.layout.geometry import Box, whole_box
 
 __all__ = ["RankPart", "differing_files", "is_part", "stored_tensor"]
 
@@ -101,24 +101,20 @@ def _boxes(name: str, part: RankPart, held: Sequence[RankPart]) -> Iterator[tupl
 
 def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
     """The rank's box: each mesh axis cuts what the ones before left, in chunks of the ceiling."""
-    offsets, sizes = [0] * len(part.shape), list(part.shape)
+    box = whole_box(part.shape)
     for axis in _cutting_order(name, file, part, axes):
-        dim = part.placements[axis].dim
-        chunk = -(-sizes[dim] // axes[axis])
-        start = min(part.coordinates[axis] * chunk, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(chunk, sizes[dim] - start)
-    if tuple(sizes) != part.local.shape:
+        box = box.chunk(part.placements[axis].dim, axes[axis], part.coordinates[axis])
+    if box.sizes != part.local.shape:
         raise CorruptCheckpointError(
             explain(
                 "a rank's part does not have the shape that its place in the mesh gives",
-                expected=f"shape {tuple(sizes)} at {part.coordinates} of a mesh of {axes}",
+                expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
                 got=f"shape {part.local.shape}",
                 where=f"{name} in {file}",
                 todo="check that the files of all ranks are there, and from one save",
             )
         )
-    return Box(tuple(offsets), tuple(sizes))
+    return box
 
 
 def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> list[int]:

@@ -23,12 +23,12 @@ from vescale_fsdp.conversion.formats.zarr.json_values import from_json_1
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_box
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.layout.geometry import Box, contiguous_strides
+from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
 __all__ = ["open_zarr"]
 

@@ -25,7 +25,7 @@ from vescale_fsdp.dtensor.operators.arguments import bind, check_written, refuse
 from vescale_fsdp.dtensor.operators.philox import normals, uniforms
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
-from vescale_fsdp.layout.geometry import Box, FlatRange, range_of_box
+from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
 
 __all__ = ["get_rng_state", "manual_seed", "random_fill", "random_like", "set_rng_state"]
 
@@ -91,10 +91,9 @@ def _spans(tensor: RaggedDTensor) -> list[FlatRange]:
 
 def _runs(shape: tuple[int, ...], box: Box) -> list[FlatRange]:
     """The contiguous runs of a box. One, unless another mesh axis cuts a dim that is not the first."""
-    try:
-        return [range_of_box(shape, box)]
-    except ValueError:
-        pass
+    start = run_start(shape, box)
+    if start is not None:
+        return [FlatRange(start, start + box.numel)]
     dim = next(d for d in range(len(shape)) if box.sizes[d] > 1)
     return [
         run
