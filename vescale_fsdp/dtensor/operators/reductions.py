@@ -1,9 +1,8 @@
-"""Rules of operators that look along dims: reductions over all dims, and anything along dims that are whole.
+"""Rules of reductions, and of comparisons that end in one answer for a whole tensor.
 
     over all dims     each rank's answer for its piece, gathered and combined: a replicated DTensor. A nan on
                       one rank is a nan for all (an all-reduce with MAX may lose it)
-    along some dims   every piece holds these dims whole (its cuts lie between them): the result is ragged,
-                      with the tensor's own cut; this is also how softmax, cumsum and sort are done
+    over some dims    every piece holds these dims whole (its cuts lie between them): see `along_dims`
     over leading dims sums, means and norms of pieces that hold whole rows: an all-reduce of the rows' part
 
 No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
@@ -17,57 +16,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.collectives import all_reduce_in_place, gathered
-from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse, summed
+from vescale_fsdp.dtensor.operators.along_dims import Call, call_of, holds_whole, run_along
+from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
+from vescale_fsdp.dtensor.spec import inner_box, make_spec
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import NormPartial
 
-__all__ = ["all_close", "along_dims", "equal", "foreach_norm", "reduction"]
+__all__ = ["all_close", "equal", "foreach_norm", "reduction"]
 
 aten = torch.ops.aten
 
 
-class _Call(NamedTuple):
-    """A reduction as it was asked for."""
-
-    func: torch._ops.OpOverload
-    tensor: RaggedDTensor
-    dims: tuple[int, ...]  # positive and sorted; all of them where none was given
-    keepdim: bool
-    options: dict[str, Any]  # the other arguments by name
-
-
-def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    named = bind(func, args, kwargs)
-    tensor: RaggedDTensor = named.pop("self")
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    dims = named.pop("dim", defaults.get("dim"))
-    keepdim = bool(named.pop("keepdim", False))
-    listed = [dims] if isinstance(dims, int) else list(dims or ())
-    positive = tuple(sorted({d % tensor.ndim if -tensor.ndim <= d < tensor.ndim else d for d in listed}))
-    if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
-        raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")
-    tensor = summed(tensor)
-    return _Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
-
-
 # -- over all dims ------------------------------------------------------------------------------------
 
-_Total = Callable[[_Call], Any]
+_Total = Callable[[Call], Any]
 
 
 def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A reduction, over whichever dims."""
-    call = _call(func, args, kwargs)
+    call = call_of(func, args, kwargs)
     name = func._schema.name.removeprefix("aten::")
     if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
         raise refuse(func, call.tensor._spec, "the tensor has no elements")
@@ -77,8 +52,8 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         if not keep:
             return result
         return type(result)(r.view(keep) for r in result) if isinstance(result, tuple) else result.view(keep)
-    if _whole_from(call.tensor, call.dims[0]):
-        return _along(call.func, call.tensor, call.dims, call.keepdim, call.options)
+    if holds_whole(call.tensor, call.dims[0]):
+        return run_along(call.func, call.tensor, call.dims, call.keepdim, call.options)
     if name in _LEADING and call.dims == tuple(range(len(call.dims))) and len(call.dims) < call.tensor.ndim:
         return _over_leading_dims(call)
     raise refuse(
@@ -105,14 +80,14 @@ def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor
     return answers
 
 
-def _sum(call: _Call) -> DTensor:
+def _sum(call: Call) -> DTensor:
     total = torch.nansum if call.func._schema.name == "aten::nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
     return _replicated(answers.sum(0, dtype=local.dtype), call.tensor)
 
 
-def _mean(call: _Call) -> DTensor:
+def _mean(call: Call) -> DTensor:
     local = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     if not (local.is_floating_point() or local.is_complex()):
         call.func(call.tensor._local_tensor)  # raises torch's own error for integers
@@ -120,7 +95,7 @@ def _mean(call: _Call) -> DTensor:
     return _replicated(total / call.tensor.numel(), call.tensor)
 
 
-def _prod(call: _Call) -> DTensor:
+def _prod(call: Call) -> DTensor:
     local = torch.prod(call.tensor._local_tensor, **call.options)
     return _replicated(torch.prod(_gather_answers(local, call.tensor), 0), call.tensor)
 
@@ -143,37 +118,37 @@ def _extreme_of(tensor: RaggedDTensor, local: torch.Tensor, largest: bool) -> DT
     return _replicated(answers.max() if largest else answers.min(), tensor)
 
 
-def _max(call: _Call) -> DTensor:
+def _max(call: Call) -> DTensor:
     return _extreme_of(call.tensor, call.tensor._local_tensor, largest=True)
 
 
-def _min(call: _Call) -> DTensor:
+def _min(call: Call) -> DTensor:
     return _extreme_of(call.tensor, call.tensor._local_tensor, largest=False)
 
 
-def _aminmax(call: _Call) -> tuple[DTensor, DTensor]:
+def _aminmax(call: Call) -> tuple[DTensor, DTensor]:
     return _min(call), _max(call)
 
 
-def _any(call: _Call) -> DTensor:
+def _any(call: Call) -> DTensor:
     return _replicated(_gather_answers(torch.any(call.tensor._local_tensor), call.tensor).any(), call.tensor)
 
 
-def _all(call: _Call) -> DTensor:
+def _all(call: Call) -> DTensor:
     return _replicated(_gather_answers(torch.all(call.tensor._local_tensor), call.tensor).all(), call.tensor)
 
 
-def _logsumexp(call: _Call) -> DTensor:
+def _logsumexp(call: Call) -> DTensor:
     answers = _gather_answers(torch.logsumexp(call.tensor._local_tensor.reshape(-1), 0), call.tensor)
     return _replicated(torch.logsumexp(answers, 0), call.tensor)
 
 
-def _count_nonzero(call: _Call) -> DTensor:
+def _count_nonzero(call: Call) -> DTensor:
     local = torch.count_nonzero(call.tensor._local_tensor)
     return _replicated(_gather_answers(local, call.tensor).sum(0), call.tensor)
 
 
-def _arg_extreme(call: _Call, largest: bool) -> DTensor:
+def _arg_extreme(call: Call, largest: bool) -> DTensor:
     """argmax and argmin: the first place, in flat order, of the extreme value (a nan counts as extreme)."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
     if inner_box(tensor._spec).sizes != tuple(tensor.shape):
@@ -191,15 +166,15 @@ def _arg_extreme(call: _Call, largest: bool) -> DTensor:
     return _replicated(indices[hits & owned].min(), tensor)
 
 
-def _argmax(call: _Call) -> DTensor:
+def _argmax(call: Call) -> DTensor:
     return _arg_extreme(call, largest=True)
 
 
-def _argmin(call: _Call) -> DTensor:
+def _argmin(call: Call) -> DTensor:
     return _arg_extreme(call, largest=False)
 
 
-def _moments(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean of all elements, from each rank's count, mean and squared distances."""
     local = call.tensor._local_tensor
     if local.is_complex():
@@ -217,20 +192,20 @@ def _moments(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
     return squares_all / (total - correction).clamp_min(0.0), grand
 
 
-def _var(call: _Call) -> DTensor:
+def _var(call: Call) -> DTensor:
     return _replicated(_moments(call)[0].to(call.tensor.dtype), call.tensor)
 
 
-def _std(call: _Call) -> DTensor:
+def _std(call: Call) -> DTensor:
     return _replicated(_moments(call)[0].sqrt().to(call.tensor.dtype), call.tensor)
 
 
-def _var_mean(call: _Call) -> tuple[DTensor, DTensor]:
+def _var_mean(call: Call) -> tuple[DTensor, DTensor]:
     variance, mean = (moment.to(call.tensor.dtype) for moment in _moments(call))
     return _replicated(variance, call.tensor), _replicated(mean, call.tensor)
 
 
-def _std_mean(call: _Call) -> tuple[DTensor, DTensor]:
+def _std_mean(call: Call) -> tuple[DTensor, DTensor]:
     variance, mean = _moments(call)
     dtype = call.tensor.dtype
     return _replicated(variance.sqrt().to(dtype), call.tensor), _replicated(mean.to(dtype), call.tensor)
@@ -263,7 +238,7 @@ def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order:
         raise refuse(func, tensor._spec, f"a norm of order {order} has no neutral part for an empty piece")
 
 
-def _norm(call: _Call) -> DTensor:
+def _norm(call: Call) -> DTensor:
     order, dtype = _order(call.options), call.options.get("dtype")
     _check_norm_order(call.func, call.tensor, order)
     if call.tensor.numel() == 0 and math.isinf(order):
@@ -342,88 +317,14 @@ _TOTALS: dict[str, _Total] = {
 }
 
 
-# -- along some dims ----------------------------------------------------------------------------------
-
-
-def _cut_numels(tensor: RaggedDTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape that the ragged placement cuts, and the elements it gives to each rank."""
-    _, placement = ragged_axis(tensor.placements)
-    inner = inner_box(tensor._spec).sizes
-    return inner, placement.piece_numels(inner)
-
-
-def _whole_from(tensor: RaggedDTensor, dim: int) -> bool:
-    """Whether every rank's piece holds all of the dims ``dim``, ``dim + 1``, .. whole."""
-    inner, numels = _cut_numels(tensor)
-    if inner[dim:] != tuple(tensor.shape[dim:]):
-        return False
-    run = numel_of(inner[dim:])
-    return run > 0 and all(numel % run == 0 for numel in numels)
-
-
-def _along(
-    func: torch._ops.OpOverload,
-    tensor: RaggedDTensor,
-    dims: tuple[int, ...],
-    keepdim: bool | None,
-    options: dict[str, Any],
-) -> Any:
-    """Run an operator on the pieces seen as [some rows, *whole dims]; the rows stay where they are."""
-    first = dims[0]
-    rows = tensor._local_tensor.reshape(-1, *tensor.shape[first:])
-    shifted = [dim - first + 1 for dim in dims]
-    schema = {argument.name: argument for argument in func._schema.arguments}
-    takes_list = "List" in str(schema["dim"].type) or "[]" in str(schema["dim"].type)
-    named = {**options, "self": rows, "dim": shifted if takes_list else shifted[0]}
-    if keepdim is not None and "keepdim" in schema:
-        named["keepdim"] = keepdim
-    result = func(**named)
-    if isinstance(result, (list, tuple)):
-        return tuple(_of_rows(func, value, tensor, first) for value in result)
-    return _of_rows(func, result, tensor, first)
-
-
-def _of_rows(
-    func: torch._ops.OpOverload, rows: torch.Tensor, tensor: RaggedDTensor, first: int
-) -> RaggedDTensor:
-    """A ragged tensor from its rows, cut between the same rows as the tensor they came from."""
-    shape = (*tensor.shape[:first], *rows.shape[1:])
-    if not shape:  # every dim was reduced, and one rank held them all
-        raise refuse(func, tensor._spec, "its result would be a 0-d ragged tensor")
-    axis, _ = ragged_axis(tensor.placements)
-    inner, numels = _cut_numels(tensor)
-    per_row, run = numel_of(rows.shape[1:]), numel_of(inner[first:])
-    cut = [numel // run * per_row for numel in numels]
-    ragged = RaggedShard.from_piece_numels((*inner[:first], *rows.shape[1:]), cut)
-    placements = [ragged if other == axis else p for other, p in enumerate(tensor.placements)]
-    spec = make_spec(tensor.device_mesh, placements, shape, rows.dtype)
-    same = shape == tuple(tensor.shape)
-    return RaggedDTensor.wrap(
-        rows.contiguous().view(-1), spec, layout_ref=tensor.layout_ref if same else None
-    )
-
-
-def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Softmax, cumulative sums, sorting and the like, along one dim that the pieces hold whole."""
-    call = _call(func, args, kwargs)
-    if call.tensor.numel() == 0 or not _whole_from(call.tensor, call.dims[0]):
-        raise refuse(
-            func,
-            call.tensor._spec,
-            f"the pieces do not hold dim {call.dims[0]} whole",
-            todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
-        )
-    return _along(func, call.tensor, call.dims, None, call.options)
-
-
 _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
 _LEADING = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
-def _over_leading_dims(call: _Call) -> DTensor:
+def _over_leading_dims(call: Call) -> DTensor:
     """Sums, means and norms over dims 0..k-1 of pieces that hold rows of the other dims whole."""
     tensor, depth = call.tensor, len(call.dims)
-    if not _whole_from(tensor, depth):
+    if not holds_whole(tensor, depth):
         raise refuse(
             call.func,
             tensor._spec,

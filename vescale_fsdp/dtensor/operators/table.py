@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.dtensor.dispatch import Rule, set_rules
-from vescale_fsdp.dtensor.operators import elementwise, reductions
+from vescale_fsdp.dtensor.operators import along_dims, elementwise, reductions
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
 from vescale_fsdp.torch_private import operator_names
@@ -59,7 +59,7 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
         "Over all dims, over dims that every piece holds whole, or (sum, mean, norm) over its whole rows.",
     ),
     reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
-    reductions.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),
+    along_dims.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),
     reductions.equal: ("equality", "One answer, agreed over the mesh."),
     reductions.all_close: ("closeness", "One answer, agreed over the mesh."),
     random.random_fill: (
@@ -136,7 +136,7 @@ _BY_NAME: dict[str, Rule] = {
     "_foreach_norm": reductions.foreach_norm,
     **dict.fromkeys(
         ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
-        reductions.along_dims,
+        along_dims.along_dims,
     ),
     "equal": reductions.equal,
     "allclose": reductions.all_close,
