@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from vescale_fsdp.errors import LayoutError, explain
 
-__all__ = ["ParamShape", "ShapeSource", "Unit", "natural_order", "shapes_of", "units_of"]
+__all__ = ["ParamShape", "PlannedUnit", "ShapeSource", "natural_order", "shapes_of", "units_of"]
 
 MAX_HEADER_BYTES = 100 * 2**20  # 100 MiB: the limit of the safetensors format
 DTYPE_OF_CODE = {
@@ -56,7 +56,7 @@ class ParamShape:
 
 
 @dataclass(frozen=True)
-class Unit:
+class PlannedUnit:
     """The parameters that one `fully_shard` call owns; names are relative to ``name`` ("" is the root)."""
 
     name: str
@@ -165,7 +165,7 @@ def natural_order(fqn: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in fqn.split(".")]
 
 
-def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> tuple[Unit, ...]:
+def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> tuple[PlannedUnit, ...]:
     """Share parameters out to units; the root comes last, as it is wrapped last.
 
     Args:
@@ -184,7 +184,9 @@ def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -
         members.setdefault(unit, []).append(shape)
     root = members.pop("", None)
     ordered = [*members.items(), *([("", root)] if root else [])]
-    return tuple(Unit(name, tuple(_relative(shape, name) for shape in params)) for name, params in ordered)
+    return tuple(
+        PlannedUnit(name, tuple(_relative(shape, name) for shape in params)) for name, params in ordered
+    )
 
 
 def _relative(shape: ParamShape, prefix: str) -> ParamShape:

@@ -19,7 +19,7 @@ from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures, itemsize_of
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-from vescale_fsdp.layout.report.model_shapes import ShapeSource, Unit, shapes_of, units_of
+from vescale_fsdp.layout.report.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.report.pictures import Curve, layout_picture, padding_picture
 from vescale_fsdp.layout.report.svg_canvas import Canvas
 
@@ -163,7 +163,7 @@ class PlanReport:
         return layout_picture(self.layout(group, num_shards), f"{group} over {num_shards:,} shards")
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
-        """Write the tables and all pictures into a folder: SVG, and PNG where matplotlib is installed.
+        """Write the tables and all pictures into a folder, as text and SVG.
 
         Returns:
             The files written.
@@ -180,19 +180,10 @@ class PlanReport:
                 layout = group.layouts[self.shards.index(num_shards)]
                 title = f"{group.name} over {num_shards:,} shards"
                 pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layout, title)
-        return (text, *(file for stem, picture in pictures.items() for file in _save(picture, folder / stem)))
-
-
-def _save(picture: Canvas, stem: Path) -> Iterator[Path]:
-    svg = stem.with_name(stem.name + ".svg")
-    svg.write_text(picture.svg())
-    yield svg
-    png = stem.with_name(stem.name + ".png")
-    try:
-        picture.save_png(png)
-    except ImportError:  # matplotlib is optional
-        return
-    yield png
+        files = {folder / f"{stem}.svg": picture for stem, picture in pictures.items()}
+        for file, picture in files.items():
+            file.write_text(picture.svg())
+        return text, *files
 
 
 def plan_report(
@@ -236,7 +227,7 @@ def plan_report(
     return PlanReport(tuple(shards), groups, padding_policy)
 
 
-def _groups(unit: Unit, granularity: GranularityRule) -> dict[str, tuple[PlannedParam, ...]]:
+def _groups(unit: PlannedUnit, granularity: GranularityRule) -> dict[str, tuple[PlannedParam, ...]]:
     """Planned parameters by dtype; frozen ones form groups of their own, as in `fully_shard`."""
     groups: dict[tuple[str, bool], list[PlannedParam]] = {}
     for shape in unit.params:

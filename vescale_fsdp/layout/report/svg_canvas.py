@@ -1,125 +1,17 @@
-"""A canvas: rectangles, lines, dots and text, kept as values, written as SVG text or, with matplotlib, as PNG.
+"""A canvas: rectangles, lines, dots and text, written as SVG text.
 
-Pictures draw once and are written in either form, so that both look alike. Lengths are pixels, y grows
-downwards. ``PADDING`` as a fill is a hatch.
+Lengths are pixels, y grows downwards. ``PADDING`` as a fill is a hatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
-from pathlib import Path
-from typing import Any
 
 __all__ = ["PADDING", "Canvas"]
 
 PADDING = "padding"
 PAPER, HATCH_PAPER, HATCH_INK, INK = "#ffffff", "#f8f9fb", "#98a2b3", "#1d2433"
-POINTS_PER_PX = 0.75  # matplotlib sizes fonts and lines in points; at 96 dpi a pixel is 3/4 of one
-
-
-@dataclass(frozen=True)
-class _Rect:
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: str
-    stroke: str
-    tip: str
-
-    def svg(self) -> str:
-        fill = "url(#padding)" if self.fill == PADDING else self.fill
-        edge = f" stroke='{self.stroke}' stroke-width='0.8'" if self.stroke else ""
-        tip = f"<title>{escape(self.tip)}</title>" if self.tip else ""
-        return (
-            f"<rect x='{self.x:.2f}' y='{self.y:.2f}' width='{self.width:.2f}' height='{self.height:.2f}' "
-            f"fill='{fill}'{edge}>{tip}</rect>"
-        )
-
-    def draw(self, axes: Any, patches: Any) -> None:
-        hatched = self.fill == PADDING
-        axes.add_patch(
-            patches.Rectangle(
-                (self.x, self.y),
-                self.width,
-                self.height,
-                facecolor=HATCH_PAPER if hatched else self.fill,
-                edgecolor=HATCH_INK if hatched else self.stroke or "none",
-                hatch="////" if hatched else None,
-                linewidth=0.6 if hatched or self.stroke else 0,
-            )
-        )
-
-
-@dataclass(frozen=True)
-class _Line:
-    points: tuple[tuple[float, float], ...]
-    colour: str
-    width: float
-    dashed: bool
-
-    def svg(self) -> str:
-        where = " ".join(f"{x:.2f},{y:.2f}" for x, y in self.points)
-        dashes = " stroke-dasharray='5 4'" if self.dashed else ""
-        return (
-            f"<polyline points='{where}' fill='none' stroke='{self.colour}' stroke-width='{self.width}' "
-            f"stroke-linejoin='round'{dashes}/>"
-        )
-
-    def draw(self, axes: Any, patches: Any) -> None:
-        xs, ys = zip(*self.points, strict=True)
-        style = "--" if self.dashed else "-"
-        axes.plot(xs, ys, color=self.colour, linewidth=self.width * POINTS_PER_PX, linestyle=style)
-
-
-@dataclass(frozen=True)
-class _Dot:
-    x: float
-    y: float
-    radius: float
-    fill: str
-    tip: str
-
-    def svg(self) -> str:
-        tip = f"<title>{escape(self.tip)}</title>" if self.tip else ""
-        return (
-            f"<circle cx='{self.x:.2f}' cy='{self.y:.2f}' r='{self.radius}' fill='{self.fill}'>{tip}</circle>"
-        )
-
-    def draw(self, axes: Any, patches: Any) -> None:
-        axes.add_patch(patches.Circle((self.x, self.y), self.radius, facecolor=self.fill, linewidth=0))
-
-
-@dataclass(frozen=True)
-class _Text:
-    x: float
-    y: float
-    content: str
-    size: float
-    colour: str
-    anchor: str
-    bold: bool
-
-    def svg(self) -> str:
-        weight = " font-weight='600'" if self.bold else ""
-        return (
-            f"<text x='{self.x:.2f}' y='{self.y:.2f}' font-size='{self.size}' fill='{self.colour}' "
-            f"text-anchor='{self.anchor}'{weight}>{escape(self.content)}</text>"
-        )
-
-    def draw(self, axes: Any, patches: Any) -> None:
-        axes.text(
-            self.x,
-            self.y,
-            self.content.replace("$", r"\$"),  # else matplotlib reads it as mathematics
-            fontsize=self.size * POINTS_PER_PX,
-            color=self.colour,
-            ha={"start": "left", "middle": "center", "end": "right"}[self.anchor],
-            va="baseline",
-            fontweight="bold" if self.bold else "normal",
-        )
 
 
 class Canvas:
@@ -134,23 +26,35 @@ class Canvas:
         self.title = title
         self.width_px = width_px
         self.height_px = height_px
-        self._shapes: list[_Rect | _Line | _Dot | _Text] = []
+        self._shapes: list[str] = []  # elements of SVG
 
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, *, stroke: str = "", tip: str = ""
     ) -> None:
         """A filled rectangle; ``fill=PADDING`` hatches it. The tip shows in SVG when pointed at."""
-        self._shapes.append(_Rect(x, y, max(width, 0.6), height, fill, stroke, tip))
+        fill = "url(#padding)" if fill == PADDING else fill
+        edge = f" stroke='{stroke}' stroke-width='0.8'" if stroke else ""
+        self._shapes.append(
+            f"<rect x='{x:.2f}' y='{y:.2f}' width='{max(width, 0.6):.2f}' height='{height:.2f}' "
+            f"fill='{fill}'{edge}>{_title(tip)}</rect>"
+        )
 
     def line(
         self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.0, dashed: bool = False
     ) -> None:
         """An open line through points."""
-        self._shapes.append(_Line(tuple(points), colour, width, dashed))
+        where = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+        dashes = " stroke-dasharray='5 4'" if dashed else ""
+        self._shapes.append(
+            f"<polyline points='{where}' fill='none' stroke='{colour}' stroke-width='{width}' "
+            f"stroke-linejoin='round'{dashes}/>"
+        )
 
     def dot(self, x: float, y: float, radius: float, fill: str, *, tip: str = "") -> None:
         """A filled circle."""
-        self._shapes.append(_Dot(x, y, radius, fill, tip))
+        self._shapes.append(
+            f"<circle cx='{x:.2f}' cy='{y:.2f}' r='{radius}' fill='{fill}'>{_title(tip)}</circle>"
+        )
 
     def text(
         self,
@@ -164,7 +68,11 @@ class Canvas:
         bold: bool = False,
     ) -> None:
         """A line of text whose baseline starts (``"start"``), is centred or ends at a point."""
-        self._shapes.append(_Text(x, y, content, size, colour, anchor, bold))
+        weight = " font-weight='600'" if bold else ""
+        self._shapes.append(
+            f"<text x='{x:.2f}' y='{y:.2f}' font-size='{size}' fill='{colour}' "
+            f"text-anchor='{anchor}'{weight}>{escape(content)}</text>"
+        )
 
     def svg(self) -> str:
         """The picture as an SVG document."""
@@ -180,22 +88,8 @@ class Canvas:
             f"font-family='Inter, Helvetica, Arial, sans-serif'><title>{escape(self.title)}</title>"
         )
         paper = f"<rect width='{width}' height='{height}' fill='{PAPER}'/>"
-        return "\n".join((head, hatch, paper, *(shape.svg() for shape in self._shapes), "</svg>")) + "\n"
+        return "\n".join((head, hatch, paper, *self._shapes, "</svg>")) + "\n"
 
-    def save_png(self, path: Path) -> None:
-        """Write the picture as PNG.
 
-        Raises:
-            ImportError: without matplotlib.
-        """
-        from matplotlib import patches
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(self.width_px / 96, self.height_px / 96), dpi=96, facecolor=PAPER)
-        FigureCanvasAgg(figure)
-        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, self.width_px), ylim=(self.height_px, 0))
-        axes.set_axis_off()
-        for shape in self._shapes:
-            shape.draw(axes, patches)
-        figure.savefig(path, dpi=144)
+def _title(tip: str) -> str:
+    return f"<title>{escape(tip)}</title>" if tip else ""
