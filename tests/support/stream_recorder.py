@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 from vescale_fsdp.collectives import all_gather_into, all_reduce_in_place, reduce_scatter_into
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Streams
+from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.schedule import CommContext
 
 __all__ = ["RecordedStream", "StreamRecorder", "recording"]
 

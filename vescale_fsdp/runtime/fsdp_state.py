@@ -27,10 +27,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
+from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.nested_tensors import map_tensors, tensors_of
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.schedule import CommContext, Schedule
+from vescale_fsdp.runtime.schedule import Schedule
 from vescale_fsdp.runtime.takeover import rebind
 from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
 

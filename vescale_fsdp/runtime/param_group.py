@@ -66,6 +66,11 @@ class GroupState(Enum):
     GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
     UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a gather would have to bring parameters."""
+        return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
+
 
 @dataclass
 class ManagedParam:

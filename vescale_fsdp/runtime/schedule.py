@@ -10,32 +10,22 @@ collectives themselves run on the process groups' own streams)::
                r                             | reduce 3 ..       1 reduction in flight at most
 
 The next unit is gathered while the current one computes: in the forward by the order of the previous
-iteration (or the user's list), in the backward by the reverse of this forward's order. Memory is freed
-deterministically, without ``record_stream``: a buffer is given back when the compute stream is done with it
-as an event says, and the gather stream waits for that event before it allocates again. On the CPU there are
-no streams: collectives run in gloo's threads and `wait` is a wait. ``tests/runtime/comm/test_streams.py`` runs all of
-this on recorded streams and finds every access and allocation in order.
+iteration (or the user's list), in the backward by the reverse of this forward's order. How streams wait for each
+other is `CommContext`'s affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
-from vescale_fsdp.runtime.param_group import GroupState, ParamGroup, ReducedShard
-from vescale_fsdp.runtime.takeover import settle
-from vescale_fsdp.torch_private import autograd_engine_callback, outside_modes, profiled
+from vescale_fsdp.runtime.comm_context import CommContext
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
+from vescale_fsdp.torch_private import autograd_engine_callback, profiled
 
-_SHARDED = (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
-
-__all__ = ["CommContext", "Schedule", "Unit"]
+__all__ = ["Schedule", "Unit"]
 
 
 class Unit(Protocol):
@@ -53,206 +43,6 @@ class Unit(Protocol):
 
     def end_backward(self, *, is_last: bool) -> None:
         """Called when the whole backward pass is over."""
-
-
-class CommContext:
-    """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`).
-
-    Who owns which memory (the caching allocator gives a freed block to the stream it was allocated on, at
-    once, so every other stream that used it must be waited for first):
-
-        gathered buffers, and what a gather needs beside them     g; reused behind the event ``freed``
-        gradient buffers                                          c; freed once c waits for their reduction
-        reduced shards, so sharded gradients                      r; r waits for c at the start of a reduction
-
-    Args:
-        streams: where streams come from; None on the CPU, where a wait is a wait.
-    """
-
-    def __init__(self, streams: Streams | None) -> None:
-        self.streams = streams
-        self.max_reductions = 1
-        self.in_flight: list[tuple[ParamGroup, ReducedShard]] = []
-        self.freed: Event | None = None  # the compute stream's last use of a freed buffer
-        self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
-        self._kept: DBuffer | None = None  # the one of them that still has its memory
-        self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
-
-    # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
-    @cached_property
-    def gather_stream(self) -> Stream | None:
-        """Where gathers start, and the casts before and the decoding after them run."""
-        return self.streams.new() if self.streams is not None else None
-
-    @cached_property
-    def reduce_stream(self) -> Stream | None:
-        """Where reductions start, and what is done with a reduced shard runs."""
-        return self.streams.new() if self.streams is not None else None
-
-    def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        return self.streams.on(stream) if self.streams is not None and stream is not None else nullcontext()
-
-    def _compute_waits_for(self, stream: Stream | None) -> None:
-        if self.streams is not None:
-            self.streams.current().wait_stream(stream)
-
-    def wait_for_compute(self) -> None:
-        """Let the gather stream wait for what the compute stream has been given (the optimizer's step)."""
-        if self.streams is not None and self.gather_stream is not None:
-            self.gather_stream.wait_stream(self.streams.current())
-
-    def wait_for_event(self, event: Event) -> None:
-        """Let the gather stream wait for a user's event instead of the whole compute stream."""
-        if self.gather_stream is not None:
-            self.gather_stream.wait_event(event)
-
-    # -- gather ---------------------------------------------------------------------------------------
-
-    def gather(self, groups: Sequence[ParamGroup]) -> None:
-        """Start all-gathers, once the buffers freed so far may be used again."""
-        if self.gather_stream is not None and self.freed is not None:
-            self.gather_stream.wait_event(self.freed)
-        with self._on(self.gather_stream), outside_modes():
-            for group in groups:
-                if group.state in _SHARDED:
-                    settle(group)
-                group.unshard()
-                if self.gather_stream is not None and group.state is GroupState.GATHERING:
-                    # What decodes or copies out behind the collective uses memory of this stream: here, now.
-                    group.finish_gather()
-                    group.gathered = self.gather_stream.record_event()
-        self._note_host_copy(self.gather_stream, groups)
-
-    def wait(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
-        for group in groups:
-            if group.state in (GroupState.GATHERING, GroupState.GATHERED):
-                with outside_modes():
-                    self.settle([group])
-                    group.hand_over()
-
-    def settle(self, groups: Sequence[ParamGroup]) -> None:
-        """See to it that gathers under way have read their shards before the compute stream goes on."""
-        for group in groups:
-            if group.state is GroupState.GATHERING:
-                group.finish_gather()
-            elif self.streams is not None and group.gathered is not None:
-                self.streams.current().wait_event(group.gathered)
-
-    def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
-        """Free full parameters; the next gather waits until the compute stream is done with them."""
-        self.wait(groups)
-        with outside_modes():
-            for group in groups:
-                group.reshard(keep_part=keep_part)
-        if self.streams is not None:
-            self.freed = self.streams.current().record_event()
-
-    # -- gradient buffers -------------------------------------------------------------------------------
-
-    def adopt(self, group: ParamGroup) -> None:
-        """Let a group share gradient buffers with those of equal layout: the layers of a model."""
-        group.take_spare = self._take_spare
-        if group.comm.custom_reduce_scatter is None:
-            group.spare_grads = self._spare_grads.setdefault(group.layout, {})
-
-    def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
-        """One of these buffers, if there is one; on the CPU, once the reductions in flight are done.
-
-        There a wait costs little, since the cores that would overlap with it do the reduction, and the buffer
-        that was reduced goes, memory and all, to the next unit: a fresh one would cost a page fault for every
-        4 KiB. On an accelerator the reduction runs beside the next unit's backward, and its buffer with it.
-        """
-        if self.streams is None:
-            while self.in_flight:
-                self.finish_reduction()
-        spare = spares.pop() if spares else None
-        if spare is self._kept:
-            self._kept = None
-        else:
-            self._let_go()
-        return spare
-
-    def _recycle(self, group: ParamGroup, buffer: DBuffer) -> None:
-        """Keep a gradient buffer that was reduced: its tensors, and on the CPU its memory until the next one."""
-        group.spare_grads.setdefault(buffer.flat.dtype, []).append(buffer)
-        self._let_go()
-        if self.streams is None:
-            self._kept = buffer
-        else:
-            buffer.free()
-
-    def _let_go(self) -> None:
-        if self._kept is not None:
-            self._kept.free()
-            self._kept = None
-
-    # -- reduce ---------------------------------------------------------------------------------------
-
-    def make_way(self) -> None:
-        """Finish reductions until one more may start: at most ``max_reductions`` stay in flight."""
-        while len(self.in_flight) >= self.max_reductions:
-            self.finish_reduction()
-
-    def reduce(self, group: ParamGroup) -> None:
-        """Start a reduction."""
-        self.make_way()
-        self._let_go()  # nobody took it: the root's gradients, for one, have their memory since the loss
-        if self.streams is not None and self.reduce_stream is not None:
-            self.reduce_stream.wait_stream(self.streams.current())
-        with self._on(self.reduce_stream):
-            self.in_flight.append((group, group.start_reduce()))
-
-    def finish_reduction(self) -> None:
-        """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
-        group, reduced = self.in_flight.pop(0)
-        with self._on(self.reduce_stream):
-            reduced.wait()
-        # Only now may the compute stream, which owns the gradient buffer, use its memory again. What follows
-        # (the replicas' all-reduce, casts) need not be waited for before the next reduction has run.
-        self._compute_waits_for(self.reduce_stream)
-        self._recycle(group, reduced.source)
-        with self._on(self.reduce_stream):
-            group.finish_reduce(reduced)
-        self._note_host_copy(self.reduce_stream, [group])
-
-    def finish_reductions(self) -> None:
-        """Finish all of them; the compute stream may read the sharded gradients behind this."""
-        while self.in_flight:
-            self.finish_reduction()
-        self._let_go()
-        self._compute_waits_for(self.reduce_stream)
-
-    def drop_reductions(self) -> None:
-        """Forget all reductions in flight, once they no longer touch their buffers."""
-        with self._on(self.reduce_stream):
-            for _, reduced in self.in_flight:
-                reduced.wait()
-        self._compute_waits_for(self.reduce_stream)
-        self.in_flight.clear()
-
-    def run_beside(self, stream: Stream | None, work: Callable[[], None]) -> None:
-        """Do a user's work on a stream of theirs (None: where we are), in order with what is before and after."""
-        if self.streams is None or stream is None:
-            work()
-            return
-        here = self.streams.current()
-        stream.wait_stream(here)
-        with self._on(stream):
-            work()
-        here.wait_stream(stream)
-
-    # -- host -----------------------------------------------------------------------------------------
-
-    def _note_host_copy(self, stream: Stream | None, groups: Sequence[ParamGroup]) -> None:
-        if stream is not None and any(group.is_offloaded for group in groups):
-            self._host_copies[stream] = stream.record_event()
-
-    def wait_for_host_copies(self) -> None:
-        """Block until copies from and to the host are done: it may then write shards and read gradients."""
-        for event in self._host_copies.values():
-            event.synchronize()
-        self._host_copies.clear()
 
 
 class Schedule:
@@ -273,7 +63,7 @@ class Schedule:
 
     def gather(self, unit: Unit) -> bool:
         """Start the all-gathers of a unit; False if they are under way or done."""
-        if not any(group.state in _SHARDED for group in unit.groups):
+        if not any(group.state.is_sharded for group in unit.groups):
             return False
         with profiled("FSDP::all_gather ", unit.shown):
             self.comm.gather(unit.groups)

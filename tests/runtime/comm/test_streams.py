@@ -24,9 +24,9 @@ from tests.support.stream_recorder import RecordedStream, StreamRecorder, record
 from vescale_fsdp import Rows, fully_shard, share_comm_ctx
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.streams import Streams, streams_of
+from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.schedule import CommContext
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

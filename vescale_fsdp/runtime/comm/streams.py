@@ -3,7 +3,7 @@
     streams_of(cuda)  -> DeviceStreams     the device module's own streams and events
     streams_of(cpu)   -> None              the host does one thing after the other
 
-The schedule asks for streams here and nowhere else. A test hands `vescale_fsdp.runtime.schedule.CommContext` another
+The schedule asks for streams here and nowhere else. A test hands `CommContext` another
 `Streams`, one that writes down who waits for whom, and proves the order of things on a CPU.
 
 Streams and events are made by ``torch.cuda`` (or the device's module of that kind), not by the generic
