@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vescale_fsdp.dtensor.piece_map import Holding
+from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.optim.muon.matrices import Matrix, matrices_of
-from vescale_fsdp.optim.muon.ownership import assign_owners, newton_schulz_flops
-from vescale_fsdp.optim.muon.plan import TakingPart, plan_step
+from vescale_fsdp.optim.muon.plan import SteppedParam, assign_owners, newton_schulz_flops, plan_step
 
 
 def llama_3_8b_matrices() -> list[tuple[int, int]]:
@@ -80,7 +79,7 @@ def test_matrices_are_flat_ranges() -> None:
 
 def test_a_matrix_on_one_rank_stays_there() -> None:
     """Plain tensors and whole matrices are planned where they lie; nothing travels."""
-    plain = TakingPart(Holding((4, 3), (0, 12)), matrices_of((4, 3)), 5)
+    plain = SteppedParam(PieceMap((4, 3), (0, 12)), matrices_of((4, 3)), 5)
     plan = plan_step([plain, plain], 1 << 20, {})
 
     assert plan.here == ((0, Matrix(0, 4, 3)), (1, Matrix(0, 4, 3)))
@@ -90,7 +89,7 @@ def test_a_matrix_on_one_rank_stays_there() -> None:
 
 def test_holder_of_a_range() -> None:
     """A range inside one piece has a holder; one that crosses a cut has none; empty pieces hold nothing."""
-    holding = Holding((4, 3), (0, 6, 6, 12))
-    assert holding.holder_of(Matrix(0, 2, 3).range) == 0
-    assert holding.holder_of(Matrix(6, 2, 3).range) == 2
-    assert holding.holder_of(Matrix(3, 2, 3).range) is None
+    pieces = PieceMap((4, 3), (0, 6, 6, 12))
+    assert pieces.holder_of(Matrix(0, 2, 3).range) == 0
+    assert pieces.holder_of(Matrix(6, 2, 3).range) == 2
+    assert pieces.holder_of(Matrix(3, 2, 3).range) is None

@@ -1,8 +1,8 @@
-"""Holding: which flat range of a parameter each rank of its mesh holds, whatever kind of tensor it is.
+"""PieceMap: which flat range of a parameter each rank of its mesh holds, whatever kind of tensor it is.
 
 Optimizers that know structure need one answer from every parameter: who holds which elements.
 
-    parameter                                    holding
+    parameter                                    pieces
     plain tensor, DTensor all Replicate          one shard, the whole tensor, no mesh axis
     RaggedDTensor                                the pieces of its RaggedShard
     FSDP2's DTensor, Shard(0)                    torch's chunks of rows, contiguous and in rank order
@@ -30,19 +30,19 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
 
 __all__ = [
-    "Holding",
-    "contiguous_holding_of",
-    "holding_of",
+    "PieceMap",
+    "contiguous_pieces_of",
     "local_grad",
     "local_part_of",
     "local_tensor",
+    "pieces_of",
     "zeros_beside",
 ]
 
 
 @dataclass(frozen=True)
-class Holding:
-    """The pieces of one parameter.
+class PieceMap:
+    """The pieces of one parameter: contiguous flat ranges, in the order of the ranks.
 
     Args:
         shape: global shape.
@@ -83,11 +83,11 @@ class Holding:
         return rank if wanted.stop <= self.starts[rank + 1] else None
 
 
-def holding_of(tensor: torch.Tensor) -> Holding | None:
-    """The holding of a parameter, or None if ranks do not hold contiguous flat ranges of it."""
+def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
+    """The pieces of a parameter, or None if ranks do not hold contiguous flat ranges of it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
-        return Holding(shape, (0, numel_of(shape)))
+        return PieceMap(shape, (0, numel_of(shape)))
     mesh = tensor.device_mesh
     sharded = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
     if len(sharded) != 1:
@@ -100,11 +100,11 @@ def holding_of(tensor: torch.Tensor) -> Holding | None:
         numels = tuple(chunk_of(shape[0], num_shards, r).numel * row_numel for r in range(num_shards))
     else:
         return None
-    return Holding(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), mesh, axis)
+    return PieceMap(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), mesh, axis)
 
 
-def contiguous_holding_of(param: torch.Tensor, otherwise: str) -> Holding:
-    """The holding of a parameter whose ranks must hold contiguous runs.
+def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
+    """The pieces of a parameter whose ranks must hold contiguous runs.
 
     Args:
         param: the parameter.
@@ -113,8 +113,8 @@ def contiguous_holding_of(param: torch.Tensor, otherwise: str) -> Holding:
     Raises:
         LayoutError: if they do not.
     """
-    holding = holding_of(param)
-    if holding is None:
+    pieces = pieces_of(param)
+    if pieces is None:
         assert isinstance(param, DTensor)
         raise LayoutError(
             explain(
@@ -125,12 +125,12 @@ def contiguous_holding_of(param: torch.Tensor, otherwise: str) -> Holding:
                 todo=f"shard this parameter by rows, or use {otherwise}",
             )
         )
-    return holding
+    return pieces
 
 
 def zeros_beside(
     param: torch.Tensor,
-    holding: Holding,
+    pieces: PieceMap,
     shape: tuple[int, ...],
     piece_numels: Sequence[int],
     dtype: torch.dtype = torch.float32,
@@ -139,7 +139,7 @@ def zeros_beside(
 
     Args:
         param: the parameter.
-        holding: how it lies.
+        pieces: how it lies.
         shape: global shape of the new tensor.
         piece_numels: elements of the new tensor that belong to each shard's piece of the parameter.
         dtype: of the new tensor.
@@ -147,14 +147,14 @@ def zeros_beside(
     Returns:
         A plain tensor beside plain parameters, else a DTensor on the parameter's mesh.
     """
-    local = torch.zeros(piece_numels[holding.shard_rank], dtype=dtype, device=param.device)
+    local = torch.zeros(piece_numels[pieces.shard_rank], dtype=dtype, device=param.device)
     if not isinstance(param, DTensor):
         return local.view(shape)
     mesh = param.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    if holding.axis is None:
+    if pieces.axis is None:
         return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
-    placements[holding.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
+    placements[pieces.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
     return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vescale_fsdp.dtensor.piece_map import contiguous_holding_of, local_grad, local_tensor, zeros_beside
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
@@ -103,11 +103,11 @@ class AdamW8bit(StructuredOptimizer):
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
-        grid, holding = self._grid(param), contiguous_holding_of(param, "state_bits=32 in its param group")
-        numels = [grid.scales_of(holding.piece(rank), "parameter") for rank in range(holding.num_shards)]
+        grid, pieces = self._grid(param), contiguous_pieces_of(param, "state_bits=32 in its param group")
+        numels = [grid.scales_of(pieces.piece(rank), "parameter") for rank in range(pieces.num_shards)]
         for name, signed in _MOMENTS.items():
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
-            state[f"{name}_scales"] = zeros_beside(param, holding, grid.scales_shape, numels)
+            state[f"{name}_scales"] = zeros_beside(param, pieces, grid.scales_shape, numels)
         return state
 
     def _grid(self, param: torch.Tensor) -> BlockGrid:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.dtensor.piece_map import holding_of, local_part_of, local_tensor
+from vescale_fsdp.dtensor.piece_map import local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.torch_private import local_of
@@ -90,9 +90,9 @@ def _copy_value(value: Any, target: torch.Tensor) -> None:
             value = redistribute(value, target.placements)  # torch's own does not know ragged targets
         local.copy_(local_of(value).view(local.shape))
         return
-    holding = holding_of(target)
-    if holding is None:
+    pieces = pieces_of(target)
+    if pieces is None:
         local.copy_(local_part_of(value.to(local.device), target))
         return
-    piece = holding.own_piece
+    piece = pieces.own_piece
     local_tensor(target, "state").copy_(value.reshape(-1)[piece.start : piece.stop])

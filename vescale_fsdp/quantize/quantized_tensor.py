@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.dtensor.piece_map import contiguous_holding_of, local_tensor, zeros_beside
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_beside
 from vescale_fsdp.quantize.codec import BlockCodec
 
 __all__ = ["Quantized", "quantize"]
@@ -60,11 +60,11 @@ def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
     Raises:
         LayoutError: if a rank boundary cuts a block.
     """
-    holding = contiguous_holding_of(tensor, "another placement")
+    pieces = contiguous_pieces_of(tensor, "another placement")
     grid = codec.grid(tuple(tensor.shape))
-    numels = [grid.scales_of(holding.piece(rank), "tensor") for rank in range(holding.num_shards)]
+    numels = [grid.scales_of(pieces.piece(rank), "tensor") for rank in range(pieces.num_shards)]
     codes = torch.zeros_like(tensor, dtype=torch.uint8)
-    scales = zeros_beside(tensor, holding, grid.scales_shape, numels, codec.scale_dtype)
+    scales = zeros_beside(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
     local_codes, local_scales = codec.encode(local_tensor(tensor), grid)
     local_tensor(codes, "tensor of codes").copy_(local_codes)
     local_tensor(scales, "tensor of scales").copy_(local_scales)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.collectives import Work, all_to_all_into
-from vescale_fsdp.dtensor.piece_map import Holding
+from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.optim.muon.matrices import Matrix
 from vescale_fsdp.torch_private import foreach_copy_
@@ -56,12 +56,12 @@ class Travel(NamedTuple):
 
     param: int
     matrix: Matrix
-    holding: Holding
+    pieces: PieceMap
     owner: tuple[int, int]
 
     def part(self, shard: int) -> FlatRange:
         """The range of the parameter that a shard rank holds of this matrix."""
-        return self.matrix.range.intersect(self.holding.piece(shard))
+        return self.matrix.range.intersect(self.pieces.piece(shard))
 
 
 class Transfer(NamedTuple):

@@ -140,7 +140,7 @@ class Muon(StructuredOptimizer):
             self._plans[present] = plan_step(taking_part, self._bucket_bytes, self._ranks)
         plan = self._plans[present]
         jobs = [
-            Job(param, group, lies.holding, self._momentum(param, group))
+            Job(param, group, lies.pieces, self._momentum(param, group))
             for (param, group), lies in zip((members[index] for index in present), plan.params, strict=True)
         ]
         run_step(plan, jobs, meanwhile=self._step_adamw)

@@ -1,7 +1,8 @@
 """The plan of a Muon step: what is orthogonalised where it lies, what travels, in which buckets.
 
 A plan depends on the parameters that have a gradient, on their shapes and how they lie; every rank computes
-the same one. It is kept until those change, and never saved: after a load it is computed anew.
+the same one, owners of matrices included, so nothing of it is communicated. It is kept until those change, and never
+saved: after a load, on another number of ranks perhaps, it is computed anew.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.dtensor.mesh_order import ranks_by_place
-from vescale_fsdp.dtensor.piece_map import Holding
+from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Ranks, Travel
 from vescale_fsdp.optim.muon.matrices import Matrix
-from vescale_fsdp.optim.muon.ownership import assign_owners, newton_schulz_flops
 
-__all__ = ["MuonPlan", "TakingPart", "plan_step"]
+__all__ = ["MuonPlan", "SteppedParam", "assign_owners", "newton_schulz_flops", "plan_step"]
 
 
 @dataclass(frozen=True)
-class TakingPart:
+class SteppedParam:
     """One parameter that takes part in a step: how it lies, its matrices, the iterations of each."""
 
-    holding: Holding | None
+    pieces: PieceMap | None
     matrices: tuple[Matrix, ...]
     steps: int
 
@@ -42,14 +42,14 @@ class MuonPlan:
         gathered: parameters without contiguous pieces, gathered to every rank (correct, slower).
     """
 
-    params: tuple[TakingPart, ...]
+    params: tuple[SteppedParam, ...]
     here: tuple[tuple[int, Matrix], ...]
     buckets: tuple[Bucket, ...]
     gathered: tuple[int, ...]
 
 
 def plan_step(
-    wanted: Sequence[TakingPart], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
+    wanted: Sequence[SteppedParam], bucket_bytes: int, ranks_of: dict[tuple[DeviceMesh, int], Ranks]
 ) -> MuonPlan:
     """Make the plan.
 
@@ -63,20 +63,20 @@ def plan_step(
     cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix]]] = {}
     held: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
     for index, param in enumerate(wanted):
-        holding = param.holding
-        if holding is None:
+        pieces = param.pieces
+        if pieces is None:
             gathered.append(index)
             continue
-        key = (holding.mesh, holding.axis) if holding.mesh is not None and holding.axis is not None else None
+        key = (pieces.mesh, pieces.axis) if pieces.mesh is not None and pieces.axis is not None else None
         for matrix in param.matrices:
-            holder = holding.holder_of(matrix.range)
+            holder = pieces.holder_of(matrix.range)
             if holder is None:
                 assert key is not None
                 cut.setdefault(key, []).append((index, matrix))
                 continue
             if key is not None:
                 held.setdefault(key, []).append((index, matrix, holder))
-            if holder == holding.shard_rank:
+            if holder == pieces.shard_rank:
                 here.append((index, matrix))
     buckets = [
         bucket
@@ -87,7 +87,7 @@ def plan_step(
 
 
 def _buckets(
-    wanted: Sequence[TakingPart],
+    wanted: Sequence[SteppedParam],
     cut: Sequence[tuple[int, Matrix]],
     held: Sequence[tuple[int, Matrix, int]],
     ranks: Ranks,
@@ -102,7 +102,7 @@ def _buckets(
     replicas = len(ranks.numbers)
     owners = assign_owners(flops, [_held_numels(wanted[i], m) * replicas for i, m in cut], loads * replicas)
     travels = [
-        Travel(index, matrix, _known(wanted[index].holding), ranks.place(owner))
+        Travel(index, matrix, _known(wanted[index].pieces), ranks.place(owner))
         for (index, matrix), owner in zip(cut, owners, strict=True)
     ]
     limit_numel = max(1, bucket_bytes * ranks.num_ranks // WIRE_DTYPE.itemsize)
@@ -117,14 +117,14 @@ def _buckets(
     return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
 
 
-def _known(holding: Holding | None) -> Holding:
-    assert holding is not None
-    return holding
+def _known(pieces: PieceMap | None) -> PieceMap:
+    assert pieces is not None
+    return pieces
 
 
-def _held_numels(param: TakingPart, matrix: Matrix) -> list[int]:
-    holding = _known(param.holding)
-    return [matrix.range.intersect(holding.piece(rank)).numel for rank in range(holding.num_shards)]
+def _held_numels(param: SteppedParam, matrix: Matrix) -> list[int]:
+    pieces = _known(param.pieces)
+    return [matrix.range.intersect(pieces.piece(rank)).numel for rank in range(pieces.num_shards)]
 
 
 def _ranks(key: tuple[DeviceMesh, int], known: dict[tuple[DeviceMesh, int], Ranks]) -> Ranks:
@@ -147,3 +147,39 @@ def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     me = dist.get_rank()
     replica, shard = next((r, s) for r, row in enumerate(table) for s, rank in enumerate(row) if rank == me)
     return Ranks(group, numbers, replica, shard)
+
+
+# -- who orthogonalises which matrix: integers only ------------------------------------------------------
+
+
+def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
+    """Floating-point operations of ``steps`` quintic iterations on a rows x cols matrix.
+
+    With s the short and l the long side, a step is X X' and B X (2 s s l each) and one A A (2 s s s).
+    """
+    short, long = sorted((rows, cols))
+    return steps * (4 * short * short * long + 2 * short**3)
+
+
+def assign_owners(
+    flops: Sequence[int], held_numels: Sequence[Sequence[int]], fixed_loads: Sequence[int]
+) -> list[int]:
+    """The owner of each matrix: the heaviest first, each to the rank with the least work so far.
+
+    Args:
+        flops: work of each matrix.
+        held_numels: elements of each matrix that each rank holds already; among ranks with equally little
+            work the one that holds most of the matrix takes it, because what it holds need not travel.
+        fixed_loads: work that each rank has anyway (matrices it holds whole).
+
+    Returns:
+        One rank per matrix.
+    """
+    loads = list(fixed_loads)
+    owners = [0] * len(flops)
+    for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
+        held = held_numels[index]
+        owner = min(range(len(loads)), key=lambda rank: (loads[rank], -held[rank], rank))
+        owners[index] = owner
+        loads[owner] += flops[index]
+    return owners

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.dtensor.piece_map import Holding, holding_of, local_part_of, local_tensor
+from vescale_fsdp.dtensor.piece_map import PieceMap, local_part_of, local_tensor, pieces_of
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Pending, start_exchange
 from vescale_fsdp.optim.muon.matrices import Matrix, matrices_of
 from vescale_fsdp.optim.muon.newton_schulz import NewtonSchulz
-from vescale_fsdp.optim.muon.plan import MuonPlan, TakingPart
+from vescale_fsdp.optim.muon.plan import MuonPlan, SteppedParam
 from vescale_fsdp.torch_private import muon_adjust_lr
 
 __all__ = ["Job", "run_step", "taking_part_of"]
@@ -32,13 +32,13 @@ class Job(NamedTuple):
 
     param: torch.Tensor
     group: dict[str, Any]
-    holding: Holding | None
+    pieces: PieceMap | None
     update: torch.Tensor  # 1D [own piece], what is to be orthogonalised
 
     def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
         """The elements ``wanted`` of the parameter, out of this rank's flat piece of it or of its state."""
-        assert self.holding is not None
-        start = self.holding.own_piece.start
+        assert self.pieces is not None
+        start = self.pieces.own_piece.start
         return flat[wanted.start - start : wanted.stop - start]
 
     def iteration(self) -> NewtonSchulz:
@@ -61,10 +61,10 @@ class Job(NamedTuple):
             target.add_(orthogonal, alpha=-self.scaled_lr(matrix))
 
 
-def taking_part_of(param: torch.Tensor, group: dict[str, Any]) -> TakingPart:
+def taking_part_of(param: torch.Tensor, group: dict[str, Any]) -> SteppedParam:
     """How a parameter takes part in a step."""
-    return TakingPart(
-        holding_of(param), matrices_of(tuple(param.shape), group["row_splits"]), group["ns_steps"]
+    return SteppedParam(
+        pieces_of(param), matrices_of(tuple(param.shape), group["row_splits"]), group["ns_steps"]
     )
 
 
@@ -165,7 +165,7 @@ def _orthogonalise_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence
     for iteration, shape, positions in _stacks([(t.param, t.matrix) for t in owned], jobs):
         stack = torch.empty(len(positions), *shape, dtype=WIRE_DTYPE, device=arrived.device)
         for row, n in zip(stack, positions, strict=True):
-            torch.cat([parts[s, n] for s in range(owned[n].holding.num_shards)], out=row.view(-1))
+            torch.cat([parts[s, n] for s in range(owned[n].pieces.num_shards)], out=row.view(-1))
         for result, n in zip(iteration(stack), positions, strict=True):
             results[n] = result.reshape(-1)
     return results

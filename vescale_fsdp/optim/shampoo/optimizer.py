@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from vescale_fsdp.dtensor.piece_map import contiguous_holding_of, local_grad, local_tensor, zeros_beside
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
 from vescale_fsdp.errors import LayoutError, explain
 from vescale_fsdp.layout.granularity import Element, Granularity
 from vescale_fsdp.optim.shampoo.block_math import accumulate, graft, inverse_root
@@ -110,8 +110,8 @@ class Shampoo(StructuredOptimizer):
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
-        holding = contiguous_holding_of(param, "adamw_params=[...]")
-        bands = [len(grid.bands_in(holding.piece(rank))) for rank in range(holding.num_shards)]
+        pieces = contiguous_pieces_of(param, "adamw_params=[...]")
+        bands = [len(grid.bands_in(pieces.piece(rank))) for rank in range(pieces.num_shards)]
         state = {"step": torch.zeros((), dtype=torch.float32)}
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if group["grafting"] == "adam":
@@ -119,8 +119,8 @@ class Shampoo(StructuredOptimizer):
         for side, (_, columns, height, width) in _sides(grid):
             numels = [count * columns * height * width for count in bands]
             shape = (grid.left_shape[0], columns, height, width)
-            state[f"{side}_factor"] = zeros_beside(param, holding, shape, numels)
-            state[f"{side}_root"] = zeros_beside(param, holding, shape, numels)
+            state[f"{side}_factor"] = zeros_beside(param, pieces, shape, numels)
+            state[f"{side}_root"] = zeros_beside(param, pieces, shape, numels)
         return state
 
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -139,7 +139,7 @@ class Shampoo(StructuredOptimizer):
         average = local_tensor(state["exp_avg"], "state").lerp_(grad, 1 - group["betas"][0])
         average = average / (1 - group["betas"][0] ** step)
         plain = self._adam_direction(state, grad, average, step, group)
-        piece = contiguous_holding_of(param, "adamw_params=[...]").own_piece
+        piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
         update = torch.empty_like(grad)
         lines = [t.view(-1, grid.cols) for t in (grad, average, plain, update)]
         factors = {side: _local_factors(state, side, shape) for side, shape in _sides(grid)}
