@@ -1,17 +1,8 @@
 """The collectives of this package, each in the one spelling that torch 2.11-2.15 and gloo and NCCL share.
 
-Every function starts its collective and returns the work to wait on; the buffers must live until then.
-
-gloo's own all-gather and reduce-scatter work on copies: they need the whole buffer a second time and more time
-than what gloo does in place. So an in-place gather is a broadcast of every rank's slice there, and a reduction
-is an all-reduce of the buffer of which each rank keeps its slice. Measured on two ranks of one idle machine
-(torch 2.13, 30 MB, ``python tools/bench/collectives.py``): gather 9 instead of 29 ms, reduction 22 instead of
-35 ms, and at most 2 MB of extra memory instead of 30. A gather whose shard lies elsewhere (fp32 shards under
-fp32 compute) is still gloo's own: ours would need a copy of the shard.
-
-bf16 gradients that are to be summed in fp32 travel as bf16: every rank sends each other rank its slice and sums what
-it gets, which moves a quarter of the bytes (2.75 million gradients: 8 instead of 13 ms on 2 ranks, 11 instead of 26
-on 4) and needs room for the slices of the others, in bf16.
+Every function starts its collective and returns the work to wait on; the buffers must live until then. Where gloo is
+to be asked otherwise than NCCL, `_BACKENDS` says how. Times below: two ranks of one idle machine, torch 2.13, 30 MB,
+``python tools/bench/collectives.py``.
 """
 
 from __future__ import annotations
@@ -92,27 +83,98 @@ class _KeepSlice:
         self._into.copy_(self._kept)
 
 
-def _is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
-
-
 # What gloo and NCCL both move as it is; other dtypes (bool, int16, float8, ..) travel as bytes.
-_COMMON = frozenset(
-    (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    )
-)
+_COMMON = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_COMMON |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _COMMON else tensor.view(torch.uint8)
+
+
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class _Native:
+    """A backend that gathers into and reduces from the buffers it is given: NCCL."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+        return all_gather_single(_movable(full), _movable(shard), group=group, async_op=True)
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    ) -> Work | None:
+        return reduce_scatter_single(shard, full, op=op, group=group, async_op=True)
+
+    def sums_in_wider(self, device_type: str) -> bool:
+        return False  # it reads a buffer in the dtype it sums in
+
+
+class _Gloo(_Native):
+    """gloo, whose own all-gather and reduce-scatter work on copies of the whole buffer."""
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+        # fp32 shards under fp32 compute lie elsewhere: what follows would need a copy of the shard.
+        if not _share_storage(full, shard):
+            return super().all_gather(full, shard, group)
+        # A broadcast of every rank's slice works in place: 9 instead of 29 ms, 2 MB of extra memory instead of 30.
+        slices = full.split(shard.numel()) if shard.numel() else ()
+        return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
+
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    ) -> Work | None:
+        if full.dtype is not shard.dtype:
+            _sum_slices(shard, full, group)
+            if op == dist.ReduceOp.AVG:
+                shard.div_(group.size())
+            return None
+        # An all-reduce in place, of which each rank keeps its slice: 22 instead of 35 ms.
+        first = group.rank() * shard.numel()
+        work = dist.all_reduce(full, op, group=group, async_op=True)
+        return _KeepSlice(work, full[first : first + shard.numel()], shard)
+
+    def sums_in_wider(self, device_type: str) -> bool:
+        return device_type == "cpu"
+
+
+_NCCL = _Native()
+_BACKENDS = {"gloo": _Gloo(), "nccl": _NCCL}
+
+
+def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
+    """The backend that moves tensors of a device; those that are not listed are asked as NCCL is."""
+    config = dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
+    return _BACKENDS.get(config.get(device_type, ""), _NCCL)
+
+
+def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum this rank's slice of all ranks' buffers, in the order of ranks; every slice travels once, as it is.
+
+    bf16 gradients that are summed in fp32 travel as bf16, a quarter of the bytes of an all-reduce in fp32
+    (2.75 million gradients: 8 instead of 13 ms on 2 ranks, 11 instead of 26 on 4). The room for the slices of the
+    others is bf16 too.
+    """
+    rank, size, numel = group.rank(), group.size(), shard.numel()
+    slices = {rank: full[rank * numel : (rank + 1) * numel]}
+    received = full.new_empty(size - 1, numel)
+    works: list[dist.Work | None] = []
+    for distance in range(1, size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        slices[source] = received[distance - 1]
+        works.append(dist.irecv(slices[source], group=group, group_src=source, tag=_SLICE_TAG))
+        works.append(
+            dist.isend(full[to * numel : (to + 1) * numel], group=group, group_dst=to, tag=_SLICE_TAG)
+        )
+    _AllOf(works).wait()  # here: what is received would lie beside the next unit's backward otherwise
+    shard.copy_(slices[0])
+    for source in range(1, size):
+        # Piece by piece: a sum of two dtypes widens all of the second one first.
+        for into, piece in zip(
+            shard.split(_WIDENED_NUMEL), slices[source].split(_WIDENED_NUMEL), strict=True
+        ):
+            into.add_(piece)
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
@@ -126,15 +188,11 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
     Returns:
         The work to wait on; None if there is none, as for one rank alone.
     """
-    in_place = shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-    if group.size() == 1:
-        if not in_place:
-            full.copy_(shard)
-        return None
-    if in_place and _is_gloo(group, full.device.type):
-        slices = full.split(shard.numel()) if shard.numel() else ()
-        return _AllOf([broadcast_in_place(part, group, owner) for owner, part in enumerate(slices)])
-    return all_gather_single(_movable(full), _movable(shard), group=group, async_op=True)
+    if group.size() > 1:
+        return _backend_of(group, full.device.type).all_gather(full, shard, group)
+    if not _share_storage(full, shard):
+        full.copy_(shard)
+    return None
 
 
 def reduce_scatter_into(
@@ -152,50 +210,15 @@ def reduce_scatter_into(
     Returns:
         The work to wait on; None if there is none, as for one rank alone.
     """
-    if group.size() == 1:
-        shard.copy_(full)
-        return None
-    if _is_gloo(group, full.device.type):
-        if full.dtype is not shard.dtype:
-            _sum_slices(shard, full, group)
-            if op == dist.ReduceOp.AVG:
-                shard.div_(group.size())
-            return None
-        first = group.rank() * shard.numel()
-        work = dist.all_reduce(full, op, group=group, async_op=True)
-        return _KeepSlice(work, full[first : first + shard.numel()], shard)
-    return reduce_scatter_single(shard, full, op=op, group=group, async_op=True)
+    if group.size() > 1:
+        return _backend_of(group, full.device.type).reduce_scatter(shard, full, op, group)
+    shard.copy_(full)
+    return None
 
 
 def sums_in_wider(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether `reduce_scatter_into` takes a buffer of a narrower dtype than it sums in."""
-    return group.size() == 1 or (device_type == "cpu" and _is_gloo(group, device_type))
-
-
-def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum this rank's slice of all ranks' buffers, in the order of ranks; every slice travels once, as it is.
-
-    All of it happens here: what is received would lie beside the next unit's backward otherwise.
-    """
-    rank, size, numel = group.rank(), group.size(), shard.numel()
-    slices = {rank: full[rank * numel : (rank + 1) * numel]}
-    received = full.new_empty(size - 1, numel)
-    works: list[dist.Work | None] = []
-    for distance in range(1, size):
-        to, source = (rank + distance) % size, (rank - distance) % size
-        slices[source] = received[distance - 1]
-        works.append(dist.irecv(slices[source], group=group, group_src=source, tag=_SLICE_TAG))
-        works.append(
-            dist.isend(full[to * numel : (to + 1) * numel], group=group, group_dst=to, tag=_SLICE_TAG)
-        )
-    _AllOf(works).wait()
-    shard.copy_(slices[0])
-    for source in range(1, size):
-        # Piece by piece: a sum of two dtypes widens all of the second one first.
-        for into, piece in zip(
-            shard.split(_WIDENED_NUMEL), slices[source].split(_WIDENED_NUMEL), strict=True
-        ):
-            into.add_(piece)
+    return group.size() == 1 or _backend_of(group, device_type).sums_in_wider(device_type)
 
 
 def all_to_all_into(
