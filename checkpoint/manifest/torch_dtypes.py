@@ -1,8 +1,7 @@
 """Names of dtypes in manifests, and how their bytes are called in a safetensors file.
 
-A manifest names a dtype as torch does, without the prefix: ``"bfloat16"``. A safetensors file has fewer
-dtypes than torch; what it lacks is stored bit for bit under an unsigned integer of the same width (complex
-numbers as pairs of floats), so that any safetensors reader can open the file. The manifest has the last word.
+A manifest names a dtype as torch does, without the prefix: ``"bfloat16"``. Names, widths and what a rank file holds a
+dtype as stand in `vescale_fsdp.layout.dtypes`; a dtype that is newer than that table is stored as integers.
 
 torch is imported where one of its dtypes is asked for: reading a manifest takes names and widths only.
 """
@@ -13,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.layout.dtypes import known_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -28,35 +28,7 @@ __all__ = [
     "storage_code",
 ]
 
-_NATIVE_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-}
-_PAIR_CODES = {"complex32": "F16", "complex128": "F64"}
-_WIDTH_CODES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-_NAMES_BY_ITEMSIZE = {
-    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
-    2: "uint16 int16 float16 bfloat16",
-    4: "uint32 int32 float32 complex32",
-    8: "uint64 int64 float64 complex64",
-    16: "complex128",
-}
-_ITEMSIZES = {name: size for size, names in _NAMES_BY_ITEMSIZE.items() for name in names.split()}
 
 
 @cache
@@ -99,21 +71,20 @@ def dtype_named(name: str) -> torch.dtype:
 
 def itemsize_of(name: str) -> int:
     """Bytes per element of a dtype by its name; raises as `dtype_named` for an unknown one."""
-    return _ITEMSIZES.get(name) or dtype_named(name).itemsize
+    known = known_dtype(name)
+    return known.itemsize if known is not None else dtype_named(name).itemsize
 
 
 def storage_code(name: str) -> tuple[str, int]:
     """The safetensors dtype that holds a dtype's bits, and how many stored elements make one of ours."""
-    if name in _NATIVE_CODES:
-        return _NATIVE_CODES[name], 1
-    if name in _PAIR_CODES:
-        return _PAIR_CODES[name], 2
-    return _WIDTH_CODES[itemsize_of(name)], 1
+    known = known_dtype(name)
+    return known.carrier if known is not None else (f"U{8 * itemsize_of(name)}", 1)
 
 
 def is_numpy_dtype(name: str) -> bool:
     """Whether numpy and torch both have a dtype of this name; numpy's names tell another byte order."""
-    return name == "complex128" or (name in _NATIVE_CODES and not name.startswith(("bfloat", "float8_")))
+    known = known_dtype(name)
+    return known is not None and known.is_numpy and known.name == name
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.layout.dtypes import known_dtype
 from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
 
 __all__ = [
@@ -32,15 +33,6 @@ __all__ = [
 ]
 
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
-_ZARR_DTYPES = {
-    "bool",
-    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-    "float16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-}
 
 
 def as_arrays(manifest: Manifest, chunks: Sequence[tuple[int, ...]] | None = None) -> Manifest:
@@ -127,7 +119,8 @@ def chunk_file(manifest: Manifest, place: int, box: Box) -> str:
 def array_json(manifest: Manifest, place: int) -> bytes:
     """``zarr.json`` of a tensor's array."""
     entry = manifest.entries[place]
-    stored = entry.dtype if entry.dtype in _ZARR_DTYPES else f"uint{8 * entry.itemsize}"
+    known = known_dtype(entry.dtype)
+    stored = known.zarr_name if known is not None else f"uint{8 * entry.itemsize}"
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
     if manifest.version >= 2:
         attributes["name"] = entry.name

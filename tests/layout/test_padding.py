@@ -14,7 +14,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, PaddingWarning, Rows, Whole, fully_shard
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.padding import _warn_once, check_padding, cure_texts, find_cures, itemsize_of
+from vescale_fsdp.layout.padding import _warn_once, check_padding, cure_texts, find_cures
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 NEVER = PaddingPolicy(scatter="never")
@@ -132,15 +132,6 @@ def test_policies_that_cannot_be(options: dict[str, object]) -> None:
     """Limits in the wrong order and unknown modes are refused."""
     with pytest.raises(LayoutError, match="0 <= warn_above <= refuse_above"):
         PaddingPolicy(**options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1), ("int64", 8), ("bool", 1), ("complex64", 8)],
-)
-def test_itemsizes_by_name(dtype: str, size: int) -> None:
-    """Bytes per element follow from the dtype's name."""
-    assert itemsize_of(dtype) == size
 
 
 def shard_whole(policy: PaddingPolicy) -> list[str]:

@@ -1,9 +1,9 @@
-"""Every element type a checkpoint may hold: one table, with bits per element, and no torch import.
+"""Every element type that a plan, a checkpoint or a conversion may meet: one table, and no torch import.
 
 The tables of the libraries around us each miss some types (torch's safetensors map lacks the sub-byte and
 the unsigned kinds, safetensors' torch map lacks two that its core reads), so conversions would depend on who
 reads the file. Here each type is one row: its safetensors code (None where that format has no such type),
-its torch name (None where torch has none) and its width.
+its torch name (None where torch has none) and its width. What other formats call it follows from the row.
 
 Sub-byte types are *packed*: in memory, in DCP and in torch their last dim counts bytes
 (``float4_e2m1fn_x2`` of shape (4, 8) is 32 bytes), while a safetensors header counts elements ((4, 16)).
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError, LayoutError, explain
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "dtype_from_code", "dtype_from_torch"]
+__all__ = ["DTYPES", "DType", "dtype_from_code", "dtype_from_torch", "itemsize_of", "known_dtype"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,14 @@ class DType:
         bits: bits per element as a safetensors header counts elements.
         kind: ``"float"`` (may be cast), ``"quantized"`` (a float of 8 bits or fewer), ``"int"``, ``"bool"``
             or ``"complex"`` (never cast).
+        is_numpy: whether numpy, and so zarr, has it, under torch's name.
     """
 
     code: str | None
     torch_name: str | None
     bits: int
     kind: str
+    is_numpy: bool = False
 
     @property
     def name(self) -> str:
@@ -58,6 +60,24 @@ class DType:
     def is_packed(self) -> bool:
         """Whether one byte holds parts of several elements."""
         return self.bits < 8
+
+    @property
+    def zarr_name(self) -> str:
+        """The zarr type its bytes are stored as: its own, or an unsigned integer of its width."""
+        return self.name if self.is_numpy else f"uint{8 * self.itemsize}"
+
+    @property
+    def carrier(self) -> tuple[str, int]:
+        """The safetensors code that rank files of the native format hold it under, and how many of those make one.
+
+        Any safetensors reader, old ones too, can then open the file; the manifest has the type's own name. What
+        version 1 of the format wrote must be found again to the byte, so no type changes its carrier.
+        """
+        if self.code is not None and self.code not in _NEWER_CODES:
+            return self.code, 1
+        if self.kind == "complex":
+            return f"F{self.bits // 2}", 2
+        return f"U{8 * self.itemsize}", 1
 
     @property
     def raw(self) -> np.dtype[Any]:
@@ -97,7 +117,7 @@ class DType:
 
 def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> str:
     return explain(
-        f"a {dtype.code} tensor cannot have this shape",
+        f"This shape is not valid for a {dtype.code} tensor.",
         expected=expected,
         got=f"shape {tuple(shape)} at {dtype.bits} bits per element",
         todo="repack the tensor so that its last dim fills whole bytes",
@@ -107,46 +127,66 @@ def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> str:
 # The order is that of the safetensors enum: the reference writer sorts data by it, last first, so that with a
 # header padded to 8 bytes every tensor is naturally aligned.
 DTYPES: tuple[DType, ...] = (
-    DType("BOOL", "bool", 8, "bool"),
+    DType("BOOL", "bool", 8, "bool", is_numpy=True),
     DType("F4", "float4_e2m1fn_x2", 4, "quantized"),
     DType("F6_E2M3", None, 6, "quantized"),
     DType("F6_E3M2", None, 6, "quantized"),
-    DType("U8", "uint8", 8, "int"),
-    DType("I8", "int8", 8, "int"),
+    DType("U8", "uint8", 8, "int", is_numpy=True),
+    DType("I8", "int8", 8, "int", is_numpy=True),
     DType("F8_E5M2", "float8_e5m2", 8, "quantized"),
     DType("F8_E4M3", "float8_e4m3fn", 8, "quantized"),
     DType("F8_E8M0", "float8_e8m0fnu", 8, "quantized"),
     DType("F8_E4M3FNUZ", "float8_e4m3fnuz", 8, "quantized"),
     DType("F8_E5M2FNUZ", "float8_e5m2fnuz", 8, "quantized"),
-    DType("I16", "int16", 16, "int"),
-    DType("U16", "uint16", 16, "int"),
-    DType("F16", "float16", 16, "float"),
+    DType("I16", "int16", 16, "int", is_numpy=True),
+    DType("U16", "uint16", 16, "int", is_numpy=True),
+    DType("F16", "float16", 16, "float", is_numpy=True),
     DType("BF16", "bfloat16", 16, "float"),
-    DType("I32", "int32", 32, "int"),
-    DType("U32", "uint32", 32, "int"),
-    DType("F32", "float32", 32, "float"),
-    DType("C64", "complex64", 64, "complex"),
-    DType("F64", "float64", 64, "float"),
-    DType("I64", "int64", 64, "int"),
-    DType("U64", "uint64", 64, "int"),
-    DType(None, "complex128", 128, "complex"),
+    DType("I32", "int32", 32, "int", is_numpy=True),
+    DType("U32", "uint32", 32, "int", is_numpy=True),
+    DType("F32", "float32", 32, "float", is_numpy=True),
+    DType("C64", "complex64", 64, "complex", is_numpy=True),
+    DType("F64", "float64", 64, "float", is_numpy=True),
+    DType("I64", "int64", 64, "int", is_numpy=True),
+    DType("U64", "uint64", 64, "int", is_numpy=True),
+    DType(None, "complex32", 32, "complex"),
+    DType(None, "complex128", 128, "complex", is_numpy=True),
+    # Names that torch has for extensions to use: a byte or two each, whatever their name says of bits.
+    *(DType(None, f"{sign}int{bits}", 8, "int") for sign in ("", "u") for bits in range(1, 8)),
+    *(DType(None, name, 8, "int") for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
+    DType(None, "bits16", 16, "int"),
 )
+# Not in the safetensors of the time when version 1 of the native format was fixed.
+_NEWER_CODES = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES if dtype.code}
-_BY_TORCH = {dtype.torch_name: dtype for dtype in DTYPES if dtype.torch_name}
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 # torch spells some types in more than one way; pickles may use any of them.
-_BY_TORCH |= {
-    alias: _BY_TORCH[name]
-    for alias, name in {
-        "float": "float32",
-        "double": "float64",
-        "half": "float16",
-        "int": "int32",
-        "long": "int64",
-        "short": "int16",
-        "cfloat": "complex64",
-        "cdouble": "complex128",
-    }.items()
-}
+_ALIASES = "float=float32 double=float64 half=float16 int=int32 long=int64 short=int16"
+_ALIASES += " chalf=complex32 cfloat=complex64 cdouble=complex128"
+_BY_NAME |= {alias: _BY_NAME[name] for alias, name in (pair.split("=") for pair in _ALIASES.split())}
+
+
+def known_dtype(name: str) -> DType | None:
+    """The type of this name, with or without the ``torch.`` prefix; None for one that is not in the table."""
+    return _BY_NAME.get(name.removeprefix("torch."))
+
+
+def itemsize_of(name: str) -> int:
+    """Bytes per element of a dtype by its name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``.
+
+    Raises:
+        LayoutError: for a name that is not in the table.
+    """
+    dtype = known_dtype(name)
+    if dtype is None:
+        raise LayoutError(
+            explain(
+                "This dtype is not known.",
+                expected="a dtype of torch by its name, such as 'bfloat16'",
+                got=name,
+            )
+        )
+    return dtype.itemsize
 
 
 def dtype_from_code(code: str) -> DType:
@@ -158,7 +198,7 @@ def dtype_from_code(code: str) -> DType:
     if code not in _BY_CODE:
         raise ConversionError(
             explain(
-                "unknown safetensors dtype",
+                "The safetensors format has no such element type.",
                 expected=f"one of {', '.join(sorted(_BY_CODE))}",
                 got=code,
                 todo="check that the file is a safetensors file of a known version",
@@ -168,19 +208,19 @@ def dtype_from_code(code: str) -> DType:
 
 
 def dtype_from_torch(name: str) -> DType:
-    """The type torch calls ``name`` (with or without the ``torch.`` prefix).
+    """`known_dtype`, or an error.
 
     Raises:
         ConversionError: for a name that is not in the table.
     """
-    short = name.removeprefix("torch.")
-    if short not in _BY_TORCH:
+    dtype = known_dtype(name)
+    if dtype is None:
         raise ConversionError(
             explain(
-                "this element type cannot be converted",
-                expected=f"one of {', '.join(sorted(_BY_TORCH))}",
+                "This element type cannot be converted.",
+                expected=f"one of {', '.join(sorted(_BY_NAME))}",
                 got=name,
                 todo="convert the tensor to one of these types before saving it",
             )
         )
-    return _BY_TORCH[short]
+    return dtype

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_group
 
-__all__ = ["Cures", "PaddingPolicy", "PaddingWarning", "check_padding", "find_cures", "itemsize_of"]
+__all__ = ["Cures", "PaddingPolicy", "PaddingWarning", "check_padding", "find_cures"]
 
 MAX_MODULES_PER_UNIT = 64
 MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them would take longer than it helps
@@ -55,7 +55,7 @@ class PaddingPolicy:
         if self.scatter not in ("never", "auto") or not 0 <= self.warn_above <= self.refuse_above:
             raise LayoutError(
                 explain(
-                    "The padding policy cannot be followed.",
+                    "The padding policy is not valid.",
                     expected="scatter 'auto' or 'never', and 0 <= warn_above <= refuse_above",
                     got=self,
                     todo="give both limits as fractions of the payload, such as 0.25 and 10.0",
@@ -78,12 +78,6 @@ class Cures:
     smaller_blocks: tuple[tuple[str, ...], int, float] | None = None
 
 
-def itemsize_of(dtype: str) -> int:
-    """Bytes per element of a dtype by its name, such as ``"bfloat16"`` or ``"float8_e4m3fn"``."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits.group()) // 8) if bits else 1
-
-
 def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = "", warn: bool = True) -> None:
     """Warn or raise if a group is padded too much, naming numbers and cures.
 
@@ -96,10 +90,11 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
     Raises:
         LayoutError: above ``policy.refuse_above``.
     """
-    padded = layout.shard_numel - layout.payload_numel / layout.num_shards
-    padded_bytes = padded * itemsize_of(layout.slots[0].dtype) if layout.slots else 0
     ratio = layout.padding_ratio
-    if ratio <= policy.warn_above or padded_bytes < policy.ignore_below_bytes:
+    if ratio <= policy.warn_above or not layout.slots:
+        return
+    padded = layout.shard_numel - layout.payload_numel / layout.num_shards
+    if padded * itemsize_of(layout.slots[0].dtype) < policy.ignore_below_bytes:
         return
     if ratio > policy.refuse_above:
         cures = find_cures(layout, policy.warn_above, policy.scatter)

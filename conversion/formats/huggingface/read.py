@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE, SINGLE_FILE, is_weight_file
-from vescale_fsdp.conversion.formats.huggingface.safetensors import read_header
+from vescale_fsdp.conversion.formats.huggingface.safetensors import read_tensors
 from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_numbers
@@ -35,7 +35,7 @@ def open_safetensors(store: Store, file: str) -> Source:
     Raises:
         CorruptCheckpointError: if it is damaged.
     """
-    tensors, metadata = read_header(store, file)
+    tensors, metadata = read_tensors(store, file)
     return Source("safetensors", store, tensors, facts={"metadata": json.dumps(metadata)}, file=file)
 
 
@@ -75,7 +75,7 @@ def open_hf_folder(store: Store) -> Source:
         )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        found = read_header(store, file)[0]
+        found = read_tensors(store, file)[0]
         if mapped is not None:
             check_index(store, mapped, file, found)
         tensors |= found
@@ -110,7 +110,7 @@ def open_shards(store: Store) -> Source:
     chunks: dict[str, list[StoredChunk]] = {}
     dtypes: dict[str, DType] = {}
     for file in files:
-        tensors, metadata = read_header(store, file)
+        tensors, metadata = read_tensors(store, file)
         starts = _saved_offsets(store, file, metadata)
         for name, tensor in tensors.items():
             shape = tensor.info.shape

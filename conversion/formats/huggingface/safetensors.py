@@ -1,4 +1,4 @@
-"""The safetensors file format: making headers and reading them, nothing else.
+"""The safetensors file format: making headers, and the tensors that a header names.
 
     u64 little-endian N | N bytes of JSON, padded with spaces to a multiple of 8 | data, tensor after tensor
 
@@ -15,16 +15,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_numbers
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
-from vescale_fsdp.layout.dtypes import DTYPES, dtype_from_code
+from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.geometry import whole_box
+from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES, read_header
 
-__all__ = ["SafetensorsHeader", "make_header", "read_header"]
+__all__ = ["SafetensorsHeader", "make_header", "read_tensors"]
 
-MAX_HEADER_BYTES = 100_000_000  # the format's limit; writers and readers refuse more
 _ALIGNMENT_BYTES = 8
 _RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
@@ -99,61 +98,20 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     )
 
 
-def read_header(store: Store, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_tensors(store: Store, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of a file, and its ``__metadata__``; checks that they tile the file exactly.
 
     Raises:
         CorruptCheckpointError: if the file is truncated or not a safetensors file.
     """
-    size = store.required_size(file)
-    where = f"{store.url}/{file}"
-    if size < 8:
-        raise _corrupt("an 8-byte header length", f"a file of {size} bytes", where)
-    header_bytes = int.from_bytes(store.read(file, 0, 8), "little")
-    if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-        raise _corrupt(f"a header inside the {size} bytes of the file", f"one of {header_bytes} bytes", where)
-    try:
-        table = parse_json(store.read(file, 8, header_bytes))
-        metadata = {str(k): str(v) for k, v in table.pop("__metadata__", {}).items()}
-        entries = {
-            str(name): (str(e["dtype"]), whole_numbers(e["shape"]), *whole_numbers(e["data_offsets"], 2))
-            for name, e in table.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt("a JSON header", f"{type(error).__name__}: {error}", where) from error
-    return _stored(entries, file, 8 + header_bytes, size, where), metadata
 
+    def read(offset: int, nbytes: int) -> bytes:
+        return store.read(file, offset, nbytes)
 
-def _stored(
-    entries: Mapping[str, tuple[Any, ...]], file: str, base: int, size: int, where: str
-) -> dict[str, StoredTensor]:
-    tensors: dict[str, StoredTensor] = {}
-    position = 0
-    for name, (code, shape, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
-        dtype = dtype_from_code(code)
-        info = TensorInfo(name, dtype.from_header_shape(shape), dtype)
-        if start != position or stop - start != info.nbytes:
-            raise _corrupt(
-                f"{info.nbytes} bytes at {position}",
-                f"bytes {start} to {stop} for {code} {shape}",
-                where,
-                name,
-            )
-        position = stop
-        chunk = StoredChunk(whole_box(info.shape), file, base + start, info.nbytes)
+    entries, metadata = read_header(read, store.required_size(file), f"{store.url}/{file}")
+    tensors = {}
+    for name, entry in entries.items():
+        info = TensorInfo(name, entry.shape, entry.dtype)
+        chunk = StoredChunk(whole_box(entry.shape), file, entry.start_bytes, entry.nbytes)
         tensors[name] = StoredTensor(info, (chunk,) if info.numel else ())
-    if base + position != size:
-        raise _corrupt(f"a file of {base + position} bytes", f"{size} bytes", where)
-    return {name: tensors[name] for name in entries}
-
-
-def _corrupt(expected: str, got: str, where: str, name: str | None = None) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        explain(
-            "a safetensors file is damaged or incomplete",
-            expected=expected,
-            got=got,
-            where=f"tensor {name} in {where}" if name else where,
-            todo="copy the file again from where it was made",
-        )
-    )
+    return tensors, metadata

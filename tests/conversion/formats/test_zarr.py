@@ -23,12 +23,12 @@ from vescale_fsdp.conversion.formats.zarr import write as to_zarr
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
 from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 
 def _raw(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's bytes as the array type zarr stores."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    kind = name if name in np.sctypeDict else f"uint{8 * tensor.dtype.itemsize}"
+    kind = dtype_from_torch(str(tensor.dtype)).zarr_name
     flat = (
         tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
     )

@@ -9,34 +9,16 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError, explain
+from vescale_fsdp.layout.safetensors_header import read_header
 
 __all__ = ["ParamShape", "PlannedUnit", "ShapeSource", "natural_order", "shapes_of", "units_of"]
-
-MAX_HEADER_BYTES = 100 * 2**20  # 100 MiB: the limit of the safetensors format
-DTYPE_OF_CODE = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +63,7 @@ def shapes_of(source: ShapeSource, *, dtype: str = "bfloat16") -> tuple[ParamSha
         dtype: of shapes in a mapping that come without one.
 
     Raises:
-        LayoutError: for a shape that cannot be, a folder without safetensors files or with damaged headers.
+        LayoutError: for a shape that is not valid, a folder without safetensors files or with damaged headers.
     """
     if isinstance(source, Mapping):
         return tuple(_of_entry(fqn, entry, dtype) for fqn, entry in source.items())
@@ -108,7 +90,7 @@ def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise LayoutError(
             explain(
-                "A shape cannot be.",
+                "This shape is not valid.",
                 expected="whole numbers >= 0, or (shape, dtype name)",
                 got=entry,
                 where=fqn,
@@ -131,33 +113,16 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
         )
     found: dict[str, ParamShape] = {}
     for file in files:
-        for fqn, entry in _header(file).items():
-            if fqn != "__metadata__":
-                kind = DTYPE_OF_CODE.get(entry["dtype"], str(entry["dtype"]).lower())
-                found[fqn] = ParamShape(fqn, tuple(entry["shape"]), kind)
+        with file.open("rb") as stream:
+            try:
+                entries, _ = read_header(
+                    lambda _, nbytes: stream.read(nbytes), file.stat().st_size, file, whole=False
+                )
+            except (ConversionError, CorruptCheckpointError) as error:
+                raise LayoutError(str(error)) from error
+        found.update((fqn, ParamShape(fqn, entry.shape, entry.dtype.name)) for fqn, entry in entries.items())
     # Files list tensors by name or size; layers come back in the order of their numbers.
     return tuple(found[fqn] for fqn in sorted(found, key=natural_order))
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        nbytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        room = file.stat().st_size - 8
-        if 0 < nbytes <= min(room, MAX_HEADER_BYTES):
-            try:
-                return dict(json.loads(stream.read(nbytes)))
-            except ValueError:
-                pass  # told below, like any other damage
-    raise LayoutError(
-        explain(
-            "A safetensors file has no readable header.",
-            expected="8 bytes of length, then that much JSON",
-            got=f"length {nbytes} in a file of {room + 8} bytes",
-            where=file,
-            todo="fetch the file again",
-        )
-    )
 
 
 def natural_order(fqn: str) -> list[tuple[int, int, str]]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures, itemsize_of
+from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.report.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.report.pictures import Curve, layout_picture, padding_picture
@@ -208,7 +209,7 @@ def plan_report(
         padding_policy: whether to scatter, and from where on advice is given.
 
     Raises:
-        LayoutError: for shapes, names, patterns or numbers that cannot be.
+        LayoutError: for shapes, names, patterns or numbers that are not valid.
     """
     if not shards:
         raise LayoutError(

@@ -1,0 +1,116 @@
+"""The header of a safetensors file, read and proven: which tensors lie where. No data is touched, no torch imported.
+
+    u64 little-endian N | N bytes of JSON, padded with spaces | data, tensor after tensor, without gaps
+
+Whoever reads such a file comes here: the converter, and plans that are made from a folder of weights. Files come from
+anywhere, so nothing in them is believed: sizes, offsets, names that occur twice, values of another type than the
+format has, nesting. Format: README of huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.layout.dtypes import DType, dtype_from_code
+
+__all__ = ["MAX_HEADER_BYTES", "HeaderEntry", "read_header"]
+
+MAX_HEADER_BYTES = 100_000_000  # the format's limit; writers and readers refuse more
+_MAX_SIZE = 2**63  # the format has 64-bit numbers
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file."""
+
+    dtype: DType
+    shape: tuple[int, ...]  # its last dim counts bytes where the type is packed, see `DType`
+    start_bytes: int  # in the file
+    nbytes: int
+
+
+def read_header(
+    read: Callable[[int, int], bytes], file_bytes: int, where: object, *, whole: bool = True
+) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """The tensors of a file, in the order of its header, and its ``__metadata__``.
+
+    Args:
+        read: gives the file's bytes, as ``read(offset, nbytes)``.
+        file_bytes: size of the file.
+        where: the file, for messages.
+        whole: whether the file must hold its data too, and nothing behind it.
+
+    Raises:
+        CorruptCheckpointError: if it is not a safetensors file, or tensors do not tile its data exactly.
+        ConversionError: for an element type that is not in the format.
+    """
+    header_bytes = int.from_bytes(read(0, 8), "little") if file_bytes >= 8 else -1
+    base = 8 + header_bytes
+    # Asked before anything is allocated: the length may be any number.
+    if not 0 < header_bytes <= min(MAX_HEADER_BYTES, file_bytes - 8):
+        got = f"length {header_bytes} in a file of {file_bytes} bytes"
+        raise _corrupt("8 bytes of length, then that much JSON", got, where)
+    try:
+        table = json.loads(read(8, header_bytes).decode(), object_pairs_hook=_unique)
+        metadata = _strings(table.pop("__metadata__", {}))
+        entries = {name: _entry(fields, base) for name, fields in table.items()}
+    # RecursionError: lists in lists in lists.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _corrupt("a header of names, types, shapes and offsets", _told(error), where) from error
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
+        if entry.start_bytes != end:
+            expected, got = f"bytes from {end - base}", f"bytes from {entry.start_bytes - base}"
+            raise _corrupt(f"tensors one after the other: {expected}", got, f"tensor {name} in {where}")
+        end += entry.nbytes
+    if whole and end != file_bytes:
+        raise _corrupt(f"a file of {end} bytes", f"{file_bytes} bytes", where)
+    return entries, metadata
+
+
+def _entry(fields: Mapping[str, Any], base: int) -> HeaderEntry:
+    dtype = dtype_from_code(fields["dtype"])
+    shape = dtype.from_header_shape(_sizes(fields["shape"]))
+    start, stop = _sizes(fields["data_offsets"])
+    if stop - start != dtype.nbytes(shape):
+        raise ValueError(
+            f"bytes {start} to {stop} for {dtype.nbytes(shape)} of {dtype.code} {fields['shape']}"
+        )
+    return HeaderEntry(dtype, shape, base + start, stop - start)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(n) is int and 0 <= n < _MAX_SIZE for n in values):
+        raise ValueError(f"sizes {values!r:.80}")
+    return tuple(values)
+
+
+def _strings(values: Any) -> dict[str, str]:
+    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
+        raise ValueError(f"__metadata__ {values!r:.80}")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name appears twice")
+    return table
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error!s:.200}"
+
+
+def _corrupt(expected: str, got: str, where: object) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        explain(
+            "The safetensors file is damaged or incomplete.",
+            expected=expected,
+            got=got,
+            where=where,
+            todo="copy the file again from where it was made",
+        )
+    )
