@@ -13,6 +13,7 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
     from vescale_fsdp.dtensor.operators.table import is_supported
     from vescale_fsdp.dtensor.ragged_dtensor import (
@@ -62,6 +63,7 @@ __all__ = [
     "Tiles",
     "UnshardHandle",
     "Whole",
+    "check_storage_writer",
     "distribute_tensor",
     "fully_shard",
     "get_rng_state",
@@ -83,6 +85,7 @@ lazily_export(
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",
         "vescale_fsdp.runtime.fully_shard": "fully_shard",
