@@ -3,7 +3,7 @@
 The tree (each class is also the builtin a caller would expect to catch):
 
     VescaleError
-    +-- LayoutError(ValueError)            sizes, granularities or layouts that cannot be
+    +-- LayoutError(ValueError)            sizes, granularities or layouts that are not valid
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
     +-- UnsupportedOpError(NotImplementedError)   an operation that has no right answer on ragged pieces
     +-- LifecycleError(RuntimeError)       a module used in an order the runtime cannot honour
@@ -37,7 +37,7 @@ class VescaleError(Exception):
 
 
 class LayoutError(VescaleError, ValueError):
-    """Sizes, a granularity or a layout that cannot be."""
+    """Sizes, a granularity or a layout that is not valid."""
 
 
 class PlacementError(VescaleError, ValueError):

@@ -310,7 +310,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def restore_version(tensor: torch.Tensor, version: int) -> None:
     """Set a tensor's version counter (torch 2.11-2.13), which autograd compares for what it saved.
 
-    The runtime refills buffers with the very values autograd saw; that is no modification.
+    The runtime refills buffers with the very values autograd saw; that is not a modification.
     """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 

@@ -133,7 +133,7 @@ def test_rules(rule: GranularityRule, expected: Granularity) -> None:
 @pytest.mark.parametrize("rule", [32, "rows:32", {"*": 32}, lambda fqn, param: None])
 def test_rules_that_give_no_granularity(rule: GranularityRule) -> None:
     """What is no granularity is refused, naming the parameter and what would do."""
-    with pytest.raises(LayoutError, match=r"(?s)no granularity.*Rows\(n\).*'layer.weight'"):
+    with pytest.raises(LayoutError, match=r"(?s)not give a granularity.*Rows\(n\).*'layer.weight'"):
         resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8)))
 
 
@@ -160,7 +160,7 @@ def test_texts(text: str, expected: Granularity) -> None:
 )
 def test_texts_that_name_nothing(text: str) -> None:
     """Other texts are refused with the list of what can be written."""
-    with pytest.raises(LayoutError, match=r"(?s)names no granularity.*tiles:128x128"):
+    with pytest.raises(LayoutError, match=r"(?s)does not name a granularity.*tiles:128x128"):
         parse_granularity(text)
 
 
@@ -196,5 +196,5 @@ def test_parse_patterns() -> None:
     """Patterns keep their order and come before what is for all, wherever that was written."""
     found = parse_granularities(["rows:2", "a.*=whole", "*.b=flat:4"])
     assert list(found.items()) == [("a.*", Whole()), ("*.b", Flat(4)), ("*", Rows(2))]
-    with pytest.raises(LayoutError, match="names no granularity"):
+    with pytest.raises(LayoutError, match="does not name a granularity"):
         parse_granularities(["a.*="])

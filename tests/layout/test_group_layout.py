@@ -121,12 +121,12 @@ def test_a_layout_exists_exactly_if_no_block_is_cut(
         (2, 8, (slot("t", 4, 1, -1),), "negative size or offset"),
         (2, 8, (slot("t", 4, 0, 0),), "empty block"),
         (2, 8, (slot("t", -4, 1, 0),), "negative size"),
-        (2, 8, (slot("t", 17, 1, 0),), r"(?s)leaves the group's buffer.*16.*where: t"),
+        (2, 8, (slot("t", 17, 1, 0),), r"(?s)does not fit into the group's buffer.*16.*where: t"),
         (2, 8, (slot("t", 12, 3, 0),), r"(?s)cuts a block.*where: t"),
         (3, 8, (slot("t", 20, 3, 2),), r"(?s)cuts a block.*where: t"),
         (2, 8, (slot("a", 4, 1, 0), slot("b", 4, 1, 3)), r"(?s)overlap.*a \(0, 4\) and b \(3, 7\)"),
         (2, 8, (slot("b", 4, 1, 3), slot("a", 4, 1, 0)), r"(?s)overlap.*a \(0, 4\) and b \(3, 7\)"),
-        (2, 8, (slot("a", 4, 1, 0), slot("a", 4, 1, 8)), r"(?s)stands twice.*\['a'\]"),
+        (2, 8, (slot("a", 4, 1, 0), slot("a", 4, 1, 8)), r"(?s)appears twice.*\['a'\]"),
     ],
 )
 def test_layouts_that_cannot_be(
@@ -208,7 +208,7 @@ def test_model_layout_adds_up_groups() -> None:
 
     assert ModelLayout.of([("a", DRAWN), ("b", full)]).padding_ratio == pytest.approx(1 / 45)
     assert ModelLayout.of([]).padding_ratio == 0.0
-    with pytest.raises(LayoutError, match="stands twice"):
+    with pytest.raises(LayoutError, match="appears twice"):
         ModelLayout.of([("a", DRAWN), ("a", full)])
 
 

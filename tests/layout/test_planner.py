@@ -372,5 +372,5 @@ def test_differing_dtypes_are_refused() -> None:
 
 def test_repeated_names_are_refused() -> None:
     """A name stands for one tensor."""
-    with pytest.raises(LayoutError, match="stands twice"):
+    with pytest.raises(LayoutError, match="appears twice"):
         plan_group([TensorSpec("w", (4,), "float32", 1)] * 2, 2)

@@ -97,7 +97,7 @@ def test_a_scattered_slot_has_no_span() -> None:
 )
 def test_runs_that_cannot_be(slot: TensorSlot, message: str) -> None:
     """A scattered slot that breaks an invariant is refused when built, naming tensor and run."""
-    with pytest.raises(LayoutError, match=rf"(?s)pieces of a scattered slot.*{message}.*where: s"):
+    with pytest.raises(LayoutError, match=rf"(?s)pieces of this scattered slot.*{message}.*where: s"):
         GroupLayout(3, 10, (slot,))
 
 

@@ -342,7 +342,7 @@ def test_missing_gradients_are_left_alone() -> None:
     [
         (lambda p: Muon([torch.nn.Parameter(torch.zeros(4))]), "pass this parameter in adamw_params"),
         (lambda p: Muon(p), "pass \\[param\\]"),
-        (lambda p: Muon([p], lr=-1.0), "lr cannot be"),
+        (lambda p: Muon([p], lr=-1.0), "these values: lr"),
         (lambda p: Muon([p], adjust_lr_fn="rms"), "adjust_lr_fn in"),
         (lambda p: Muon([{"params": [p], "row_splits": (3, 3)}]), "row counts that add up to 4"),
         (lambda p: Muon([{"params": [p], "algorithm": "sgd"}]), "'muon' or 'adamw'"),

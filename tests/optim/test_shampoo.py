@@ -277,7 +277,7 @@ def test_accumulated_gradients_equal_one() -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda p: Shampoo([p], lr=-1.0), "lr cannot be"),
+        (lambda p: Shampoo([p], lr=-1.0), "these values: lr"),
         (lambda p: Shampoo([p], block_size=0), "block_size >= 1"),
         (lambda p: Shampoo([p], grafting="rms"), "'adam' or 'none'"),
         (lambda p: Shampoo([torch.nn.Parameter(torch.zeros(2, 2, 2, 2))]), "adamw_params"),

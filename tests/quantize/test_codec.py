@@ -170,6 +170,6 @@ def test_powers_of_two_are_exact() -> None:
 
 
 def test_empty_blocks_are_refused() -> None:
-    """A block has at least one element."""
+    """A block must have at least one element."""
     with pytest.raises(LayoutError, match="at least one"):
         Fp8Blocks(0, 128)

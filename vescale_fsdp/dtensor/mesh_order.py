@@ -34,8 +34,8 @@ def ranks_by_place(mesh: DeviceMesh) -> torch.Tensor:
     """The ranks of a mesh, each at its place.
 
     Raises:
-        PlacementError: if that is no grid, because an axis names its ranks in this order here and that order there:
-            the ranks that hold equal shards would be no group.
+        PlacementError: if the result is not a grid, because an axis names its ranks in this order here and that order
+            there: the ranks that hold equal shards would not form a group.
     """
     ranks = mesh.mesh
     for axis in range(mesh.ndim):

@@ -139,7 +139,7 @@ def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
         if want.is_partial() and have != want:
             raise PlacementError(
                 explain(
-                    "Nothing can be redistributed to Partial.",
+                    "A tensor cannot be redistributed to Partial.",
                     expected="Replicate, Shard or RaggedShard",
                     got=want,
                     where=f"mesh axis {axis} of {target.placements}",

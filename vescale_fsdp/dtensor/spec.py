@@ -89,7 +89,11 @@ def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
     found = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     if len(found) != 1:
         raise PlacementError(
-            explain("A ragged tensor has one RaggedShard.", expected="exactly one", got=tuple(placements))
+            explain(
+                "A ragged tensor must have exactly one RaggedShard.",
+                expected="exactly one",
+                got=tuple(placements),
+            )
         )
     return found[0]
 
@@ -166,7 +170,7 @@ def _check_beside(
     if placement.num_shards != mesh.size(axis):
         raise PlacementError(
             explain(
-                "The units are for another number of ranks.",
+                "The units do not match the number of ranks.",
                 expected=f"{mesh.size(axis)} units, one per rank of mesh axis {axis}",
                 got=placement.local_units,
             )

@@ -167,7 +167,12 @@ _BY_NAME |= {alias: _BY_NAME[name] for alias, name in (pair.split("=") for pair 
 
 
 def known_dtype(name: str) -> DType | None:
-    """The type of this name, with or without the ``torch.`` prefix; None for one that is not in the table."""
+    """The type of this name, with or without the ``torch.`` prefix; None for one that is not in the table.
+
+    >>> dtype = known_dtype("torch.bfloat16")
+    >>> dtype.code, dtype.itemsize, dtype.zarr_name
+    ('BF16', 2, 'uint16')
+    """
     return _BY_NAME.get(name.removeprefix("torch."))
 
 

@@ -125,6 +125,9 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
         At most ``2 * len(shape) - 1`` boxes whose flat ranges, in order, tile [start, stop) exactly;
         none for an empty range.
 
+    >>> [(box.offsets, box.sizes) for box in boxes_of_range((4, 5), 3, 10)]
+    [((0, 3), (1, 2)), ((1, 0), (1, 5))]
+
     Raises:
         ValueError: if the range does not lie inside the tensor.
     """

@@ -133,7 +133,7 @@ class Whole(Granularity):
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
                 explain(
-                    "Whole: unknown unit.",
+                    "Whole does not know this unit.",
                     expected="per='tensor' or per='matrix'",
                     got=repr(self.per),
                     where="Whole(per=...)",
@@ -161,7 +161,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         param: the parameter, handed on to a function rule.
 
     Raises:
-        LayoutError: if the rule is none of these or yields something that is no Granularity.
+        LayoutError: if the rule is none of these or gives something that is not a Granularity.
     """
     found: object
     if rule is None:
@@ -179,7 +179,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         return found
     raise LayoutError(
         explain(
-            "The granularity rule gave something that is no granularity.",
+            "The granularity rule did not give a granularity.",
             expected="Element(), Flat(n), Rows(n), Tiles(r, c) or Whole()",
             got=repr(found),
             where=f"parameter {fqn!r}",
@@ -218,6 +218,9 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
 def parse_granularity(text: str) -> Granularity:
     """Read ``element``, ``flat:256``, ``rows:32``, ``tiles:128x128``, ``whole`` or ``whole:matrix``.
 
+    >>> parse_granularity("rows:32")
+    Rows(rows=32)
+
     Raises:
         LayoutError: for any other text.
     """
@@ -239,7 +242,7 @@ def parse_granularity(text: str) -> Granularity:
             raise
     raise LayoutError(
         explain(
-            "This text names no granularity.",
+            "This text does not name a granularity.",
             expected="element, flat:256, rows:32, tiles:128x128, whole or whole:matrix",
             got=repr(text),
             todo="write the kind, a colon, and its sizes",
@@ -250,6 +253,9 @@ def parse_granularity(text: str) -> Granularity:
 def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     """Read texts such as ``rows:32`` (for all) and ``*.w1=tiles:128x128`` (for a name pattern) as a mapping for
     `resolve_granularity`: patterns in the order given, what is for all last.
+
+    >>> parse_granularities(["rows:32", "*.w1=whole"])
+    {'*.w1': Whole(per='tensor'), '*': Rows(rows=32)}
 
     Raises:
         LayoutError: for a text without a granularity.

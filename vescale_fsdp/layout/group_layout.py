@@ -199,7 +199,7 @@ class GroupLayout:
         if slot.offset + slot.numel > end_of_buffer:
             raise LayoutError(
                 explain(
-                    "A slot leaves the group's buffer.",
+                    "A slot does not fit into the group's buffer.",
                     expected=f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {self.shard_numel})",
                     got=f"[{slot.span.start}, {slot.span.stop})",
                     where=slot.fqn,
@@ -249,7 +249,7 @@ class GroupLayout:
         if problem:
             raise LayoutError(
                 explain(
-                    "The pieces of a scattered slot cannot be.",
+                    "The pieces of this scattered slot are not valid.",
                     expected=f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per "
                     f"rank, in rank order, inside {self.num_shards} shards of {self.shard_numel}",
                     got=problem,
@@ -263,7 +263,7 @@ class GroupLayout:
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise LayoutError(
-                explain("A name stands twice in one group.", expected="distinct names", got=twice)
+                explain("A name appears twice in one group.", expected="distinct names", got=twice)
             )
         filled = [slot for slot in self.slots if slot.numel]
         whole = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
@@ -427,7 +427,7 @@ class ModelLayout:
         names = [name for name, _ in self.groups]
         if len(set(names)) != len(names):
             raise LayoutError(
-                explain("A group name stands twice in one model.", expected="distinct names", got=names)
+                explain("A group name appears twice in one model.", expected="distinct names", got=names)
             )
 
     @classmethod

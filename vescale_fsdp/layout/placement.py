@@ -38,7 +38,7 @@ class RaggedShard(Placement):
         local_units: one non-negative int per rank of the mesh axis, at least one of them positive.
 
     Raises:
-        PlacementError: if the dims are no prefix or the units cannot be.
+        PlacementError: if the dims are not a prefix or the units are not valid.
     """
 
     dims: tuple[int, ...]
@@ -88,6 +88,9 @@ class RaggedShard(Placement):
         """The placement under which rank r holds ``piece_numels[r]`` elements of a tensor of this shape.
 
         Units are made as large, and dims as few, as the cuts allow.
+
+        >>> RaggedShard.from_piece_numels((6, 4), [8, 16])
+        RaggedShard(dims=(0,), local_units=(1, 2))
 
         Raises:
             PlacementError: if the pieces do not add up to the tensor.
@@ -179,7 +182,7 @@ class StridedRaggedShard(RaggedShard):
         split_factor: how many chunks, at least 2.
 
     Raises:
-        PlacementError: if the split factor is below 2, or the dims or units cannot be.
+        PlacementError: if the split factor is below 2, or the dims or units are not valid.
     """
 
     split_factor: int

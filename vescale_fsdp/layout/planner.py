@@ -72,6 +72,10 @@ def plan_group(
 
     The same input gives the same layout on every machine: only integers are compared.
 
+    >>> layout = plan_group([TensorSpec("w", (6, 4), "float32", 4), TensorSpec("b", (6,), "float32", 1)], 2)
+    >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
+    (16, (16, 8))
+
     Args:
         tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.
         num_shards: ranks the group is sharded over, at least 1.
@@ -126,7 +130,7 @@ def plan_by_rows(
         if chunk < rows and (chunk * row_numel) % block:
             raise LayoutError(
                 explain(
-                    "Rows that travel by hooks of their own are cut evenly, and that cuts a block.",
+                    "Cutting rows evenly, as all-gather hooks need them, would cut a block.",
                     expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
                     got=f"blocks of {block} elements",
                     where=tensor.fqn,
@@ -141,7 +145,7 @@ def plan_by_rows(
         slots.append(TensorSlot(tensor.fqn, tensor.shape, tensor.dtype, block, end, tuple(runs)))
         end += -(-chunk * row_numel // align_numel) * align_numel
     if num_shards == 1:
-        slots = [replace(slot, runs=()) for slot in slots]  # one piece is no scattering
+        slots = [replace(slot, runs=()) for slot in slots]  # a tensor in one piece is not scattered
     return GroupLayout(num_shards, end, tuple(slots))
 
 
@@ -162,7 +166,7 @@ def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: in
     if scatter not in ("never", "auto"):
         raise LayoutError(
             explain(
-                "Unknown scatter mode.",
+                "This scatter mode does not exist.",
                 expected="'never' or 'auto'",
                 got=repr(scatter),
                 where="plan_group(scatter=...)",
@@ -173,7 +177,7 @@ def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: in
         if tensor.block_numel < 1 or (tensor.shape and min(tensor.shape) < 0):
             raise LayoutError(
                 explain(
-                    "A tensor cannot be laid out.",
+                    "This tensor cannot be laid out.",
                     expected="sizes >= 0 and block_numel >= 1",
                     got=f"shape {tensor.shape}, block_numel {tensor.block_numel}",
                     where=tensor.fqn,

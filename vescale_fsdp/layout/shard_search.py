@@ -98,7 +98,7 @@ def _volume_bound(sizes: Sizes, num_shards: int, align_numel: int) -> int:
 def _possible(sizes: Sizes, low: int, align_numel: int) -> Iterator[tuple[int, int | None, int]]:
     """Where S can be at all: intervals [start, stop) from ``low`` upwards, each with the step it must keep to.
 
-    If S is no whole number of a tensor's blocks b, the tensor touches at most one boundary, with whole
+    If S is not a whole number of a tensor's blocks b, the tensor touches at most one boundary, with whole
     blocks before it: it has at most S // b * b + S elements. So every tensor longer than that forces b | S.
     The last interval has no end.
     """

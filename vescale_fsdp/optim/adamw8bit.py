@@ -44,7 +44,7 @@ class AdamW8bit(StructuredOptimizer):
         min_8bit_numel: parameters with fewer elements, all ranks together, keep fp32 state.
 
     Raises:
-        LayoutError: if a rank boundary cuts a block, or the arguments cannot be.
+        LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
     """
 
     algorithm: ClassVar[str] = "adamw8bit"
@@ -94,7 +94,7 @@ class AdamW8bit(StructuredOptimizer):
         if group["state_bits"] not in (8, 32):
             raise LayoutError(
                 explain(
-                    "State has 8 or 32 bits.",
+                    "Optimizer state is kept in 8 or in 32 bits.",
                     expected="state_bits=8 or state_bits=32",
                     got=group["state_bits"],
                     todo="correct the param group",

@@ -30,7 +30,7 @@ __all__ = ["Held", "check_state", "copy_state"]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A saved value that passes through torch's loading untouched, because it is no tensor."""
+    """A saved value that passes through torch's loading untouched, because it is not a tensor."""
 
     value: Any
 

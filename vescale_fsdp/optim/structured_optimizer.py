@@ -43,7 +43,7 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
     """Prove the numbers that AdamW and its relatives take.
 
     Raises:
-        LayoutError: naming the one that cannot be.
+        LayoutError: naming those that are out of range.
     """
     bad = {
         "lr": not lr >= 0,
@@ -54,7 +54,7 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
     if any(bad.values()):
         raise LayoutError(
             explain(
-                f"{', '.join(name for name, is_bad in bad.items() if is_bad)} cannot be.",
+                f"An optimizer cannot take these values: {', '.join(n for n, is_bad in bad.items() if is_bad)}.",
                 expected="lr, eps, weight_decay >= 0 and betas in [0, 1)",
                 got=f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
                 todo="correct the optimizer's arguments",
@@ -248,7 +248,7 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, torch.Tensor):
         raise LayoutError(
             explain(
-                "An optimizer takes several parameters.",
+                "An optimizer takes an iterable of parameters.",
                 expected="an iterable of parameters or param groups",
                 got="one tensor",
                 todo="pass [param]",

@@ -52,7 +52,7 @@ class BlockCodec(ABC):
         if min(self.rows, self.cols) < 1:
             raise LayoutError(
                 explain(
-                    "A block has at least one element.",
+                    "A block must have at least one element.",
                     expected="rows >= 1 and cols >= 1",
                     got=f"{self.rows} x {self.cols}",
                     where=type(self).__name__,

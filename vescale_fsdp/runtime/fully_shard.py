@@ -188,7 +188,11 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(
-            explain("fully_shard shards modules.", expected="nn.Module or a list of them", got=type(module))
+            explain(
+                "fully_shard takes modules.",
+                expected="nn.Module or a list of them",
+                got=type(module),
+            )
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(

@@ -191,7 +191,7 @@ class _SelfGatheringParam:
             _allocate([each for each, _ in self._inner[:-1]])
             after.fsdp_post_all_gather(arrived, self._metadata, dtype, out=self.param.unsharded)
             for each, version in self._inner:
-                restore_version(each, version)  # the same values again are no modification
+                restore_version(each, version)  # the same values again are not a modification
         self._metadata = None
 
     def _without_padding(self, tensor: torch.Tensor) -> torch.Tensor:

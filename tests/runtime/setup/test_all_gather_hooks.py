@@ -256,7 +256,7 @@ def refusals() -> None:
     refused(NotImplementedError, "without fsdp_pre_all_gather", Wrapper)
     refused(NotImplementedError, "reshard_after_forward=2", Int8Rows, reshard_after_forward=2)
     refused(NotImplementedError, "without names", Int8Rows, mesh=cpu_mesh(2, 2))
-    refused(ValueError, "cuts a block", Int8Rows, granularity=Rows(3))
+    refused(ValueError, "would cut a block", Int8Rows, granularity=Rows(3))
 
 
 def test_refusals() -> None:

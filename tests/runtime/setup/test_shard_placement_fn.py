@@ -157,8 +157,8 @@ def refusals() -> None:
     refused("which axis shards", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
     refused("which axis shards", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
     refused("which axis shards", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
-    refused("asks for what cannot be", lambda p: ShardPlacementResult(Shard(p.ndim), info))
-    refused("asks for what cannot be", lambda p: Replicate())
+    refused("placement that cannot be used", lambda p: ShardPlacementResult(Shard(p.ndim), info))
+    refused("placement that cannot be used", lambda p: Replicate())
     fresh = lambda p: ShardPlacementResult(None, FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0))  # noqa: E731
     refused("Two meshes of a unit stand for the same ranks", fresh)
     default_too = lambda p: ShardPlacementResult(None, info) if p.ndim == 2 else None  # noqa: E731

@@ -93,7 +93,7 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
     """Refuse an operator that would write ragged values into a tensor that is not cut the same way.
 
     Raises:
-        UnsupportedOpError: if a written argument is no ragged tensor or holds unreduced sums.
+        UnsupportedOpError: if a written argument is not a ragged tensor or holds unreduced sums.
     """
     for name in written_names(func):
         if name not in named:

@@ -49,7 +49,7 @@ class Muon(StructuredOptimizer):
         bucket_bytes: bytes that a rank receives per collective, about; two buckets are in memory at a time.
 
     Raises:
-        LayoutError: for a parameter that is no matrix, or arguments that cannot be.
+        LayoutError: for a parameter that is not a matrix, or arguments that are not valid.
     """
 
     algorithm: ClassVar[str] = "muon"

@@ -42,7 +42,7 @@ class Shampoo(StructuredOptimizer):
         adamw: how those are stepped.
 
     Raises:
-        LayoutError: if a rank boundary cuts a block, or the arguments cannot be.
+        LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
     """
 
     algorithm: ClassVar[str] = "shampoo"

@@ -124,7 +124,7 @@ class DBuffer:
     def wait_gather(self) -> None:
         """Wait until the buffer is full.
 
-        Autograd may have saved views of the buffer. Refilling it with the same values is no modification,
+        Autograd may have saved views of the buffer. Refilling it with the same values is not a modification,
         so its version counter is what it was at the start; some backends count up only here.
         """
         if self._work is not None:

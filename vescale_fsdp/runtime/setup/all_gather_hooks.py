@@ -68,7 +68,7 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
     if not (isinstance(tensor, _Before) and isinstance(tensor, _After)):
         raise MisuseError(
             explain(
-                "A tensor subclass has one of the two all-gather hooks.",
+                "This tensor subclass has only one of the two all-gather hooks.",
                 expected="both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
                 got=cls,
                 where=fqn,

@@ -169,7 +169,7 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
     if not isinstance(dims, DataParallelMeshDims):
         raise PlacementError(
             explain(
-                "dp_mesh_dims names axes.",
+                "dp_mesh_dims must name axes of the mesh.",
                 expected="torch.distributed.fsdp.DataParallelMeshDims(shard=..., replicate=...)",
                 got=repr(dims),
             )

@@ -77,7 +77,7 @@ class PlacementWishes:
             return Wish(data)
         raise PlacementError(
             explain(
-                "shard_placement_fn asks for what cannot be.",
+                "shard_placement_fn returned a placement that cannot be used.",
                 expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {data.num_shards} units, "
                 "or a ShardPlacementResult of one of them",
                 got=wanted,
