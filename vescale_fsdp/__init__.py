@@ -38,15 +38,18 @@ if TYPE_CHECKING:
     )
     from vescale_fsdp.runtime.fully_shard import fully_shard
     from vescale_fsdp.runtime.setup.data_mesh import DataParallelMeshDims
+    from vescale_fsdp.torch_private import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "Element",
+    "FSDPMeshInfo",
     "FSDPModule",
     "Flat",
     "Granularity",
     "GroupLayout",
+    "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
@@ -57,6 +60,7 @@ __all__ = [
     "RaggedDTensor",
     "RaggedShard",
     "Rows",
+    "ShardPlacementResult",
     "StridedRaggedShard",
     "TensorSlot",
     "TensorSpec",
@@ -79,6 +83,10 @@ __all__ = [
     "share_comm_ctx",
 ]
 
+__version__ = (
+    "0.1.0"  # pyproject.toml reads it here; importlib.metadata alone would cost more than this package
+)
+
 pickled_paths.install()
 lazily_export(
     __name__,
@@ -96,6 +104,8 @@ lazily_export(
         "vescale_fsdp.layout.padding": "PaddingPolicy PaddingWarning",
         "vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard",
         "vescale_fsdp.layout.planner": "TensorSpec plan_group",
+        "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
+        "vescale_fsdp.torch_private": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
         "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
         "vescale_fsdp.layout.report.plan_report": "PlanReport plan_report",
     },

@@ -1,47 +1,16 @@
-"""What users get: the wheel and the sdist hold the linked folders under one name, and no generic name.
-
-Built offline from a copy of the sources (a build leaves files behind), and imported outside the checkout.
-"""
+"""What users get: the wheel and the sdist hold the linked folders under one name, and no generic name."""
 
 from __future__ import annotations
 
+import email
 import os
-import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-SOURCES = ["pyproject.toml", "README.md", "vescale_fsdp", "checkpoint", "conversion"]
-
-
-def run(*command: str, cwd: Path, python_path: str = "") -> str:
-    """Standard output of a command that must succeed; PYTHONPATH is only what is asked for."""
-    environment = {**os.environ, "PYTHONPATH": python_path}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(wheel, sdist) built from a copy of the checkout, the wheel out of the sdist."""
-    copy = tmp_path_factory.mktemp("sources")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
-        elif (ROOT / name).exists():
-            shutil.copy(ROOT / name, copy / name)
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy), cwd=out)
-    (wheel,) = out.glob("*.whl")
-    (sdist,) = out.glob("*.tar.gz")
-    return wheel, sdist
+import vescale_fsdp
+from tests.house.conftest import ROOT, run
 
 
 def sources_under(prefix: str) -> set[str]:
@@ -72,6 +41,21 @@ def test_wheel_holds_every_source_and_one_top_level_name(built: tuple[Path, Path
 
     assert sources_under("") <= names
     assert top == {"vescale_fsdp"}
+    assert "vescale_fsdp/py.typed" in names
+
+
+def test_licence_and_metadata(built: tuple[Path, Path]) -> None:
+    """The whole licence goes along, and the version is the one that the package says of itself."""
+    with zipfile.ZipFile(built[0]) as wheel:
+        (licence,) = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
+        text = wheel.read(licence).decode()
+        metadata = email.message_from_bytes(wheel.read(licence.replace("licenses/LICENSE", "METADATA")))
+
+    assert text == (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text and "APPENDIX: How to apply the Apache License" in text
+    assert metadata["Version"] == vescale_fsdp.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
 
 
 def test_sdist_holds_the_sources_of_the_linked_folders(built: tuple[Path, Path]) -> None:
@@ -82,7 +66,9 @@ def test_sdist_holds_the_sources_of_the_linked_folders(built: tuple[Path, Path])
     assert {
         "vescale_fsdp/layout/group_layout.py",
         "vescale_fsdp/checkpoint/__init__.py",
+        "vescale_fsdp/py.typed",
         "pyproject.toml",
+        "LICENSE",
     } <= names
 
 

@@ -1,0 +1,39 @@
+"""The wheel and the sdist that the tests of this folder look into, built once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ["pyproject.toml", "README.md", "LICENSE", "vescale_fsdp", "checkpoint", "conversion"]
+
+
+def run(*command: str, cwd: Path, python_path: str = "") -> str:
+    """Standard output of a command that must succeed; PYTHONPATH is only what is asked for."""
+    environment = {**os.environ, "PYTHONPATH": python_path}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(wheel, sdist), built offline from a copy of the checkout: a build leaves files behind."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy), cwd=out)
+    (wheel,) = out.glob("*.whl")
+    (sdist,) = out.glob("*.tar.gz")
+    return wheel, sdist
