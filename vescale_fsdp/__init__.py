@@ -104,7 +104,6 @@ lazily_export(
         "vescale_fsdp.layout.padding": "PaddingPolicy PaddingWarning",
         "vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard",
         "vescale_fsdp.layout.planner": "TensorSpec plan_group",
-        "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.torch_private": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
         "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
         "vescale_fsdp.layout.report.plan_report": "PlanReport plan_report",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -60,6 +61,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 # torch 2.11-2.13: tells tensor subclasses that keep their values in inner tensors, which have no bytes of their own.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
+from vescale_fsdp.errors import UnsupportedOpError, explain
+
 __all__ = [
     "MUON_COEFFICIENTS",
     "MUON_EPS",
@@ -67,6 +70,7 @@ __all__ = [
     "DTensorSpec",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
+    "HSDPMeshInfo",
     "NormPartial",
     "ShardPlacementResult",
     "StridedShard",
@@ -87,6 +91,7 @@ __all__ = [
     "is_wrapper",
     "local_of",
     "muon_adjust_lr",
+    "newer_class",
     "note_sharded",
     "operator_names",
     "outside_modes",
@@ -109,11 +114,37 @@ __all__ = [
 
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
-# Newer than 2.11; where torch does not have it, nothing is an instance of it.
-ShardPlacementResult: Any = vars(_fsdp_common).get("ShardPlacementResult", ())
 
-# New in 2.13; None before.
-DataParallelMeshDims: Any = vars(torch.distributed.fsdp).get("DataParallelMeshDims")
+def newer_class(home: ModuleType, name: str, instead: str) -> Any:
+    """A class that not every supported torch has; where it is missing, one that cannot be built and says so.
+
+    Args:
+        home: the module of torch's that has it.
+        instead: what to do without it.
+    """
+
+    def refuse(self: object, *args: object, **kwargs: object) -> None:
+        raise UnsupportedOpError(
+            explain(
+                f"This torch does not have {name}.",
+                expected="torch 2.13 or newer",
+                got=torch.__version__,
+                todo=instead,
+            )
+        )
+
+    return vars(home).get(name) or type(name, (), {"__init__": refuse, "__module__": __name__})
+
+
+ShardPlacementResult: Any = newer_class(
+    _fsdp_common, "ShardPlacementResult", "shard parameters with a mesh of their own in a module of their own"
+)
+
+DataParallelMeshDims: Any = newer_class(
+    torch.distributed.fsdp,
+    "DataParallelMeshDims",
+    'give the data-parallel axes as mesh=full_mesh["replicate", "shard"]',
+)
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)

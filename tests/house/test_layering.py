@@ -52,7 +52,12 @@ LEVELS = (
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 # Files of the first row that stand on others of it.
-FIRST_ROW = {("pickled_paths", "lazy"), ("collectives", "errors"), ("collectives", "torch_private")}
+FIRST_ROW = {
+    ("pickled_paths", "lazy"),
+    ("torch_private", "errors"),
+    ("collectives", "errors"),
+    ("collectives", "torch_private"),
+}
 # Strangers whatever their level: who begins so knows nothing of what begins so.
 STRANGERS = {
     "checkpoint": {"runtime", "quantize", "optim", "elastic", "integrations", "conversion"},

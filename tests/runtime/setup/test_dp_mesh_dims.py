@@ -21,10 +21,10 @@ from vescale_fsdp import DataParallelMeshDims, Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.runtime.setup.data_mesh import _Absent
+from vescale_fsdp.torch_private import newer_class
 
 WITH_DIMS = pytest.mark.skipif(
-    DataParallelMeshDims is _Absent, reason="this torch has no DataParallelMeshDims"
+    DataParallelMeshDims.__module__ == newer_class.__module__, reason="this torch has no DataParallelMeshDims"
 )
 OURS, THEIRS = fully_shard, torch_fully_shard
 
@@ -252,5 +252,7 @@ def test_refusals() -> None:
 
 def test_a_torch_without_the_class() -> None:
     """Where torch has no DataParallelMeshDims, making one says so."""
-    with pytest.raises(NotImplementedError, match=r"torch 2\.13"):
-        _Absent(shard="dp")
+    absent = newer_class(math, "DataParallelMeshDims", "take another way")
+    with pytest.raises(NotImplementedError, match=r"not have DataParallelMeshDims(.|\n)*torch 2\.13"):
+        absent(shard="dp")
+    assert newer_class(torch.distributed.tensor, "DTensor", "") is DTensor

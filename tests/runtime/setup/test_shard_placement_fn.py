@@ -21,9 +21,11 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedShard, Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.torch_private import ShardPlacementResult
+from vescale_fsdp.torch_private import ShardPlacementResult, newer_class
 
-WITH_RESULTS = pytest.mark.skipif(ShardPlacementResult == (), reason="this torch has no ShardPlacementResult")
+WITH_RESULTS = pytest.mark.skipif(
+    ShardPlacementResult.__module__ == newer_class.__module__, reason="this torch has no ShardPlacementResult"
+)
 
 
 class Block(nn.Module):

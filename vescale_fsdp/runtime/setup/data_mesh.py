@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale_fsdp import torch_private
 from vescale_fsdp.dtensor.mesh_order import ranks_by_place
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.errors import PlacementError, explain
 from vescale_fsdp.torch_private import (
+    DataParallelMeshDims,
     FSDPMeshInfo,
     concatenate_meshes,
     flatten_mesh,
@@ -41,24 +41,6 @@ __all__ = [
     "device_of",
     "mesh_of_info",
 ]
-
-
-class _Absent:
-    """Stands for a class that this torch does not have yet."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise UnsupportedOpError(
-            explain(
-                "This torch does not have DataParallelMeshDims.",
-                expected="torch 2.13 or newer",
-                got=torch.__version__,
-                todo='give the data-parallel axes as mesh=full_mesh["replicate", "shard"]',
-            )
-        )
-
-
-DataParallelMeshDims: Any = torch_private.DataParallelMeshDims or _Absent
-"""torch's: names of the axes of a full mesh that shard, and of those that replicate."""
 
 
 @dataclass(frozen=True)
