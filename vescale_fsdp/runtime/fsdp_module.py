@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,15 @@ from vescale_fsdp.runtime.schedule import Schedule
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
-class FSDPModule:
+if TYPE_CHECKING:
+    # `fully_shard` puts this class in front of a module's own, so every instance is a module too; for type checkers
+    # that makes `sharded(x)` right beside `sharded.unshard()`. A real base would be built twice.
+    _Module = nn.Module
+else:
+    _Module = object
+
+
+class FSDPModule(_Module):
     """What `fully_shard` adds to a module's class. Method for method torch's ``FSDPModule``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +50,7 @@ class FSDPModule:
         )
 
     def _state(self) -> FSDPState:
-        state = state_of(cast(nn.Module, self))
+        state = state_of(self)
         assert state is not None
         return state
 
@@ -51,7 +59,7 @@ class FSDPModule:
             yield self._state()
             return
         seen: set[int] = set()
-        for module in cast(nn.Module, self).modules():
+        for module in self.modules():
             state = state_of(module)
             if state is not None and id(state) not in seen:
                 seen.add(id(state))
@@ -61,7 +69,7 @@ class FSDPModule:
         """The layouts of all groups under this module, named by module path and dtype."""
         named: list[tuple[str, Any]] = []
         seen: set[int] = set()
-        for name, module in cast(nn.Module, self).named_modules():
+        for name, module in self.named_modules():
             state = state_of(module)
             if state is None or id(state) in seen:
                 continue
@@ -132,7 +140,7 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
         for group in self._groups(True):
             for param in group.params:
                 grad = param.sharded.grad
@@ -349,7 +357,7 @@ class FSDPModule:
         """Module.to, .cuda, to_empty: shard first, then take over what became of the parameters."""
         for state in self._states():
             state._reshard_hook()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super()._apply(*args, **kwargs)
         for state in self._states():
             state._rebind_hook()
         return result
@@ -367,7 +375,7 @@ class UnshardHandle:
 
 
 def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
-    states = [state_of(cast(nn.Module, module)) for module in modules]
+    states = [state_of(module) for module in modules]
     for module, state in zip(modules, states, strict=True):
         if state is None:
             raise ValueError(
