@@ -5,11 +5,14 @@ python tools/operators_table.py
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from vescale_fsdp.dtensor.operators.table import operator_table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 if __name__ == "__main__":
     (ROOT / "vescale_fsdp/dtensor/operators/OPERATORS.md").write_text(operator_table())
