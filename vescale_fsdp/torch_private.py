@@ -34,6 +34,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor import DTensor
 
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -195,8 +196,8 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor without an autograd node (``to_local`` adds one)."""
-    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+    """The local tensor of a DTensor without an autograd node (``to_local`` adds one); a plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

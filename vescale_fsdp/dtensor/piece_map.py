@@ -173,7 +173,7 @@ def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
     Raises:
         LayoutError: if the elements are not contiguous in memory.
     """
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_of(tensor).detach()
     if not local.is_contiguous():
         raise LayoutError(
             explain(

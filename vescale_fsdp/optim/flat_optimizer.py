@@ -302,15 +302,14 @@ def _run_of(params: list[torch.Tensor]) -> _Run:
 def _lies_as_before(run: _Run) -> bool:
     storage, base = storage_id(run.flat), run.flat.storage_offset()
     return all(
-        (local := local_of(param) if isinstance(param, DTensor) else param).storage_offset() == base + start
-        and storage_id(local) == storage
+        (local := local_of(param)).storage_offset() == base + start and storage_id(local) == storage
         for param, start in zip(run.params, run.starts, strict=True)
     )
 
 
 def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
     """A parameter's part of a flat state tensor, placed as the parameter is."""
-    local = local_of(param) if isinstance(param, DTensor) else param
+    local = local_of(param)
     piece = flat[start : start + local.numel()].view(local.shape)
     if isinstance(param, RaggedDTensor):
         return RaggedDTensor.wrap(piece, spec_of(param), layout_ref=param.layout_ref)

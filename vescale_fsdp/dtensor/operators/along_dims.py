@@ -16,7 +16,12 @@ from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = ["Call", "along_dims", "call_of", "holds_whole", "run_along"]
+__all__ = ["WHOLE_ROWS", "Call", "along_dims", "call_of", "holds_whole", "run_along"]
+
+
+WHOLE_ROWS = (
+    "shard with granularity=Rows(1) or coarser, or gather with .full_tensor()"  # what to do about cut rows
+)
 
 
 class Call(NamedTuple):
@@ -110,6 +115,6 @@ def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
             func,
             call.tensor._spec,
             f"the pieces do not hold dim {call.dims[0]} whole",
-            todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
+            todo=WHOLE_ROWS,
         )
     return run_along(func, call.tensor, call.dims, None, call.options)

@@ -28,6 +28,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import local_of
 
 __all__ = [
     "elementwise",
@@ -53,11 +54,16 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
         kwargs = {name: summed(value) for name, value in kwargs.items()}
         like = first_ragged((*args, *kwargs.values()))
         assert like is not None
-    result = func(
+    return wrap_result(func, _on_pieces(func, args, kwargs, like), like)
+
+
+def _on_pieces(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], like: RaggedDTensor
+) -> Any:
+    return func(
         *(localise(func, arg, like) for arg in args),
         **{name: localise(func, value, like) for name, value in kwargs.items()},
     )
-    return wrap_result(func, result, like)
 
 
 def _write(
@@ -70,10 +76,7 @@ def _write(
     """In-place and ``out=`` forms: what was written comes back itself."""
     written = [named[name] for name in written_names(func) if name in named]
     check_written(func, named, like)
-    func(
-        *(localise(func, arg, like) for arg in args),
-        **{name: localise(func, value, like) for name, value in kwargs.items()},
-    )
+    _on_pieces(func, args, kwargs, like)
     return written[0] if len(written) == 1 else tuple(written)
 
 
@@ -199,7 +202,7 @@ def _check_lists_written(
 def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's check: unscale the pieces, and let all ranks know if any of them met inf or nan."""
     tensors, found_inf, inverse_scale = args
-    func([t._local_tensor if isinstance(t, DTensor) else t for t in tensors], found_inf, inverse_scale)
+    func([local_of(t) for t in tensors], found_inf, inverse_scale)
     cut_axes: dict[DeviceMesh, set[int]] = {}
     for t in tensors:
         if isinstance(t, DTensor):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.collectives import all_reduce_in_place, gathered
-from vescale_fsdp.dtensor.operators.along_dims import Call, call_of, holds_whole, run_along
+from vescale_fsdp.dtensor.operators.along_dims import WHOLE_ROWS, Call, call_of, holds_whole, run_along
 from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec
@@ -60,7 +61,7 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         func,
         call.tensor._spec,
         f"the pieces do not hold the dims {call.dims} whole",
-        todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
+        todo=WHOLE_ROWS,
     )
 
 
@@ -109,21 +110,17 @@ def _identity(dtype: torch.dtype, largest: bool) -> Any:
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
-def _extreme_of(tensor: RaggedDTensor, local: torch.Tensor, largest: bool) -> DTensor:
+def _extreme(call: Call, *, largest: bool) -> DTensor:
+    local = call.tensor._local_tensor
     if local.numel():
         answer = local.max() if largest else local.min()
     else:
         answer = torch.full((), _identity(local.dtype, largest), dtype=local.dtype, device=local.device)
-    answers = _gather_answers(answer, tensor)
-    return _replicated(answers.max() if largest else answers.min(), tensor)
+    answers = _gather_answers(answer, call.tensor)
+    return _replicated(answers.max() if largest else answers.min(), call.tensor)
 
 
-def _max(call: Call) -> DTensor:
-    return _extreme_of(call.tensor, call.tensor._local_tensor, largest=True)
-
-
-def _min(call: Call) -> DTensor:
-    return _extreme_of(call.tensor, call.tensor._local_tensor, largest=False)
+_max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
 def _aminmax(call: Call) -> tuple[DTensor, DTensor]:
@@ -148,7 +145,7 @@ def _count_nonzero(call: Call) -> DTensor:
     return _replicated(_gather_answers(local, call.tensor).sum(0), call.tensor)
 
 
-def _arg_extreme(call: Call, largest: bool) -> DTensor:
+def _arg_extreme(call: Call, *, largest: bool) -> DTensor:
     """argmax and argmin: the first place, in flat order, of the extreme value (a nan counts as extreme)."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
     if inner_box(tensor._spec).sizes != tuple(tensor.shape):
@@ -164,14 +161,6 @@ def _arg_extreme(call: Call, largest: bool) -> DTensor:
     hits = (values == best) | (values.isnan() & best.isnan())
     owned = indices != torch.iinfo(torch.int64).max
     return _replicated(indices[hits & owned].min(), tensor)
-
-
-def _argmax(call: Call) -> DTensor:
-    return _arg_extreme(call, largest=True)
-
-
-def _argmin(call: Call) -> DTensor:
-    return _arg_extreme(call, largest=False)
 
 
 def _moments(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,8 +287,8 @@ _TOTALS: dict[str, _Total] = {
     "amin": _min,
     "aminmax": _aminmax,
     "any": _any,
-    "argmax": _argmax,
-    "argmin": _argmin,
+    "argmax": partial(_arg_extreme, largest=True),
+    "argmin": partial(_arg_extreme, largest=False),
     "count_nonzero": _count_nonzero,
     "linalg_vector_norm": _norm,
     "logsumexp": _logsumexp,
@@ -329,7 +318,7 @@ def _over_leading_dims(call: Call) -> DTensor:
             call.func,
             tensor._spec,
             f"the pieces cut rows of shape {tuple(tensor.shape[depth:])}",
-            todo="shard with granularity=Rows(1) or coarser, or gather with .full_tensor()",
+            todo=WHOLE_ROWS,
         )
     rows = tensor._local_tensor.reshape(-1, *tensor.shape[depth:])
     name = call.func._schema.name.removeprefix("aten::")
@@ -362,20 +351,9 @@ def _summed_over_ranks(local: torch.Tensor, tensor: RaggedDTensor) -> torch.Tens
 # -- comparisons of whole tensors -----------------------------------------------------------------------
 
 
-def _agreed(same: bool, tensor: RaggedDTensor) -> bool:
-    verdict = torch.tensor(int(same), device=tensor._local_tensor.device)
-    return bool(_gather_answers(verdict, tensor).all().item())
-
-
 def equal(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """torch.equal: true only if the pieces of all ranks are equal. A collective."""
-    left, right = args
-    if left.shape != right.shape:
-        return False
-    like = left if isinstance(left, RaggedDTensor) else right
-    if is_partial(like):
-        raise refuse(func, like._spec, "its sums are not done")
-    return _agreed(func(*(localise(func, side, like) for side in args)), like)
+    return args[0].shape == args[1].shape and all_close(func, args, kwargs)
 
 
 def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -385,4 +363,5 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if is_partial(like):
         raise refuse(func, like._spec, "its sums are not done")
     same = func(localise(func, left, like), localise(func, right, like), *rest, **kwargs)
-    return _agreed(same, like)
+    verdict = torch.tensor(int(same), device=like._local_tensor.device)
+    return bool(_gather_answers(verdict, like).all().item())

@@ -104,7 +104,7 @@ class PriorSharding:
 
 def local_part(param: nn.Parameter) -> torch.Tensor:
     """What they left of it on this rank, without gradient: ND, the whole parameter if they did nothing."""
-    return local_of(param).detach() if isinstance(param, DTensor) else param.detach()
+    return local_of(param).detach()
 
 
 def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> str:
