@@ -24,7 +24,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.torch_private import local_of, set_local, spec_of, storage_id
 
 __all__ = ["rebind", "settle"]
 
@@ -35,7 +35,7 @@ def rebind(group: ParamGroup) -> None:
         found = param.foreign()
         if found:
             _take(group, param, found[-1], must_be_new=False)  # as without assign: the last one loaded counts
-        param.spec = param.sharded._spec  # type: ignore[attr-defined]
+        param.spec = spec_of(param.sharded)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
 
@@ -121,13 +121,14 @@ def _unite(group: ParamGroup, *, all_needed: bool) -> None:
         view = group.shard[param.local]
         if not local.is_meta:
             view.copy_(local.reshape(-1))
-        param.sharded._local_tensor = param.piece = view  # type: ignore[attr-defined]
+        set_local(param.sharded, view)
+        param.piece = view
     group.forget_full()
 
 
 def _lies_in(shard: torch.Tensor, at: slice, local: torch.Tensor) -> bool:
     return (
-        local.untyped_storage()._cdata == shard.untyped_storage()._cdata
+        storage_id(local) == storage_id(shard)
         and local.storage_offset() == shard.storage_offset() + at.start
         and local.dtype == shard.dtype
     )
