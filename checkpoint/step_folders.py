@@ -82,6 +82,9 @@ def _remove(root: Storage, name: str) -> str | None:
     """Remove a step, manifest first: a crash in between leaves a torn step and no damaged one. What is left, if any."""
     manifest = f"{name}/{MANIFEST_NAME}"
     try:
+        if root.is_link(name):  # what lies behind it belongs to somebody else
+            root.remove(name)
+            return None
         root.remove(manifest)
         # Some stores refuse without an error; a manifest must never outlive its data.
         if root.exists(manifest):

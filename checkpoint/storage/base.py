@@ -152,6 +152,10 @@ class Storage(ABC):
     def exists(self, name: str) -> bool:
         """Whether a file exists, asked of the store itself and never of a cache."""
 
+    def is_link(self, name: str) -> bool:
+        """Whether a folder is a link to one that lies elsewhere."""
+        return False
+
     @abstractmethod
     def list_folder(self, name: str) -> list[str]:
         """Names directly inside a folder, sorted; empty if there is no such folder."""

@@ -118,7 +118,12 @@ class _LocalReader(FileReader):
 
 def _size_of_file(path: Path) -> int:
     """The size of what is proven to be a file before it is opened: opening a pipe waits for its writer."""
-    found = path.stat()
+    try:
+        found = path.stat()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path} is a link in a circle") from error
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
         raise ValueError(f"{path} is {kind}")
@@ -240,6 +245,9 @@ class LocalStorage(Storage):
 
     def exists(self, name: str) -> bool:
         return (self.root / name).exists()
+
+    def is_link(self, name: str) -> bool:
+        return (self.root / name).is_symlink()
 
     def list_folder(self, name: str) -> list[str]:
         try:

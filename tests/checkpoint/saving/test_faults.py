@@ -151,8 +151,8 @@ class _Explodes:
         raise AssertionError("never called")
 
 
-_SAID = {"raises": "half a state", "no text": "4300 digits", "disk full": "No space left"}
-_MET = {"raises": "KeyError", "no text": "ValueError", "disk full": "OSError"}
+_SAID = {"raises": "half a state", "no text": "A number is too long", "disk full": "No space left"}
+_MET = {"raises": "KeyError", "no text": "CheckpointError", "disk full": "OSError"}
 
 
 @pytest.mark.parametrize("kind", _SAID)
