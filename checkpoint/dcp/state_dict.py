@@ -181,8 +181,7 @@ def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, nam
     described = describer.describe(name, result)
     if described.local is None:
         return result
-    coordinates = [axis.coordinates([dist.get_rank()])[0] for axis in described.distribution.axes]
-    region = described.distribution.region(described.shape, coordinates, describer.layouts)
+    region = describer.region(described, dist.get_rank())
     into = described.local.view(-1)
     for box, at in region.pieces():
         into[at : at + box.numel].view(box.sizes).copy_(full[box.slices()])

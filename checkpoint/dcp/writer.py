@@ -14,7 +14,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -40,14 +40,13 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from vescale_fsdp.checkpoint.loading.load import Loader, Verify
-from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, StoredTensor
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks
 from vescale_fsdp.checkpoint.saving.save import Saver, commit_manifest
-from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
+from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
@@ -179,20 +178,15 @@ class RaggedWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Agree and write this rank's file; DCP then calls `finish` on its coordinator."""
-        taken: TakenState | None = None
-        error: BaseException | None = None
         coordinator = self._ranks.coordinator()
-        with torch.no_grad():
-            try:
-                taken = take_state(_state_of(planner), rank_of=coordinator.rank_of)
-            except BaseException as caught:  # noqa: BLE001  all ranks must hear of it
-                error = caught
-            saver = Saver(self._storage, coordinator, overwrite=self._overwrite)
-            try:
-                self._manifest = saver.write_uncommitted(taken, error, self._user, self._held)
-            except BaseException:
-                self._held.close()
-                raise
+        saver = Saver(self._storage, coordinator, overwrite=self._overwrite)
+        try:
+            self._manifest = saver.write_uncommitted(
+                lambda: take_state(_state_of(planner), rank_of=coordinator.rank_of), self._user, self._held
+            )
+        except BaseException:
+            self._held.close()
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result([])
         return future
@@ -304,8 +298,8 @@ class RaggedReader(StorageReader):
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         assert self._reader is not None
-        reads, targets = ReadPlan(self._storage), []
-        try:
+        targets = []
+        with closing(self._reader.reads()) as reads:
             for item in plan.items:
                 stored = self._stored[item.storage_index.fqn]
                 if item.type == LoadItemType.BYTE_IO:
@@ -319,10 +313,8 @@ class RaggedReader(StorageReader):
                 if tensor.dtype != stored.dtype:
                     raise _other_dtype(stored, tensor)
                 region = Region(box, FlatRange(0, box.numel))
-                targets.append((item, tensor, self._reader.ask(reads, stored.place, region, tensor)))
+                targets.append((item, tensor, reads.ask(stored.place, region, tensor)))
             reads.run(verify=True)
-        finally:
-            reads.close()
         for item, tensor, target in targets:
             target.finish()
             planner.commit_tensor(item, tensor)

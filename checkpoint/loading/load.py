@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan
+from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.loading.targets import Target
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
@@ -115,32 +115,25 @@ class Loader:
     @torch.no_grad()
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
-        plan = ReadPlan(self.storage)
-        alike: dict[str, Json] = {
-            "strict": strict,
-            "include": include,
-            "verify": self.verify,
-        }
-        try:
-            reader = self._open()
+        reader = self._open()
+        alike: dict[str, Json] = {"strict": strict, "include": include, "verify": self.verify}
+        with closing(reader.reads()) as reads:
             with (
                 self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED, alike),
                 self._reading(reader),
             ):
                 with gc_paused():
-                    found, targets = self._prepare(reader, plan, state, strict, include)
+                    found, targets = self._prepare(reader, reads, state, strict, include)
                 if self.verify == "before":
-                    plan.prove()
+                    reads.prove()
             with (
                 self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
                 self._reading(reader),
             ):
-                plan.run(verify=self.verify == "while")
+                reads.run(verify=self.verify == "while")
                 for target in targets:
                     target.finish()
                 found.finish()
-        finally:
-            plan.close()
         return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
 
     def _open(self) -> CheckpointReader:
@@ -183,7 +176,7 @@ class Loader:
     def _prepare(
         self,
         reader: CheckpointReader,
-        plan: ReadPlan,
+        reads: Reads,
         state: Any,
         strict: Strict,
         include: tuple[str, ...] | None,
@@ -200,9 +193,9 @@ class Loader:
                 # not which of them a thread happens to bring later.
                 memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
                 wanted[memory] = (read.place, region, local)
-        targets = [reader.ask(plan, *asked) for asked in wanted.values()]
+        targets = [reads.ask(*asked) for asked in wanted.values()]
         for place in found.fresh:
-            found.fresh[place] = self._fresh(reader, plan, targets, place)
+            found.fresh[place] = self._fresh(reader, reads, targets, place)
         self._per_rank(reader, found)
         return found, targets
 
@@ -265,7 +258,7 @@ class Loader:
         return describer.region(described, self.coordinator.rank), described.local
 
     def _fresh(
-        self, reader: CheckpointReader, plan: ReadPlan, targets: list[Target], place: int
+        self, reader: CheckpointReader, reads: Reads, targets: list[Target], place: int
     ) -> torch.Tensor:
         """A tensor that a Stateful object did not have: made in full if it was not sharded."""
         entry = reader.manifest.entries[place]
@@ -280,7 +273,7 @@ class Loader:
                 )
             )
         tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
-        targets.append(reader.ask(plan, place, whole_region(entry.shape), tensor))
+        targets.append(reads.ask(place, whole_region(entry.shape), tensor))
         return tensor
 
     def _per_rank(self, reader: CheckpointReader, found: Match) -> None:

@@ -58,7 +58,7 @@ class SourceFinder:
 
     def _complete_shares(self, place: int, wanted: Region) -> list[tuple[int, Run | Patch]]:
         found = list(self._find_shares(place, wanted))
-        numel = sum(_numel(share) for _, share in found)
+        numel = sum(share.numel for _, share in found)
         if numel != wanted.numel:
             entry = self.manifest.entries[place]
             raise CorruptCheckpointError(
@@ -78,7 +78,7 @@ class SourceFinder:
             return
         manifest, entry = self.manifest, self.manifest.entries[place]
         holders = manifest.holders_of(place)
-        touching = manifest.distribution(place).touching(entry.shape, wanted, manifest.structure.layouts)
+        touching = manifest.distributions[place].touching(entry.shape, wanted, manifest.structure.layouts)
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
@@ -87,7 +87,3 @@ class SourceFinder:
                 share = manifest.split(place, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():
                     yield rank, part
-
-
-def _numel(share: Run | Patch) -> int:
-    return share.numel if isinstance(share, Run) else share.source_box.numel

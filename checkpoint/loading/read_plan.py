@@ -28,11 +28,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import xxhash
 
-from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
+from vescale_fsdp.checkpoint.loading.locate import SourceFinder
+from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink, Target, sinks_of
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["ReadPlan", "Reads"]
@@ -172,25 +175,48 @@ class _Walk:
 
 
 class Reads(ABC):
-    """Reads of another form, carried out with those of a `ReadPlan`."""
+    """What a load reads, in one of the forms: asked for first, then proven or run. Close it in the end."""
+
+    @abstractmethod
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
+        """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
 
     @abstractmethod
     def prove(self) -> None:
-        """Check what will be read; nothing is written anywhere."""
+        """Verify all that `run` would read; nothing is written anywhere."""
 
     @abstractmethod
-    def run(self) -> None:
-        """Read, check and copy."""
+    def run(self, *, verify: bool) -> None:
+        """Read everything; with ``verify``, compare checksums on the way.
+
+        Raises:
+            CorruptCheckpointError: if a checksum differs; any tensor may be filled then.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all files."""
 
 
-class ReadPlan:
-    """Sinks by file; `prove` checks what will be read, `run` reads it. Close it in the end."""
+class ReadPlan(Reads):
+    """The native form: sinks by file.
 
-    def __init__(self, storage: Storage) -> None:
+    Args:
+        finder: where regions lie.
+    """
+
+    def __init__(self, storage: Storage, finder: SourceFinder) -> None:
         self._storage = storage
+        self._finder = finder
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
-        self.others: list[Reads] = []
+
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
+        target = Target(tensor)
+        for source in self._finder.sources(place, region):
+            for sink in sinks_of(source, target, max_gap_bytes=self._storage.max_gap_bytes):
+                self.add(self._finder.file(source.rank), sink)
+        return target
 
     def add(self, file: RankFile, sink: Sink) -> None:
         """Ask for one range of one file."""
@@ -199,26 +225,15 @@ class ReadPlan:
         self._sinks.setdefault(file.rank, []).append(sink)
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.reader.close()
         self._files.clear()
 
     def prove(self) -> None:
-        """Verify every stripe that `run` would read; nothing is written anywhere."""
         self._map(_Job.prove, list(self._jobs(True)))
-        for reads in self.others:
-            reads.prove()
 
     def run(self, *, verify: bool) -> None:
-        """Read everything into the sinks; with ``verify``, compare checksums on the way.
-
-        Raises:
-            CorruptCheckpointError: if a checksum differs; any sink may be filled then.
-        """
         self._map(_Job.take_and_prove if verify else _Job.take, list(self._jobs(verify)))
-        for reads in self.others:
-            reads.run()
 
     def _map(self, work: Callable[[_Job], None], jobs: Sequence[_Job]) -> None:
         threads = min(self._storage.read_threads, len(jobs))

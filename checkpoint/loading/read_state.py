@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,8 @@ import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.loading.locate import SourceFinder
-from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan
-from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink, Target, sinks_of
+from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan, Reads
+from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
@@ -227,14 +228,11 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         if not self.manifest.blob_bytes:
             return [{} for _ in chosen]
         blobs: list[Bytes] = [np.empty(self.manifest.blob_bytes, dtype=np.uint8) for _ in chosen]
-        plan = ReadPlan(self.storage)
-        try:
+        with closing(ReadPlan(self.storage, self._finder)) as reads:
             for rank, blob in zip(chosen, blobs, strict=True):
                 file = self._finder.file(rank)
-                plan.add(file, Sink(file.blob_start, file.table_start, blob))
-            plan.run(verify=True)
-        finally:
-            plan.close()
+                reads.add(file, Sink(file.blob_start, file.table_start, blob))
+            reads.run(verify=True)
         return [
             self._unpack(memoryview(blob.data), self._finder.file(rank).name)
             for rank, blob in zip(chosen, blobs, strict=True)
@@ -261,27 +259,17 @@ class CheckpointReader(Mapping[str, StoredTensor]):
 
     def fill(self, wanted: list[tuple[int, Region, torch.Tensor]], *, verify: bool) -> None:
         """Fill local tensors with regions of stored ones."""
-        plan = ReadPlan(self.storage)
-        try:
-            targets = [self.ask(plan, place, region, tensor) for place, region, tensor in wanted]
-            plan.run(verify=verify)
-        finally:
-            plan.close()
+        with closing(self.reads()) as reads:
+            targets = [reads.ask(place, region, tensor) for place, region, tensor in wanted]
+            reads.run(verify=verify)
         for target in targets:
             target.finish()
 
-    def ask(self, plan: ReadPlan, place: int, region: Region, tensor: torch.Tensor) -> Target:
-        """Add to a plan what fills ``tensor`` with a region of tensor number ``place``."""
-        target = Target(tensor)
-        if self.manifest.chunks is not None:
-            reads = ZarrReads(self.storage, self._tables)
-            reads.add(place, region, target)
-            plan.others.append(reads)
-            return target
-        for source in self._finder.sources(place, region):
-            for sink in sinks_of(source, target, max_gap_bytes=self.storage.max_gap_bytes):
-                plan.add(self._finder.file(source.rank), sink)
-        return target
+    def reads(self) -> Reads:
+        """Reads of this checkpoint, of which none is asked for yet."""
+        if self.manifest.is_zarr:
+            return ZarrReads(self.storage, self._tables)
+        return ReadPlan(self.storage, self._finder)
 
 
 def _per_rank_leaf(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, OpensFiles
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, owner_of
+from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, holders_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    CRC_BYTES,
     array_json,
     array_path,
     chunk_boxes,
@@ -29,9 +30,8 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["CRC_BYTES", "ChunkTables", "read_chunk", "verify_arrays"]
+__all__ = ["ChunkTables", "read_chunk", "verify_arrays"]
 
-CRC_BYTES = 4
 _SCRATCH_BYTES = 1 << 20  # 1 MiB
 
 
@@ -52,7 +52,7 @@ class ChunkTables:
         """
         if not self.manifest.has_chunk_table:
             return None
-        owner = owner_of(self.manifest, chunk)
+        owner = holders_of(self.manifest, chunk)[0].rank
         with self._lock:
             if owner not in self._tables:
                 self._tables[owner] = self._read(RankFile(self.manifest, owner))
@@ -124,7 +124,6 @@ def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
     manifest = tables.manifest
     for name, expected in group_files(manifest).items():
         yield name, _json_problem(tables.storage, name, expected, "a group"), 0
-    assert manifest.chunks is not None
     for tensor, places in manifest.places_by_name.items():
         place = places[0]
         name = f"{array_path(manifest, place)}/zarr.json"
@@ -132,7 +131,7 @@ def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
         yield name, problem, 0
         if problem is not None:
             continue  # which chunks it has is what is wrong
-        for box in chunk_boxes(manifest.entries[place].shape, manifest.chunks[place]):
+        for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
             nbytes = 0
             try:
                 nbytes = len(read_chunk(tables, Chunk(place, box)))

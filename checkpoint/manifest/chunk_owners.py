@@ -1,7 +1,7 @@
 """Which rank writes which chunk of a zarr array: computed by everybody alike, from the manifest alone.
 
 The rank that holds a chunk's first element owns it; replicas take turns. Its file holds the checksums of all
-chunks that it owns, in the order of `owned_chunks`, so that a chunk is known by its place.
+chunks that it owns, in the order of `held_chunks`, so that a chunk is known by its place.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
-from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-__all__ = ["Chunk", "Holder", "chunk_holders", "hull", "owned_chunks", "owner_of", "turn_of", "wanted_of"]
+__all__ = ["Chunk", "Holder", "chunks_of", "held_chunks", "holders_of"]
 
 
 class Chunk(NamedTuple):
@@ -23,66 +23,57 @@ class Chunk(NamedTuple):
     place: int
     box: Box
 
+    @property
+    def region(self) -> Region:
+        """All elements of the chunk."""
+        return Region(self.box, FlatRange(0, self.box.numel))
+
 
 class Holder(NamedTuple):
-    """Ranks that hold one region of a tensor."""
+    """Who brings a part of a chunk: of the ranks that hold a region of the tensor the one whose turn it is."""
 
+    rank: int
     region: Region
-    ranks: list[int]
+    numel: int  # of the part
 
 
-def owned_chunks(manifest: Manifest, rank: int) -> Iterator[Chunk]:
-    """Chunks that a rank writes: tensors in the order of the manifest, of each the chunks row by row."""
-    assert manifest.chunks is not None
+def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:
+    """Chunks of which a rank brings a part: tensors in the order of the manifest, of each the chunks row by row."""
     for places in manifest.places_by_name.values():
         place = places[0]  # further descriptions of a tensor have the same values
         entry = manifest.entries[place]
         held = manifest.holders_of(place).position(rank)
         if held is None or not entry.numel:
             continue
-        own = manifest.distribution(place).region(entry.shape, held[0], manifest.structure.layouts)
-        for box in chunk_boxes(entry.shape, manifest.chunks[place], hull(own)):
-            chunk = Chunk(place, box)
-            if overlaps(own, wanted_of(manifest, chunk)) and owner_of(manifest, chunk) == rank:
-                yield chunk
+        own = manifest.distributions[place].region(entry.shape, held[0], manifest.structure.layouts)
+        for chunk in chunks_of(manifest, place, own):
+            holders = holders_of(manifest, chunk)
+            if any(holder.rank == rank for holder in holders):
+                yield chunk, holders
 
 
-def owner_of(manifest: Manifest, chunk: Chunk) -> int:
-    """The rank that writes a chunk."""
-    ranks = chunk_holders(manifest, chunk)[0].ranks
-    return ranks[turn_of(manifest, chunk) % len(ranks)]
+def chunks_of(manifest: Manifest, place: int, region: Region) -> list[Chunk]:
+    """Chunks that share an element with a region of a tensor, each once, row by row."""
+    shape, sizes = manifest.entries[place].shape, manifest.chunk_sizes[place]
+    found = {
+        box
+        for part, _ in region.pieces()
+        for box in chunk_boxes(shape, sizes, part)
+        if box.intersect(part) is not None or not shape
+    }
+    return [Chunk(place, box) for box in sorted(found, key=lambda box: box.offsets)]
 
 
-def turn_of(manifest: Manifest, chunk: Chunk) -> int:
-    """Whose turn it is among replicas, counted without end."""
-    assert manifest.chunks is not None
-    sizes = manifest.chunks[chunk.place]
-    return sum(offset // size for offset, size in zip(chunk.box.offsets, sizes, strict=True))
-
-
-def wanted_of(manifest: Manifest, chunk: Chunk) -> Region:
-    """The elements of a chunk that lie inside the tensor."""
-    inside = clipped(chunk.box, manifest.entries[chunk.place].shape)
-    return Region(inside, FlatRange(0, inside.numel))
-
-
-def chunk_holders(manifest: Manifest, chunk: Chunk) -> list[Holder]:
-    """Who holds a chunk's elements, in order of place; the first holds its first element."""
-    entry, wanted = manifest.entries[chunk.place], wanted_of(manifest, chunk)
-    holders = manifest.holders_of(chunk.place)
-    touching = manifest.distribution(chunk.place).touching(entry.shape, wanted, manifest.structure.layouts)
-    return [
-        Holder(region, holders.ranks_at(coordinates))
-        for coordinates, region in touching
-        if overlaps(region, wanted)
-    ]
-
-
-def hull(region: Region) -> Box | None:
-    """The smallest box around a region."""
-    boxes = [box for box, _ in region.pieces()]
-    if not boxes:
-        return Box(region.box.offsets, (0,) * len(region.box.sizes)) if region.box.sizes else None
-    starts = tuple(min(offsets) for offsets in zip(*(box.offsets for box in boxes), strict=True))
-    stops = [[o + n for o, n in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
-    return Box(starts, tuple(max(s) - a for s, a in zip(zip(*stops, strict=True), starts, strict=True)))
+def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
+    """Who brings a chunk's elements, in order of place; the first holds its first element, and writes it."""
+    entry, holders = manifest.entries[chunk.place], manifest.holders_of(chunk.place)
+    turn = sum(offset // size for offset, size in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
+    found = []
+    for coordinates, region in manifest.distributions[chunk.place].touching(
+        entry.shape, chunk.region, manifest.structure.layouts
+    ):
+        numel = sum(share.numel for share in overlaps(region, chunk.region))
+        if numel:
+            ranks = holders.ranks_at(coordinates)
+            found.append(Holder(ranks[turn % len(ranks)], region, numel))
+    return found

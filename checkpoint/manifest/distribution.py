@@ -13,17 +13,19 @@ Strided shards (FSDP inside TP on one dim) need no kind of their own: TP's cut i
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError, explain
-from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides
+from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides, whole_box
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ __all__ = [
     "ShardCut",
     "UnitsCut",
     "cut_from_json",
+    "shard_order",
 ]
 
 
@@ -259,6 +262,28 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
     )
 
 
+def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
+    """Mesh axes in the order in which they cut a tensor; None if their split factors tell of no order.
+
+    torch writes an axis that cuts after axes that come later in the mesh as a strided shard; its split factor is
+    the product of their sizes. Other factors occur too: of a tensor cut by columns and then flattened, say, each
+    rank holds an element here and an element there.
+
+    Args:
+        shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
+        sizes: of all axes of the mesh.
+    """
+    orders: dict[int, list[int]] = {}
+    for axis in sorted((axis for axis in shards if sizes[axis] > 1), reverse=True):
+        dim, split_factor = shards[axis]
+        order = orders.setdefault(dim, [])
+        parts = list(accumulate((sizes[other] for other in order), operator.mul, initial=1))
+        if split_factor not in parts:
+            return None
+        order.insert(parts.index(split_factor), axis)
+    return [axis for order in sorted(orders.values(), key=min) for axis in order]
+
+
 @dataclass(frozen=True)
 class Distribution:
     """Axes and cuts of one tensor: cut i is made by axis i, in order of application."""
@@ -270,7 +295,8 @@ class Distribution:
         self, shape: tuple[int, ...], coordinates: Sequence[int], layouts: Sequence[GroupLayout]
     ) -> Region:
         """What ranks at these coordinates hold of a tensor of this shape."""
-        region = whole_region(shape)
+        box = whole_box(shape)
+        region = Region(box, FlatRange(0, box.numel))
         for axis, cut, coordinate in zip(self.axes, self.cuts, coordinates, strict=True):
             region = cut.narrow(region, coordinate, axis.size, layouts)
         return region

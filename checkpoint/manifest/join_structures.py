@@ -18,27 +18,17 @@ from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_js
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["Merged", "merge_structures"]
+__all__ = ["merge_structures", "prove_complete"]
 
 
-class Merged:
-    """Joined tree and tables; ``ranks[i]`` are the ranks that hold ``entries[i]``."""
+class _Merged:
+    """Joined tree and tables; ``entries`` are the tensors with the ranks that hold each."""
 
     def __init__(self) -> None:
         self.tree: Json = None
         self.axes: dict[Axes, int] = {}
         self.layouts: dict[GroupLayout, int] = {}
         self.entries: dict[Entry, RankSet] = {}
-
-    def structure(self) -> tuple[Structure, tuple[RankSet, ...]]:
-        """The joined structure, tensors in file order, and the ranks that hold each of them."""
-        found = list(self.entries)
-        order = sorted(range(len(found)), key=lambda place: -found[place].itemsize)
-        number_of = {place: number for number, place in enumerate(order)}
-        entries = tuple(found[place] for place in order)
-        tree = renumber(self.tree, number_of)
-        ranks = tuple(self.entries[entry] for entry in entries)
-        return Structure(tree, entries, tuple(self.axes), tuple(self.layouts)), ranks
 
 
 def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Structure, tuple[RankSet, ...]]:
@@ -47,23 +37,24 @@ def merge_structures(classes: Sequence[tuple[RankSet, Structure]]) -> tuple[Stru
     Args:
         classes: each distinct structure with the ranks that have it, in order of their first rank.
 
+    Returns:
+        The joined structure, tensors in file order, and the ranks that hold each of them.
+
     Raises:
-        CheckpointError: if ranks disagree, naming the first difference; if some part of a tensor is held
-            by no rank.
+        CheckpointError: if ranks disagree, naming the first difference.
     """
-    if len(classes) == 1:
-        ranks, structure = classes[0]
-        sets = (ranks,) * len(structure.entries)
-    else:
-        merged = Merged()
-        for ranks, structure in classes:
-            _add(merged, structure, ranks)
-        structure, sets = merged.structure()
-    _prove_complete(structure, sets, classes)
-    return structure, sets
+    merged = _Merged()
+    for ranks, structure in classes:
+        _add(merged, structure, ranks)
+    found = list(merged.entries)
+    order = sorted(range(len(found)), key=lambda place: -found[place].itemsize)
+    tree = renumber(merged.tree, {place: number for number, place in enumerate(order)})
+    entries = tuple(found[place] for place in order)
+    holders = tuple(merged.entries[entry] for entry in entries)
+    return Structure(tree, entries, tuple(merged.axes), tuple(merged.layouts)), holders
 
 
-def _add(merged: Merged, structure: Structure, ranks: RankSet) -> None:
+def _add(merged: _Merged, structure: Structure, ranks: RankSet) -> None:
     axes = [merged.axes.setdefault(item, len(merged.axes)) for item in structure.axes]
     layouts = [merged.layouts.setdefault(item, len(merged.layouts)) for item in structure.layouts]
     numbers = {}
@@ -142,9 +133,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-def _prove_complete(
+def prove_complete(
     structure: Structure, sets: Sequence[RankSet], classes: Sequence[tuple[RankSet, Structure]]
 ) -> None:
+    """Refuse a state of which part of a tensor is held by no rank.
+
+    Raises:
+        CheckpointError: naming the tensor, and the first difference between ranks.
+    """
     checked: dict[tuple[RankSet, int], int | None] = {}
     for entry, ranks in zip(structure.entries, sets, strict=True):
         key = (ranks, entry.axes)

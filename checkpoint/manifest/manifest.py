@@ -28,12 +28,12 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     UnitsCut,
 )
 from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures
+from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, prove_complete
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype, itemsize_of
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -116,9 +116,10 @@ class Manifest:
             self._holders[key] = found
         return found
 
-    def distribution(self, place: int) -> Distribution:
-        """Axes and cuts of tensor number ``place``."""
-        return self.structure.distribution(self.entries[place])
+    @cached_property
+    def distributions(self) -> list[Distribution]:
+        """Axes and cuts of each tensor."""
+        return [self.structure.distribution(entry) for entry in self.entries]
 
     def split(self, place: int, region: Region, replica: int, replicas: int) -> Region:
         """What one of several replicas of a region stores: an equal part, or all of a small one's first."""
@@ -138,9 +139,20 @@ class Manifest:
         return found
 
     @property
+    def is_zarr(self) -> bool:
+        """Whether tensors lie in zarr arrays, not in ranks' files."""
+        return self.chunks is not None
+
+    @property
+    def chunk_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of each tensor's chunks, in the zarr form."""
+        assert self.chunks is not None
+        return self.chunks
+
+    @property
     def has_chunk_table(self) -> bool:
         """Whether ranks' files hold the checksums of the chunks that they wrote."""
-        return self.chunks is not None and self.version >= 2
+        return self.is_zarr and self.version >= 2
 
     @cached_property
     def array_paths(self) -> dict[str, str]:
@@ -153,35 +165,31 @@ class Manifest:
         """A rank's file, relative to the checkpoint's folder."""
         return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, without the checksum."""
-        structure = self.structure
-        chunks = {} if self.chunks is None else {"chunks": [list(sizes) for sizes in self.chunks]}
-        return {
-            "format": FORMAT_NAME,
-            "version": self.version,
-            "save_id": self.save_id,
-            "world_size": self.world_size,
-            "stripe_bytes": self.stripe_bytes,
-            "split_bytes": self.split_bytes,
-            "blob_bytes": self.blob_bytes,
-            "rank_sets": [ranks.to_json() for ranks in self.rank_sets],
-            "axes": [[axis.to_json() for axis in axes] for axes in structure.axes],
-            "layouts": [layout.to_json() for layout in structure.layouts],
-            "tensors": [
-                {**entry.to_json(), "ranks": holder}
-                for entry, holder in zip(structure.entries, self.holders, strict=True)
-            ],
-            **chunks,
-            "state": structure.tree,
-            "user": self.user,
-        }
-
     def to_bytes(self) -> bytes:
         """The manifest as it is written, checksum included."""
-        data = self.to_json()
-        data["checksum"] = _checksum(data)
-        return dump_json(data)
+        structure = self.structure
+        content = dump_json(
+            {
+                "format": FORMAT_NAME,
+                "version": self.version,
+                "save_id": self.save_id,
+                "world_size": self.world_size,
+                "stripe_bytes": self.stripe_bytes,
+                "split_bytes": self.split_bytes,
+                "blob_bytes": self.blob_bytes,
+                "rank_sets": [ranks.to_json() for ranks in self.rank_sets],
+                "axes": [[axis.to_json() for axis in axes] for axes in structure.axes],
+                "layouts": [layout.to_json() for layout in structure.layouts],
+                "tensors": [
+                    {**entry.to_json(), "ranks": holder}
+                    for entry, holder in zip(structure.entries, self.holders, strict=True)
+                ],
+                **({} if self.chunks is None else {"chunks": self.chunks}),
+                "state": structure.tree,
+                "user": self.user,
+            }
+        )
+        return content[:-1] + _seal(xxhash.xxh3_128_hexdigest(content))
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
@@ -235,7 +243,12 @@ def build_manifest(
     Raises:
         CheckpointError: if the structures do not fit together, or part of a tensor is held by no rank.
     """
-    structure, sets = merge_structures(classes)
+    if len(classes) == 1:
+        ranks, structure = classes[0]
+        sets = (ranks,) * len(structure.entries)
+    else:
+        structure, sets = merge_structures(classes)
+    prove_complete(structure, sets, classes)
     table: dict[RankSet, int] = {}
     holders = tuple(table.setdefault(ranks, len(table)) for ranks in sets)
     return Manifest(
@@ -249,6 +262,11 @@ def build_manifest(
         stripe_bytes,
         split_bytes,
     )
+
+
+def _seal(checksum: object) -> bytes:
+    """The end of a manifest, of which all before is hashed, and the brace."""
+    return f',"checksum":"{checksum}"}}'.encode()
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
@@ -303,7 +321,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
     """Whether the checksum fits: asked of the bytes as they are written, else of the JSON they stand for."""
-    seal = f',"checksum":"{data.get("checksum")}"}}'.encode()
+    seal = _seal(data.get("checksum"))
     if raw.endswith(seal):
         state = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
         state.update(b"}")
@@ -348,8 +366,8 @@ def _prove(manifest: Manifest, where: str) -> None:
     for ranks in manifest.rank_sets:
         if not _rank_set_fits(ranks, manifest.world_size):
             raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")
-    if manifest.chunks is not None and len(manifest.chunks) != len(manifest.entries):
-        raise _corrupt(where, f"chunks of {len(manifest.chunks)} tensors")
+    if manifest.is_zarr and len(manifest.chunk_sizes) != len(manifest.entries):
+        raise _corrupt(where, f"chunks of {len(manifest.chunk_sizes)} tensors")
     for place in range(len(manifest.entries)):
         _prove_entry(manifest, place, where)
 
@@ -382,7 +400,7 @@ def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:
 
 def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
     entry, structure = manifest.entries[place], manifest.structure
-    itemsize_of(entry.dtype)
+    _ = entry.itemsize  # raises for a dtype that nobody knows
     problem = None
     if min(entry.shape, default=0) < 0 or entry.numel > _MAX_NUMEL:
         problem = f"shape {entry.shape}"
@@ -390,9 +408,9 @@ def _prove_entry(manifest: Manifest, place: int, where: str) -> None:
         problem = f"axes {entry.axes} with {len(entry.cuts)} cuts"
     elif not 0 <= manifest.holders[place] < len(manifest.rank_sets):
         problem = f"ranks {manifest.holders[place]}"
-    if manifest.chunks is not None and problem is None:
+    if manifest.is_zarr and problem is None:
         entry.name.encode()  # raises for half a surrogate pair, of which no folder's name is made
-        chunks = manifest.chunks[place]
+        chunks = manifest.chunk_sizes[place]
         fits = all(1 <= size <= max(1, full) for size, full in zip(chunks, entry.shape, strict=False))
         count = prod(-(-full // max(1, size)) for size, full in zip(chunks, entry.shape, strict=False))
         if len(chunks) != len(entry.shape) or not fits or count > _MAX_CHUNKS:

@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import xxhash
 
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, owned_chunks
+from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, held_chunks
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import storage_code
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES
 
 __all__ = [
     "BLOB_NAME",
@@ -42,7 +43,6 @@ TABLE_NAME = "__checksums__"
 CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors
 RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are no tensors
 CHECKSUM_BYTES = 8  # xxh3-64
-_CRC_BYTES = 4  # crc32c of a chunk
 _HEADER_ALIGN_BYTES = 64
 
 
@@ -72,32 +72,57 @@ class RankFile:
         self.manifest = manifest
         self.rank = rank
         self.name = manifest.file_name(rank)
-        relative: list[tuple[int, Region, int, int, int]] = []
-        start = 0
-        for place, region, local_start in _regions_of(manifest, rank):
-            nbytes = region.numel * manifest.entries[place].itemsize
-            relative.append((place, region, local_start, start, start + nbytes))
-            start += nbytes
-        self.chunks: tuple[Chunk, ...] = (
-            tuple(owned_chunks(manifest, rank)) if manifest.has_chunk_table else ()
-        )
-        self._payload_bytes = start or _CRC_BYTES * len(self.chunks)
-        self._relative = relative
-        self.header = self._build_header()
+        self.chunks: tuple[Chunk, ...] = ()
+        if manifest.has_chunk_table:
+            held = held_chunks(manifest, rank)
+            self.chunks = tuple(chunk for chunk, holders in held if holders[0].rank == rank)
+
+    @cached_property
+    def _relative(self) -> list[FilePiece]:
+        """What the rank stores of each tensor, its share among replicas; bytes are counted from the header's end."""
+        found: list[FilePiece] = []
+        manifest, layouts, start = self.manifest, self.manifest.structure.layouts, 0
+        if manifest.is_zarr:
+            return found  # tensors lie in arrays of their own
+        positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
+        regions: dict[tuple[object, ...], Region] = {}  # weights and their moments are cut alike
+        for place, entry in enumerate(manifest.entries):
+            key = (manifest.holders[place], entry.axes)
+            if key not in positions:
+                positions[key] = manifest.holders_of(place).position(self.rank)
+            position = positions[key]
+            if position is None:
+                continue
+            coordinates, replica, replicas = position
+            cut = (entry.shape, entry.axes, entry.cuts, coordinates)
+            region = regions.get(cut)
+            if region is None:
+                region = manifest.distributions[place].region(entry.shape, coordinates, layouts)
+                regions[cut] = region
+            share = manifest.split(place, region, replica, replicas)
+            if share.numel:
+                stop = start + share.numel * entry.itemsize
+                found.append(FilePiece(place, share, share.span.start - region.span.start, start, stop))
+                start = stop
+        return found
 
     @cached_property
     def pieces(self) -> tuple[FilePiece, ...]:
         """The pieces with their bytes, in file order; empty pieces do not occur."""
         base = len(self.header)
         return tuple(
-            FilePiece(place, region, local, base + a, base + b)
-            for place, region, local, a, b in self._relative
+            FilePiece(place, region, local_start, base + start, base + stop)
+            for place, region, local_start, start, stop in self._relative
         )
 
     @cached_property
     def piece_of(self) -> dict[int, FilePiece]:
         """The piece of each tensor number."""
         return {piece.place: piece for piece in self.pieces}
+
+    @cached_property
+    def _payload_bytes(self) -> int:
+        return self._relative[-1].stop_bytes if self._relative else CRC_BYTES * len(self.chunks)
 
     @property
     def blob_start(self) -> int:
@@ -143,7 +168,9 @@ class RankFile:
             names.append("per-rank values")
         return names
 
-    def _build_header(self) -> bytes:
+    @cached_property
+    def header(self) -> bytes:
+        """The file's first bytes: length and JSON, padded with spaces."""
         metadata = {
             "format": FORMAT_NAME,
             "version": str(self.manifest.version),
@@ -155,7 +182,7 @@ class RankFile:
         items = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
         for place, region, _, start, stop in self._relative:
             entry = entries[place]
-            code, multiple = storage_code(entry.dtype)
+            code, multiple = stored_dtype(entry.dtype).carrier
             items.append(_item(entry.name, code, region.numel * multiple, start, stop))
         if self.chunks:
             items.append(_item(CHUNKS_NAME, "U32", len(self.chunks), 0, self._payload_bytes))
@@ -188,30 +215,3 @@ def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
 def _pad(text: bytes) -> bytes:
     padded = -(-(8 + len(text)) // _HEADER_ALIGN_BYTES) * _HEADER_ALIGN_BYTES
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
-
-
-def _regions_of(manifest: Manifest, rank: int) -> list[tuple[int, Region, int]]:
-    """What a rank stores of each tensor, its share among replicas, and the share's place in what it holds."""
-    found: list[tuple[int, Region, int]] = []
-    if manifest.chunks is not None:
-        return found  # the zarr form: tensors lie in arrays of their own
-    positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
-    layouts = manifest.structure.layouts
-    regions: dict[tuple[object, ...], Region] = {}  # weights and their moments are cut alike
-    for place, entry in enumerate(manifest.entries):
-        key = (manifest.holders[place], entry.axes)
-        if key not in positions:
-            positions[key] = manifest.holders_of(place).position(rank)
-        position = positions[key]
-        if position is None:
-            continue
-        coordinates, replica, replicas = position
-        cut = (entry.shape, entry.axes, entry.cuts, coordinates)
-        region = regions.get(cut)
-        if region is None:
-            region = manifest.distribution(place).region(entry.shape, coordinates, layouts)
-            regions[cut] = region
-        share = manifest.split(place, region, replica, replicas)
-        if share.numel:
-            found.append((place, share, share.span.start - region.span.start))
-    return found

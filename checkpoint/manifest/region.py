@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.layout.geometry import (
     Box,
@@ -25,6 +25,9 @@ from vescale_fsdp.layout.geometry import (
     run_start,
     whole_box,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Patch", "Region", "Run", "overlaps", "runs_of_box", "whole_region"]
 
@@ -73,6 +76,14 @@ class Run(NamedTuple):
     target: int
     numel: int
 
+    def source_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shared elements among those of the source's region, 1D."""
+        return flat[self.source : self.source + self.numel]
+
+    def target_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shared elements among those of the target's region, 1D."""
+        return flat[self.target : self.target + self.numel]
+
 
 class Patch(NamedTuple):
     """A box that two regions share, strided in at least one of them.
@@ -89,6 +100,21 @@ class Patch(NamedTuple):
     target: int
     target_sizes: tuple[int, ...]
     target_box: Box
+
+    @property
+    def numel(self) -> int:
+        """Elements of the box."""
+        return self.source_box.numel
+
+    def source_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shared box among the elements of the source's region, 1D."""
+        stop = self.source + numel_of(self.source_sizes)
+        return flat[self.source : stop].view(self.source_sizes)[self.source_box.slices()]
+
+    def target_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The shared box among the elements of the target's region, 1D."""
+        stop = self.target + numel_of(self.target_sizes)
+        return flat[self.target : stop].view(self.target_sizes)[self.target_box.slices()]
 
 
 def overlaps(source: Region, target: Region) -> list[Run | Patch]:

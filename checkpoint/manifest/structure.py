@@ -1,7 +1,7 @@
 """The structure of one rank's state: all that ranks must agree on, and nothing that grows with them.
 
 `Structure` is a value: the state tree, what is known of every tensor, and the layouts. Two ranks hold the
-same kind of state exactly if their structures are equal, which a 16-byte digest tells. `taking.take_state`
+same kind of state exactly if their structures are equal, which a 16-byte digest tells. `capture.take_state`
 finds it on a live state; reading one from a manifest needs no torch.
 """
 
@@ -17,7 +17,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import itemsize_of
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 
@@ -54,7 +54,7 @@ class Entry:
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return itemsize_of(self.dtype)
+        return stored_dtype(self.dtype).itemsize
 
     @property
     def numel(self) -> int:

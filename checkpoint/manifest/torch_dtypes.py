@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.errors import CheckpointError, explain
-from vescale_fsdp.layout.dtypes import known_dtype
+from vescale_fsdp.layout.dtypes import DType, known_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +24,7 @@ __all__ = [
     "dtype_name",
     "dtype_named",
     "is_numpy_dtype",
-    "itemsize_of",
-    "storage_code",
+    "stored_dtype",
 ]
 
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
@@ -69,16 +68,14 @@ def dtype_named(name: str) -> torch.dtype:
     )
 
 
-def itemsize_of(name: str) -> int:
-    """Bytes per element of a dtype by its name; raises as `dtype_named` for an unknown one."""
-    known = known_dtype(name)
-    return known.itemsize if known is not None else dtype_named(name).itemsize
+@cache
+def stored_dtype(name: str) -> DType:
+    """What is known of a dtype by its name; one newer than the table is stored as integers of its width.
 
-
-def storage_code(name: str) -> tuple[str, int]:
-    """The safetensors dtype that holds a dtype's bits, and how many stored elements make one of ours."""
-    known = known_dtype(name)
-    return known.carrier if known is not None else (f"U{8 * itemsize_of(name)}", 1)
+    Raises:
+        CheckpointError: if neither the table nor this version of torch has it.
+    """
+    return known_dtype(name) or DType(None, name, 8 * dtype_named(name).itemsize, "int")
 
 
 def is_numpy_dtype(name: str) -> bool:

@@ -18,10 +18,11 @@ from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
-from vescale_fsdp.layout.dtypes import known_dtype
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
 
 __all__ = [
+    "CRC_BYTES",
     "array_json",
     "array_path",
     "as_arrays",
@@ -32,6 +33,7 @@ __all__ = [
     "group_files",
 ]
 
+CRC_BYTES = 4  # crc32c, behind each chunk's bytes
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
 
 
@@ -111,16 +113,14 @@ def array_path(manifest: Manifest, place: int) -> str:
 
 def chunk_file(manifest: Manifest, place: int, box: Box) -> str:
     """A chunk's file, relative to the checkpoint's folder."""
-    assert manifest.chunks is not None
-    index = (str(o // c) for o, c in zip(box.offsets, manifest.chunks[place], strict=True))
+    index = (str(o // c) for o, c in zip(box.offsets, box.sizes, strict=True))
     return "/".join([array_path(manifest, place), "c", *index])
 
 
 def array_json(manifest: Manifest, place: int) -> bytes:
     """``zarr.json`` of a tensor's array."""
     entry = manifest.entries[place]
-    known = known_dtype(entry.dtype)
-    stored = known.zarr_name if known is not None else f"uint{8 * entry.itemsize}"
+    stored = stored_dtype(entry.dtype).zarr_name
     attributes: dict[str, Json] = {"logical_dtype": entry.dtype}
     if manifest.version >= 2:
         attributes["name"] = entry.name
@@ -133,7 +133,6 @@ def array_json(manifest: Manifest, place: int) -> bytes:
             "shard_numel": layout.shard_numel,
             "slot": layout.slots[cut.slot].to_json(),
         }
-    assert manifest.chunks is not None
     return dump_json(
         {
             "zarr_format": 3,
@@ -142,7 +141,7 @@ def array_json(manifest: Manifest, place: int) -> bytes:
             "data_type": stored,
             "chunk_grid": {
                 "name": "regular",
-                "configuration": {"chunk_shape": list(manifest.chunks[place])},
+                "configuration": {"chunk_shape": list(manifest.chunk_sizes[place])},
             },
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "fill_value": _fill_value(stored),

@@ -188,16 +188,21 @@ class AsyncSaver:
         except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
             error = caught
 
+        def take() -> TakenState:
+            if error is not None:
+                raise error
+            assert taken is not None
+            return taken
+
         def work() -> None:
             # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
             time.sleep(_HEAD_START_S)
             if saver is None:
                 self._coordinator.agree(None, 0, error)
                 return
-            with torch.no_grad():
-                saver.write(taken, error, user)
-                if after is not None:
-                    after()
+            saver.write(take, user)
+            if after is not None:
+                after()
 
         self._last = _worker.submit(work)
         if error is not None and not isinstance(error, Exception):

@@ -6,7 +6,6 @@ themselves if they are contiguous on the CPU, small copies (never larger than th
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 
@@ -18,55 +17,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.storage.base import Buffer
 from vescale_fsdp.layout.geometry import boxes_of_range
 
-__all__ = ["ElementSource", "FileImage", "element_source"]
-
-
-class ElementSource(ABC):
-    """The row-major elements of a tensor as bytes."""
-
-    @abstractmethod
-    def buffer(self, start_bytes: int, stop_bytes: int) -> Buffer:
-        """Bytes of a range, counted from the first element; valid until the tensor changes."""
-
-
-class _Viewed(ElementSource):
-    """A contiguous CPU tensor: its own memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = bytes_of(tensor).numpy()
-
-    def buffer(self, start_bytes: int, stop_bytes: int) -> Buffer:
-        return self._bytes[start_bytes:stop_bytes]
-
-
-class _Copied(ElementSource):
-    """A tensor on another device or with strides: the range asked for is copied, nothing more."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.view(carrier_of(tensor.dtype))
-        self._itemsize = tensor.dtype.itemsize
-
-    def buffer(self, start_bytes: int, stop_bytes: int) -> Buffer:
-        first, last = start_bytes // self._itemsize, -(-stop_bytes // self._itemsize)
-        out = torch.empty(last - first, dtype=self._tensor.dtype)
-        shape = tuple(self._tensor.shape)
-        if self._tensor.is_contiguous():
-            out.copy_(self._tensor.view(-1)[first:last])
-        else:
-            boxes = boxes_of_range(shape, first, last)
-            for box, part in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
-                part.view(box.sizes).copy_(self._tensor[box.slices()])
-        skip = start_bytes - first * self._itemsize
-        return out.view(torch.uint8).numpy()[skip : skip + stop_bytes - start_bytes]
-
-
-def element_source(tensor: torch.Tensor) -> ElementSource:
-    """The bytes of a tensor, by view where possible."""
-    # Lazy conjugation and negation are flags on a view; the bytes must be what the tensor says.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        return _Viewed(tensor)
-    return _Copied(tensor)
+__all__ = ["FileImage"]
 
 
 class FileImage:
@@ -89,10 +40,13 @@ class FileImage:
         self.file = file
         self._starts: list[int] = [0]
         self._stops: list[int] = [len(file.header)]
-        self._parts: list[tuple[Buffer | ElementSource, int]] = [(file.header, 0)]
+        self._parts: list[tuple[Buffer | torch.Tensor, int]] = [(file.header, 0)]
         for piece in file.pieces:
             entry = file.manifest.entries[piece.place]
-            source = element_source(locals_by_name[entry.name])
+            # Lazy conjugation and negation are flags on a view; the bytes must be what the tensor says.
+            tensor = locals_by_name[entry.name].detach().resolve_conj().resolve_neg()
+            in_place = tensor.is_cpu and tensor.is_contiguous()
+            source = bytes_of(tensor).numpy() if in_place else tensor.view(carrier_of(tensor.dtype))
             self._add(piece.start_bytes, piece.stop_bytes, source, piece.local_start * entry.itemsize)
         if file.chunks:
             self._add(len(file.header), file.blob_start, np.frombuffer(chunk_table, dtype=np.uint8), 0)
@@ -101,13 +55,13 @@ class FileImage:
             padded[: len(blob)] = np.frombuffer(blob, dtype=np.uint8)
             self._add(file.blob_start, file.table_start, padded, 0)
 
-    def _add(self, start: int, stop: int, part: Buffer | ElementSource, skip: int) -> None:
+    def _add(self, start: int, stop: int, part: Buffer | torch.Tensor, skip: int) -> None:
         self._starts.append(start)
         self._stops.append(stop)
         self._parts.append((part, skip))
 
     def buffers(self, start: int, stop: int) -> list[Buffer]:
-        """The bytes [start, stop) of the file, in order."""
+        """The bytes [start, stop) of the file, in order; valid until the tensors change."""
         found: list[Buffer] = []
         at = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -115,7 +69,22 @@ class FileImage:
             end = min(stop, self._stops[at])
             first = start - self._starts[at] + skip
             last = end - self._starts[at] + skip
-            found.append(part.buffer(first, last) if isinstance(part, ElementSource) else part[first:last])
+            found.append(_copied(part, first, last) if isinstance(part, torch.Tensor) else part[first:last])
             start = end
             at += 1
         return found
+
+
+def _copied(tensor: torch.Tensor, start_bytes: int, stop_bytes: int) -> Buffer:
+    """Bytes of a tensor on another device or with strides: the range asked for is copied, nothing more."""
+    itemsize = tensor.dtype.itemsize
+    first, last = start_bytes // itemsize, -(-stop_bytes // itemsize)
+    out = torch.empty(last - first, dtype=tensor.dtype)
+    if tensor.is_contiguous():
+        out.copy_(tensor.view(-1)[first:last])
+    else:
+        boxes = boxes_of_range(tuple(tensor.shape), first, last)
+        for box, part in zip(boxes, out.split([box.numel for box in boxes]), strict=True):
+            part.view(box.sizes).copy_(tensor[box.slices()])
+    skip = start_bytes - first * itemsize
+    return out.view(torch.uint8).numpy()[skip : skip + stop_bytes - start_bytes]

@@ -1,27 +1,39 @@
-"""Writing one rank's file: stripes are hashed while in the cache, then written by several threads."""
+"""The native form: one file per rank. Stripes are hashed while in the cache, then written by several threads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
+from vescale_fsdp.checkpoint.saving.form import RankShare
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 
-__all__ = ["checksum_of", "write_rank_file"]
+__all__ = ["NativeForm", "write_rank_file"]
 
 
-def checksum_of(buffers: Sequence[Buffer]) -> int:
-    """xxh3-64 of buffers taken as one run of bytes."""
-    if len(buffers) == 1:
-        return xxhash.xxh3_64_intdigest(buffers[0])
-    state = xxhash.xxh3_64()
-    for buffer in buffers:
-        state.update(buffer)
-    return state.intdigest()
+class NativeForm:
+    """Every rank writes its pieces of all tensors into its own file."""
+
+    name = "native"
+
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Manifest:
+        """Plan, and write this rank's file."""
+        with share.coordinator.together(f"writing to {share.storage.where}"):
+            with gc_paused():
+                manifest = plan()
+                file = RankFile(manifest, share.coordinator.rank)
+                image = FileImage(file, share.locals_by_name, share.blob)
+            write_rank_file(share.storage, image)
+        return manifest
+
+    def finish(self, storage: Storage, manifest: Manifest) -> None:
+        """Nothing is left."""
 
 
 def write_rank_file(storage: Storage, image: FileImage) -> None:
@@ -30,46 +42,32 @@ def write_rank_file(storage: Storage, image: FileImage) -> None:
     Raises:
         OSError: whatever the storage says, unchanged.
     """
-    storage.retrying(lambda: _write_once(storage, image))
-
-
-def _write_once(storage: Storage, image: FileImage) -> None:
     file = image.file
-    with storage.create(file.name, file.total_bytes) as writer:
-        threads = 1 if storage.in_order else min(storage.write_threads, file.num_stripes)
-        if threads <= 1:
-            checksums = [_write_stripe(writer, image, index) for index in range(file.num_stripes)]
-        else:
-            checksums = _write_parallel(writer, image, threads)
-        writer.write_at(file.table_start, [pack_table(checksums)])
+    threads = 1 if storage.in_order else max(1, min(storage.write_threads, file.num_stripes))
+
+    def write() -> None:
+        with storage.create(file.name, file.total_bytes) as writer:
+
+            def write_stripe(index: int) -> int:
+                start, stop = file.stripe(index)
+                buffers = image.buffers(start, stop)
+                checksum = _checksum_of(buffers)
+                writer.write_at(start, buffers)
+                return checksum
+
+            # After an error, `map` begins none of the stripes that are left.
+            with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
+                checksums = list(pool.map(write_stripe, range(file.num_stripes)))
+            writer.write_at(file.table_start, [pack_table(checksums)])
+
+    storage.retrying(write)
 
 
-def _write_stripe(writer: FileWriter, image: FileImage, index: int) -> int:
-    start, stop = image.file.stripe(index)
-    buffers = image.buffers(start, stop)
-    checksum = checksum_of(buffers)
-    writer.write_at(start, buffers)
-    return checksum
-
-
-def _write_parallel(writer: FileWriter, image: FileImage, threads: int) -> list[int]:
-    """Stripes in turn over threads; the first error stops those not yet begun."""
-    file: RankFile = image.file
-    failed = False
-
-    def work(thread: int) -> list[int]:
-        found = []
-        for index in range(thread, file.num_stripes, threads):
-            if failed:
-                break
-            found.append(_write_stripe(writer, image, index))
-        return found
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
-        futures = [pool.submit(work, thread) for thread in range(threads)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            failed = True  # harmless where all are done
-        results = [future.result() for future in futures]
-    return [results[index % threads][index // threads] for index in range(file.num_stripes)]
+def _checksum_of(buffers: Sequence[Buffer]) -> int:
+    """xxh3-64 of buffers taken as one run of bytes."""
+    if len(buffers) == 1:
+        return xxhash.xxh3_64_intdigest(buffers[0])
+    state = xxhash.xxh3_64()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.intdigest()

@@ -16,9 +16,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,16 +33,13 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     Manifest,
     build_manifest,
 )
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import distinct_keys, dump_json
-from vescale_fsdp.checkpoint.manifest.zarr_layout import as_arrays
-from vescale_fsdp.checkpoint.ranks.coordinator import Agreement, Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
-from vescale_fsdp.checkpoint.saving.zarr_writer import ArrayWriter, write_groups
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.saving.form import Form, RankShare
+from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
+from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
-from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.per_rank import pack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
 from vescale_fsdp.errors import CheckpointError, explain
@@ -48,7 +47,8 @@ from vescale_fsdp.errors import CheckpointError, explain
 __all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
 
 Format = Literal["native", "zarr"]
-_FORMATS: tuple[Format, ...] = get_args(Format)
+_FORMS: dict[str, Form] = {form.name: form for form in (NativeForm(), ZarrForm())}
+TakeState = Callable[[], TakenState]
 
 
 def save(
@@ -81,7 +81,7 @@ def save(
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
         saver = Saver(open_storage(path), coordinator, overwrite=overwrite, format=format)
-    saver.save(state, user)
+    saver.write(partial(take_state, state, rank_of=coordinator.rank_of), user)
 
 
 @dataclass
@@ -97,58 +97,77 @@ class Saver:
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
 
     def __post_init__(self) -> None:
-        if self.format not in _FORMATS:
+        if self.format not in _FORMS:
             raise ValueError(
                 explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
             )
 
     def save(self, state: Any, user: Json = None) -> None:
         """All steps in turn."""
-        taken: TakenState | None = None
-        error: BaseException | None = None
-        with torch.no_grad():
-            try:
-                taken = take_state(state, rank_of=self.coordinator.rank_of)
-            except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
-                error = caught
-            self.write(taken, error, user)
+        self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), user)
 
-    def write(self, taken: TakenState | None, error: BaseException | None, user: Json) -> None:
-        """Agree, write and commit what was taken. ``error`` is what taking it raised."""
+    def write(self, take: TakeState, user: Json) -> None:
+        """Take the state, agree, write and commit."""
         with ExitStack() as held:
-            self._commit(self.write_uncommitted(taken, error, user, held))
+            manifest = self.write_uncommitted(take, user, held)
+            where = self.storage.where
+            with self.coordinator.together(
+                f"committing {where}", "what has become of the checkpoint stands there too"
+            ):
+                if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
+                    commit_manifest(
+                        self.storage,
+                        manifest,
+                        form=_FORMS[self.format],
+                        replace=self.overwrite,
+                        check_files=not self.every_node,
+                    )
 
-    def write_uncommitted(
-        self, taken: TakenState | None, error: BaseException | None, user: Json, held: ExitStack
-    ) -> Manifest:
+    @torch.no_grad()
+    def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Manifest:
         """Agree and write this rank's file; what is returned is yet to be committed by rank 0.
 
         Args:
+            take: takes the state; what it raises, all ranks hear of.
             held: on rank 0, gets the folder's lock; to be closed after the commit.
         """
-        blob = b""
+        error: BaseException | None = None
+        structure, blob, alike = None, b"", {}
         try:
-            if error is None and taken is not None:
-                user = plain_json(user)
-                _ = taken.structure.digest  # computed here, where an error of one rank reaches all
-                blob = pack_blob(taken.per_rank)
-                self._claim(held)
+            taken = take()
+            user = plain_json(user)
+            blob = pack_blob(taken.per_rank)
+            _ = taken.structure.digest  # computed here, where an error of one rank reaches all
+            self._claim(held)
+            # Not beside an error, which all ranks raise first: there may be a `user` that is no JSON.
+            structure, alike = taken.structure, {**self._alike, "user": user}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
-        structure = taken.structure if taken is not None and error is None else None
-        # Beside an error, which all ranks raise first, there may be a `user` that is no JSON.
-        alike = self._alike(user) if error is None else {}
         agreed = self.coordinator.agree(structure, len(blob), error, alike)
-        assert taken is not None
-        return self._write_own(agreed, taken, blob, user)
+        plan = partial(
+            build_manifest,
+            agreed.classes,
+            save_id=agreed.save_id,
+            world_size=self.coordinator.world_size,
+            blob_bytes=agreed.blob_bytes,
+            user=user,
+            stripe_bytes=self.stripe_bytes,
+            split_bytes=None if self.every_node else self.split_bytes,
+        )
+        try:
+            share = RankShare(self.storage, self.coordinator, taken.locals_by_name, blob)
+            return _FORMS[self.format].write(plan, share)
+        except BaseException as failed:
+            if self.coordinator.rank == 0:
+                self._clear_away(f"data-{agreed.save_id}", failed)
+            raise
 
     def _claim(self, held: ExitStack) -> None:
         """On rank 0: keep other jobs out, and refuse to replace a checkpoint unasked."""
         if self.coordinator.rank:
             return
-        lock: AbstractContextManager[None] = self.storage.lock()
         try:
-            held.enter_context(lock)
+            held.enter_context(self.storage.lock())
         except BlockingIOError as busy:
             raise CheckpointError(
                 explain(
@@ -170,21 +189,8 @@ class Saver:
                 )
             )
 
-    def _planned(self, agreed: Agreement, user: Json) -> Manifest:
-        """What this save writes; every rank computes the same from the same input."""
-        with gc_paused():
-            manifest = build_manifest(
-                agreed.classes,
-                save_id=agreed.save_id,
-                world_size=self.coordinator.world_size,
-                blob_bytes=agreed.blob_bytes,
-                user=user,
-                stripe_bytes=self.stripe_bytes,
-                split_bytes=None if self.every_node else self.split_bytes,
-            )
-            return manifest if self.format == "native" else as_arrays(manifest)
-
-    def _alike(self, user: Json) -> dict[str, Json]:
+    @property
+    def _alike(self) -> dict[str, Json]:
         """What is written alike on all ranks, and what rank 0 alone would decide."""
         folder = self.storage.where.rstrip("/").rpartition("/")[2]
         return {
@@ -195,31 +201,7 @@ class Saver:
             "every_node": self.every_node,
             # Other folders may be one under two names, as mounted; not so those that are named by a step.
             "step": folder if parse_step_name(folder) else None,
-            "user": user,
         }
-
-    def _write_own(self, agreed: Agreement, taken: TakenState, blob: bytes, user: Json) -> Manifest:
-        try:
-            arrays = None
-            if self.format == "zarr":
-                with self.coordinator.together("planning chunks"):
-                    arrays = ArrayWriter(
-                        self.storage, self._planned(agreed, user), taken.locals_by_name, self.coordinator
-                    )
-            with self.coordinator.together(f"writing to {self.storage.where}"):
-                manifest = arrays.manifest if arrays is not None else self._planned(agreed, user)
-                if arrays is not None:
-                    arrays.write()
-                with gc_paused():
-                    file = RankFile(manifest, self.coordinator.rank)
-                    table = file.chunk_table(arrays.checksums if arrays is not None else {})
-                    image = FileImage(file, taken.locals_by_name, blob, table)
-                write_rank_file(self.storage, image)
-        except BaseException as error:
-            if self.coordinator.rank == 0:
-                self._clear_away(f"data-{agreed.save_id}", error)
-            raise
-        return manifest
 
     def _clear_away(self, folder: str, error: BaseException) -> None:
         """Remove what an attempt has written that ended in ``error``, which is what the caller hears of."""
@@ -227,15 +209,6 @@ class Saver:
             self.storage.remove(folder)
         except Exception as left:  # noqa: BLE001  the next save to this path tries again
             error.add_note(f"{folder} could not be removed: {type(left).__name__}: {left}")
-
-    def _commit(self, manifest: Manifest) -> None:
-        with self.coordinator.together(
-            f"committing {self.storage.where}", "what has become of the checkpoint stands there too"
-        ):
-            if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
-                commit_manifest(
-                    self.storage, manifest, replace=self.overwrite, check_files=not self.every_node
-                )
 
 
 def plain_json(user: Json) -> Json:
@@ -266,21 +239,44 @@ def is_node_leader() -> bool:
     return os.environ.get("LOCAL_RANK") == "0"
 
 
-def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, check_files: bool = True) -> None:
+def commit_manifest(
+    storage: Storage,
+    manifest: Manifest,
+    *,
+    replace: bool,
+    check_files: bool = True,
+    form: Form = _FORMS["native"],
+) -> None:
     """Check that every rank's file is there, publish the manifest, and remove what older attempts left.
 
     Raises:
         CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
     """
+    folder = f"data-{manifest.save_id}"
     try:
-        _prepare_commit(storage, manifest, check_files)
+        present = set(storage.list_folder(folder))
+        wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
+        missing = [name for name in wanted if name not in present and check_files]
+        if missing:
+            raise CheckpointError(
+                explain(
+                    "A rank's file is not where it was written.",
+                    expected=f"{manifest.world_size} files in {folder}",
+                    got=f"{len(missing)} missing, first {missing[0]}",
+                    where=storage.where,
+                    todo="make sure that all ranks see the same file system",
+                )
+            )
+        form.finish(storage, manifest)
+        storage.sync_folder(folder)  # the names of all files
+        storage.sync_folder("")
     except BaseException as error:
         error.add_note(f"nothing was committed: {storage.where} is as it was before")
         raise
     _publish(storage, manifest.to_bytes(), replace)
     try:
         for name in storage.list_folder(""):
-            if name.startswith("data-") and name != f"data-{manifest.save_id}":
+            if name.startswith("data-") and name != folder:
                 storage.remove(name)
     except Exception as error:  # noqa: BLE001  the next save to this path tries again
         warnings.warn(
@@ -291,28 +287,6 @@ def commit_manifest(storage: Storage, manifest: Manifest, *, replace: bool, chec
     except BaseException as error:
         error.add_note(f"{storage.where} is saved and durable")
         raise
-
-
-def _prepare_commit(storage: Storage, manifest: Manifest, check_files: bool) -> None:
-    """See that every rank's file is there, and make the names of all files durable."""
-    folder = f"data-{manifest.save_id}"
-    present = set(storage.list_folder(folder))
-    wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
-    missing = [name for name in wanted if name not in present and check_files]
-    if missing:
-        raise CheckpointError(
-            explain(
-                "A rank's file is not where it was written.",
-                expected=f"{manifest.world_size} files in {folder}",
-                got=f"{len(missing)} missing, first {missing[0]}",
-                where=storage.where,
-                todo="make sure that all ranks see the same file system",
-            )
-        )
-    if manifest.chunks is not None:
-        write_groups(storage, manifest)
-    storage.sync_folder(folder)
-    storage.sync_folder("")
 
 
 def _publish(storage: Storage, data: bytes, replace: bool) -> None:

@@ -1,9 +1,9 @@
-"""Writing the zarr form: every rank the chunks it owns, with what neighbours send for those cut inside a row."""
+"""The zarr form: every rank writes the chunks it owns, with what neighbours send for those cut inside a row."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -11,41 +11,63 @@ from typing import NamedTuple, TypeVar
 import google_crc32c
 import torch
 
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, chunk_holders, hull, turn_of, wanted_of
+from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, Holder, held_chunks
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.manifest.region import Region, Run, overlaps
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     array_json,
     array_path,
-    chunk_boxes,
+    as_arrays,
     chunk_file,
     group_files,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.saving.form import RankShare
+from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
+from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
-from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["ArrayWriter", "write_groups"]
+__all__ = ["ZarrForm"]
 
 T = TypeVar("T")
+
+
+class ZarrForm:
+    """One zarr v3 array for each tensor; ranks' files hold per-rank values and the checksums of chunks."""
+
+    name = "zarr"
+
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Manifest:
+        """Plan, write this rank's chunks, then its file."""
+        storage, coordinator = share.storage, share.coordinator
+        with coordinator.together("planning chunks"):
+            with gc_paused():
+                manifest = as_arrays(plan())
+            arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator)
+        with coordinator.together(f"writing to {storage.where}"):
+            arrays.write()
+            file = RankFile(manifest, coordinator.rank)
+            table = file.chunk_table(arrays.checksums)
+            write_rank_file(storage, FileImage(file, {}, share.blob, table))
+        return manifest
+
+    def finish(self, storage: Storage, manifest: Manifest) -> None:
+        """Group metadata, so that the tree opens as zarr groups."""
+        *inner, root = group_files(manifest).items()
+        for name, content in inner:
+            _put(storage, name, content)
+        storage.commit(*root, replace=True)  # an older save may have one
 
 
 class _Step(NamedTuple):
     """A chunk that this rank has a share in: it puts the parts together, or sends its own to who does."""
 
     chunk: Chunk
-    own: Region  # what this rank holds of the tensor
-    wanted: Region  # the chunk, as far as it lies in the tensor
-    owner: int
-    regions: list[Region]  # of whoever holds a part
-    senders: list[int]  # who brings each part
-    numels: list[int]  # of each part
-
-    @property
-    def part_numel(self) -> int:
-        """Elements of the largest part that travels."""
-        return max(self.numels)
+    holders: list[Holder]  # the first puts them together
+    dtype: torch.dtype  # under which bits travel
 
 
 class ArrayWriter:
@@ -63,7 +85,7 @@ class ArrayWriter:
         locals_by_name: Mapping[str, torch.Tensor],
         coordinator: Coordinator,
     ) -> None:
-        self.manifest = manifest
+        self._manifest = manifest
         self._storage = storage
         self._locals_by_name = locals_by_name
         self._coordinator = coordinator
@@ -71,15 +93,17 @@ class ArrayWriter:
         self._error: BaseException | None = None
         self._bits: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
         # Further descriptions of the same tensor have the same values.
-        places = [places[0] for places in manifest.places_by_name.values()]
         self._heads = [
-            place
-            for place in places
-            if coordinator.rank == manifest.rank_sets[manifest.holders[place]].ranks[0]
+            places[0]
+            for places in manifest.places_by_name.values()
+            if coordinator.rank == manifest.rank_sets[manifest.holders[places[0]]].ranks[0]
         ]
-        self._steps = [step for place in places for step in _steps(manifest, place, coordinator.rank)]
+        self._steps = [
+            _Step(chunk, holders, carrier_of(dtype_named(manifest.entries[chunk.place].dtype)))
+            for chunk, holders in held_chunks(manifest, coordinator.rank)
+        ]
         # Taken now: a rank that lacks memory later must still be able to answer.
-        nbytes = [step.part_numel * manifest.entries[step.chunk.place].itemsize for step in self._steps]
+        nbytes = [holder.numel * step.dtype.itemsize for step in self._steps for holder in step.holders]
         self._travelling = torch.empty(max(nbytes, default=0), dtype=torch.uint8)
 
     def write(self) -> None:
@@ -93,15 +117,17 @@ class ArrayWriter:
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
             work: list[Future[None]] = []
             for place in self._heads:
-                names.append(f"{array_path(self.manifest, place)}/zarr.json")
-                data = array_json(self.manifest, place)
+                names.append(f"{array_path(self._manifest, place)}/zarr.json")
+                data = array_json(self._manifest, place)
                 work.append(pool.submit(_put, self._storage, names[-1], data))
             for step in self._steps:
-                chunk = self._exchanged(step)
-                if chunk is not None and self._error is None:
-                    names.append(chunk_file(self.manifest, *step.chunk))
+                elements = self._exchanged(step)
+                if elements is not None and self._error is None:
+                    names.append(chunk_file(self._manifest, *step.chunk))
                     work.append(
-                        pool.submit(_put_chunk, self._storage, step.chunk, chunk, names[-1], self.checksums)
+                        pool.submit(
+                            _put_chunk, self._storage, step.chunk, elements, names[-1], self.checksums
+                        )
                     )
                 while len(work) > 2 * threads:  # bounds the chunks in memory
                     self._attempt(work.pop(0).result)
@@ -121,56 +147,38 @@ class ArrayWriter:
         return None
 
     def _exchanged(self, step: _Step) -> torch.Tensor | None:
-        """The chunk, if it is this rank's to write; if not, this rank's part of it is sent."""
-        if self._coordinator.rank != step.owner:
-            mine = step.regions.index(step.own)
-            travelling = self._room(step, mine)
-            self._attempt(lambda: travelling.copy_(_pack(step.own, self._local(step), step.wanted)))
-            self._coordinator.send(travelling.view(torch.uint8), step.owner)
+        """The chunk's elements, if it is this rank's to write; if not, this rank's part of them is sent."""
+        rank, place, whole = self._coordinator.rank, step.chunk.place, step.chunk.region
+        owner, *others = step.holders
+        if owner.rank != rank:
+            mine = next(holder for holder in others if holder.rank == rank)
+            part = self._room(step, mine)
+            self._attempt(lambda: part.copy_(_pack(mine.region, self._local(place), whole)))
+            self._coordinator.send(part.view(torch.uint8), owner.rank)
             return None
-        made = self._attempt(lambda: _empty_chunk(self.manifest, step))
-        for index, (region, sender) in enumerate(zip(step.regions, step.senders, strict=True)):
-            travelling = self._room(step, index)
-            if region != step.own:
-                self._coordinator.receive(travelling.view(torch.uint8), sender)
-            if made is not None:
-                self._attempt(partial(self._fill, step, region, travelling, made[1]))
-        if made is None:
-            return None
-        whole, flat = made
-        self._attempt(
-            lambda: whole[tuple(slice(0, size) for size in step.wanted.box.sizes)].copy_(
-                flat.view(step.wanted.box.sizes)
-            )
-        )
-        return whole
+        chunk = self._attempt(lambda: _copy(owner.region, self._local(place), whole, _empty_chunk(step)))
+        for holder in others:
+            part = self._room(step, holder)
+            self._coordinator.receive(part.view(torch.uint8), holder.rank)
+            if chunk is not None:
+                self._attempt(partial(_unpack, holder.region, whole, part, chunk))
+        return chunk
 
-    def _fill(self, step: _Step, region: Region, travelling: torch.Tensor, flat: torch.Tensor) -> None:
-        if region == step.own:
-            _copy(region, self._local(step), step.wanted, flat)
-        else:
-            _unpack(region, step.wanted, travelling, flat)
-
-    def _room(self, step: _Step, index: int) -> torch.Tensor:
+    def _room(self, step: _Step, holder: Holder) -> torch.Tensor:
         """Where a part lies while it travels."""
-        entry = self.manifest.entries[step.chunk.place]
-        nbytes = step.numels[index] * entry.itemsize
-        return self._travelling[:nbytes].view(carrier_of(dtype_named(entry.dtype)))
+        return self._travelling[: holder.numel * step.dtype.itemsize].view(step.dtype)
 
-    def _local(self, step: _Step) -> torch.Tensor:
+    def _local(self, place: int) -> torch.Tensor:
         """The elements of the tensor that this rank holds, 1D."""
-        if self._bits is None or self._bits[0] != step.chunk.place:
-            plain = dense(self._locals_by_name[self.manifest.entries[step.chunk.place].name]).view(-1)
-            self._bits = (step.chunk.place, plain.view(carrier_of(plain.dtype)))
+        if self._bits is None or self._bits[0] != place:
+            plain = dense(self._locals_by_name[self._manifest.entries[place].name]).view(-1)
+            self._bits = (place, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
 
-def _empty_chunk(manifest: Manifest, step: _Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros for a chunk, and room for its elements that lie in the tensor, 1D."""
-    whole = torch.zeros(
-        step.chunk.box.sizes, dtype=carrier_of(dtype_named(manifest.entries[step.chunk.place].dtype))
-    )
-    return whole, torch.empty(step.wanted.numel, dtype=whole.dtype)
+def _empty_chunk(step: _Step) -> torch.Tensor:
+    """Zeros, also for what lies beyond the tensor's edges; 1D."""
+    return torch.zeros(step.chunk.box.numel, dtype=step.dtype)
 
 
 def _folders(names: Iterable[str]) -> list[str]:
@@ -181,76 +189,29 @@ def _folders(names: Iterable[str]) -> list[str]:
     )
 
 
-def _steps(manifest: Manifest, place: int, rank: int) -> Iterator[_Step]:
-    """The chunks of a tensor in which a rank has a share, in an order that is the same on all ranks."""
-    entry = manifest.entries[place]
-    held = manifest.holders_of(place).position(rank)
-    if held is None or not entry.numel:
-        return
-    own = manifest.distribution(place).region(entry.shape, held[0], manifest.structure.layouts)
-    assert manifest.chunks is not None
-    for box in chunk_boxes(entry.shape, manifest.chunks[place], hull(own)):
-        chunk = Chunk(place, box)
-        wanted = wanted_of(manifest, chunk)
-        if not overlaps(own, wanted):
-            continue
-        parts, number = chunk_holders(manifest, chunk), turn_of(manifest, chunk)
-        regions = [part.region for part in parts]
-        # Replicas take turns; parts of one chunk travel between ranks of the same turn.
-        owner = parts[0].ranks[number % len(parts[0].ranks)]
-        senders = [part.ranks[number % len(part.ranks)] for part in parts]
-        if rank == owner or (rank in senders and own != regions[0]):
-            numels = [_shared_numel(region, wanted) for region in regions]
-            yield _Step(chunk, own, wanted, owner, regions, senders, numels)
-
-
-def _copy(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> None:
+def _copy(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> torch.Tensor:
     for share in overlaps(source, target):
-        if isinstance(share, Run):
-            into[share.target : share.target + share.numel] = have[share.source : share.source + share.numel]
-            continue
-        outer = have[share.source : share.source + numel_of(share.source_sizes)].view(share.source_sizes)
-        inner = into[share.target : share.target + numel_of(share.target_sizes)].view(share.target_sizes)
-        inner[share.target_box.slices()] = outer[share.source_box.slices()]
-
-
-def _shared_numel(source: Region, target: Region) -> int:
-    return sum(
-        share.numel if isinstance(share, Run) else share.source_box.numel
-        for share in overlaps(source, target)
-    )
+        share.target_view(into).copy_(share.source_view(have))
+    return into
 
 
 def _pack(source: Region, have: torch.Tensor, target: Region) -> torch.Tensor:
     """The shared elements, one share after the other."""
-    parts = []
-    for share in overlaps(source, target):
-        if isinstance(share, Run):
-            parts.append(have[share.source : share.source + share.numel])
-        else:
-            outer = have[share.source : share.source + numel_of(share.source_sizes)].view(share.source_sizes)
-            parts.append(outer[share.source_box.slices()].reshape(-1))
-    return torch.cat(parts)
+    return torch.cat([share.source_view(have).reshape(-1) for share in overlaps(source, target)])
 
 
 def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Tensor) -> None:
     """Inverse of `_pack`, on the owner's side."""
-    at = 0
-    for share in overlaps(source, target):
-        if isinstance(share, Run):
-            into[share.target : share.target + share.numel] = packed[at : at + share.numel]
-            at += share.numel
-        else:
-            inner = into[share.target : share.target + numel_of(share.target_sizes)].view(share.target_sizes)
-            numel = share.target_box.numel
-            inner[share.target_box.slices()] = packed[at : at + numel].view(share.target_box.sizes)
-            at += numel
+    shares = overlaps(source, target)
+    for share, part in zip(shares, packed.split([share.numel for share in shares]), strict=True):
+        view = share.target_view(into)
+        view.copy_(part.view(view.shape))
 
 
 def _put_chunk(
     storage: Storage, chunk: Chunk, elements: torch.Tensor, name: str, checksums: dict[Chunk, int]
 ) -> None:
-    data = elements.reshape(-1).view(torch.uint8).numpy()
+    data = elements.view(torch.uint8).numpy()
     checksum = google_crc32c.value(data.tobytes())
     _put(storage, name, data, struct.pack("<I", checksum))
     checksums[chunk] = checksum
@@ -262,11 +223,3 @@ def _put(storage: Storage, name: str, *buffers: Buffer) -> None:
             writer.write_at(0, buffers)
 
     storage.retrying(write)
-
-
-def write_groups(storage: Storage, manifest: Manifest) -> None:
-    """Group metadata, so that the tree opens as zarr groups. For one rank, before the commit."""
-    *inner, root = group_files(manifest).items()
-    for name, content in inner:
-        _put(storage, name, content)
-    storage.commit(*root, replace=True)  # an older save may have one

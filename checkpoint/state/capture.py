@@ -15,7 +15,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axes, LayoutCut
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
-from vescale_fsdp.checkpoint.state.describe import Described, Describer
+from vescale_fsdp.checkpoint.state.describe import Describer
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
@@ -46,7 +46,15 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     taker = _Taker(Describer(rank_of))
     try:
         with gc_paused():
-            return taker.taken(encode(state, "", taker))
+            tree = encode(state, "", taker)
+            order = taker.file_order
+            number_of = {place: number for number, place in enumerate(order)}
+            structure = Structure(
+                renumber(tree, number_of),
+                tuple(taker.found[place].entry for place in order),
+                tuple(taker.axes),
+                taker.describer.layouts,
+            )
     except RecursionError as error:
         raise CheckpointError(
             explain(
@@ -57,6 +65,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
                 todo="flatten it, or break the circle",
             )
         ) from error
+    return TakenState(structure, {item.entry.name: item.local for item in taker.found}, taker.per_rank_values)
 
 
 class _Taken(NamedTuple):
@@ -70,64 +79,61 @@ class _Taken(NamedTuple):
 
 class _Taker(TreeSink):
     def __init__(self, describer: Describer) -> None:
-        self._describer = describer
-        self._axes: dict[Axes, int] = {}
-        self._found: list[_Taken] = []
+        self.describer = describer
+        self.axes: dict[Axes, int] = {}
+        self.found: list[_Taken] = []
+        self.per_rank_values: dict[str, tuple[Json, list[torch.Tensor]]] = {}
         self._names: set[str] = set()
         self._by_memory: dict[tuple[Any, ...], list[int]] = {}
-        self._per_rank: dict[str, tuple[Json, list[torch.Tensor]]] = {}
         self._roles: dict[str, int] = {}
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
-        described = self._describer.describe(name, tensor)
-        if described.local is None:
+        dtype, shape, distribution, local = self.describer.describe(name, tensor)
+        if local is None:
             return {"$": "absent"}
-        axes = self._axes.setdefault(described.distribution.axes, len(self._axes))
-        key = _memory_key(tensor, described, axes)
-        alike = self._by_memory.setdefault(key, []) if key is not None else []
+        axes = self.axes.setdefault(distribution.axes, len(self.axes))
+        # Tensors that share memory meet under one key. All ranks must come to the same answer, also those whose piece
+        # is empty and has no address: a ragged piece is therefore shared only with one of the same slot, and not at
+        # all if its slot is unknown.
+        alike: list[int] = []
+        slot = tensor.layout_ref if isinstance(tensor, RaggedDTensor) else ()
+        if slot is not None:
+            held_in = (id(slot[0]), slot[1]) if slot else ()
+            alike = self._by_memory.setdefault(
+                (local.data_ptr(), shape, dtype, axes, distribution.cuts, held_in), []
+            )
         for place in alike:
-            if self._found[place].local.is_set_to(described.local):
+            if self.found[place].local.is_set_to(local):
                 return {"$": "tensor", "i": place}
         self._claim(name)
-        entry = Entry(name, described.dtype, described.shape, axes, described.distribution.cuts)
-        role, offset = self._role(entry)
-        place = len(self._found)
-        self._found.append(_Taken(entry, described.local, role, offset))
-        alike.append(place)
-        return {"$": "tensor", "i": place}
+        entry = Entry(name, dtype, shape, axes, distribution.cuts)
+        alike.append(len(self.found))
+        self.found.append(_Taken(entry, local, *self._role(entry)))
+        return {"$": "tensor", "i": alike[-1]}
 
     def per_rank(self, name: str, value: PerRank) -> Json:
         self._claim(name)
         leaf = _LeafTaker()
-        self._per_rank[name] = (encode(value.value, name, leaf), leaf.tensors)
+        self.per_rank_values[name] = (encode(value.value, name, leaf), leaf.tensors)
         return {"$": "per_rank", "name": name}
 
     def _claim(self, name: str) -> None:
+        """Take a name for a leaf, once."""
+        problem = None
         if name in RESERVED_NAMES:
+            problem = ("a name that the files keep for themselves", f"none of {', '.join(RESERVED_NAMES)}")
+        elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            problem = ("a name that is no text", "keys without half a surrogate pair, which no file can name")
+        elif name in self._names:
+            problem = ("the name of another one", "keys that differ as text (1 and '1' are the same name)")
+        if problem is not None:
+            title, expected = problem
             raise CheckpointError(
                 explain(
-                    "A leaf of the state has a name that the files keep for themselves.",
-                    expected=f"none of {', '.join(RESERVED_NAMES)}",
+                    f"A leaf of the state has {title}.",
+                    expected=expected,
                     got=repr(name),
                     todo="rename the key",
-                )
-            )
-        if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise CheckpointError(
-                explain(
-                    "A leaf of the state has a name that is no text.",
-                    expected="keys without half a surrogate pair, which no file can name",
-                    got=repr(name),
-                    todo="rename the key",
-                )
-            )
-        if name in self._names:
-            raise CheckpointError(
-                explain(
-                    "Two leaves of the state have one name.",
-                    expected="keys that differ as text",
-                    got=f"two times {name!r}",
-                    todo="rename one of the keys (1 and '1' are the same name)",
                 )
             )
         self._names.add(name)
@@ -137,25 +143,21 @@ class _Taker(TreeSink):
         cut = entry.cuts[-1] if entry.cuts else None
         if not isinstance(cut, LayoutCut):
             return "", 0
-        slot = self._describer.layouts[cut.layout].slots[cut.slot]
+        slot = self.describer.layouts[cut.layout].slots[cut.slot]
         role = f"{cut.layout}:" + entry.name.replace(slot.fqn, "*", 1)
         self._roles.setdefault(role, len(self._roles))
         return role, slot.offset
 
-    def taken(self, tree: Json) -> TakenState:
-        """Everything found, with the tensors brought into file order."""
+    @property
+    def file_order(self) -> list[int]:
+        """Numbers of the tensors found, in the order in which files hold them."""
 
         # Falling item sizes keep every tensor aligned in its file; then groups, roles, buffer order.
-        def file_order(place: int) -> tuple[int, int, int, int]:
-            item = self._found[place]
+        def key(place: int) -> tuple[int, int, int, int]:
+            item = self.found[place]
             return (-item.entry.itemsize, self._roles.get(item.role, len(self._roles)), item.offset, place)
 
-        order = sorted(range(len(self._found)), key=file_order)
-        number_of = {place: number for number, place in enumerate(order)}
-        entries = tuple(self._found[place].entry for place in order)
-        structure = Structure(renumber(tree, number_of), entries, tuple(self._axes), self._describer.layouts)
-        found = {item.entry.name: item.local for item in self._found}
-        return TakenState(structure, found, self._per_rank)
+        return sorted(range(len(self.found)), key=key)
 
 
 class _LeafTaker(TreeSink):
@@ -196,19 +198,3 @@ class _LeafTaker(TreeSink):
                 where=name,
             )
         )
-
-
-def _memory_key(tensor: torch.Tensor, described: Described, axes: int) -> tuple[Any, ...] | None:
-    """Key under which tensors that share memory meet; None for tensors that are never taken for shared.
-
-    All ranks must come to the same answer, also those whose piece is empty and has no address: a ragged
-    piece is therefore shared only with one of the same slot, and not at all if its slot is unknown.
-    """
-    local = described.local
-    assert local is not None
-    slot = None
-    if isinstance(tensor, RaggedDTensor):
-        if tensor.layout_ref is None:
-            return None
-        slot = (id(tensor.layout_ref[0]), tensor.layout_ref[1])
-    return (local.data_ptr(), described.shape, described.dtype, axes, described.distribution.cuts, slot)

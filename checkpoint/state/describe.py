@@ -6,9 +6,6 @@ this rank would write. Nothing is communicated; ranks later compare digests of w
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +22,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     LayoutCut,
     ShardCut,
     UnitsCut,
+    shard_order,
 )
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
@@ -228,28 +226,6 @@ class Describer:
                 known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
             self._meshes[id(mesh)] = known
         return known
-
-
-def shard_order(shards: Mapping[int, tuple[int, int]], sizes: Sequence[int]) -> list[int] | None:
-    """Mesh axes in the order in which they cut a tensor; None if their split factors tell of no order.
-
-    torch writes an axis that cuts after axes that come later in the mesh as a strided shard; its split factor is
-    the product of their sizes. Other factors occur too: of a tensor cut by columns and then flattened, say, each
-    rank holds an element here and an element there.
-
-    Args:
-        shards: tensor dim and split factor (1 for a plain shard) of each axis that cuts.
-        sizes: of all axes of the mesh.
-    """
-    orders: dict[int, list[int]] = {}
-    for axis in sorted((axis for axis in shards if sizes[axis] > 1), reverse=True):
-        dim, split_factor = shards[axis]
-        order = orders.setdefault(dim, [])
-        parts = list(accumulate((sizes[other] for other in order), operator.mul, initial=1))
-        if split_factor not in parts:
-            return None
-        order.insert(parts.index(split_factor), axis)
-    return [axis for order in sorted(orders.values(), key=min) for axis in order]
 
 
 def _no_order(name: str, tensor: DTensor) -> CheckpointError:

@@ -12,8 +12,7 @@ import zarr
 from zarr.storage import MemoryStore
 
 from tests.support import dtype_zoo
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_dtype, storage_code
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import itemsize_of as manifest_itemsize_of
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_dtype, stored_dtype
 from vescale_fsdp.errors import ConversionError, LayoutError
 from vescale_fsdp.layout.dtypes import DTYPES, dtype_from_code, dtype_from_torch, itemsize_of, known_dtype
 
@@ -39,10 +38,10 @@ def test_every_torch_dtype(dtype: torch.dtype) -> None:
     """Name, width, and what each format holds it as agree, whatever table was asked."""
     name = dtype_name(dtype)
     known = known_dtype(str(dtype))
-    assert manifest_itemsize_of(name) == dtype.itemsize
+    assert stored_dtype(name).itemsize == dtype.itemsize
     if known is None:
         assert dtype in QUANTIZED
-        assert storage_code(name) == (f"U{8 * dtype.itemsize}", 1)
+        assert stored_dtype(name).carrier == (f"U{8 * dtype.itemsize}", 1)
         return
 
     assert (known.name, known.itemsize, itemsize_of(name)) == (name, dtype.itemsize, dtype.itemsize)
@@ -51,7 +50,7 @@ def test_every_torch_dtype(dtype: torch.dtype) -> None:
         dtype.is_complex,
         dtype.is_floating_point,
     )
-    code, count = storage_code(name)
+    code, count = stored_dtype(name).carrier
     assert dtype_from_code(code).itemsize * count == dtype.itemsize
     expected = CARRIED.get(name, (known.code or "U8", 1))
     assert (code, count) == expected

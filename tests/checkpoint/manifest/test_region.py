@@ -20,10 +20,11 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     ShardCut,
     UnitsCut,
     cut_from_json,
+    shard_order,
 )
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Patch, Region, Run, overlaps, runs_of_box
-from vescale_fsdp.checkpoint.state.describe import axes_of_ranks, shard_order
+from vescale_fsdp.checkpoint.state.describe import axes_of_ranks
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group

@@ -168,7 +168,7 @@ def test_ranks_that_meet_different_things_decide_alike() -> None:
     assert "rank 0: OSError" in third[2] and "rank 1: MemoryError" in third[2]
 
 
-_PLACES = ("_empty_chunk", "_pack", "_unpack", "_copy", "_put_chunk", "_put", "_steps")
+_PLACES = ("_empty_chunk", "_pack", "_unpack", "_copy", "_put_chunk", "_put", "held_chunks")
 
 
 def _zarr_fails(folder: Path, cases: list[tuple[str, str, int]]) -> list[str]:

@@ -111,7 +111,7 @@ def test_chunks_follow_blocks_of_rows() -> None:
         for box in chunk_boxes(entry.shape, chunks):
             inside = clipped(box, entry.shape)
             wanted = Region(inside, FlatRange(0, inside.numel))
-            touched = manifest.distribution(place).touching(entry.shape, wanted, (layout,))
+            touched = manifest.distributions[place].touching(entry.shape, wanted, (layout,))
             on_one_rank.append((place, sum(1 for _, region in touched if overlaps(region, wanted)) == 1))
 
     assert all(alone for place, alone in on_one_rank if place == 0)
