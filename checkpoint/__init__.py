@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.dcp.reader import RaggedLoadPlanner, RaggedReader
     from vescale_fsdp.checkpoint.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
@@ -18,12 +19,7 @@ if TYPE_CHECKING:
         set_optimizer_state_dict,
         set_state_dict,
     )
-    from vescale_fsdp.checkpoint.dcp.writer import (
-        RaggedLoadPlanner,
-        RaggedReader,
-        RaggedSavePlanner,
-        RaggedWriter,
-    )
+    from vescale_fsdp.checkpoint.dcp.writer import RaggedSavePlanner, RaggedWriter
     from vescale_fsdp.checkpoint.loading.load import LoadReport, load
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, StoredTensor, read_state
     from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
@@ -65,7 +61,8 @@ lazily_export(
     __name__,
     {
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
-        "vescale_fsdp.checkpoint.dcp.writer": "RaggedLoadPlanner RaggedReader RaggedSavePlanner RaggedWriter",
+        "vescale_fsdp.checkpoint.dcp.reader": "RaggedLoadPlanner RaggedReader",
+        "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
         "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank",

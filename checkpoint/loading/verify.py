@@ -1,24 +1,20 @@
-"""`verify`: everything that is wrong with a checkpoint, found offline, without touching any state."""
+"""`verify`: everything that is wrong with a checkpoint, found offline, without touching any state.
+
+How files are checked stands in `file_checks`; what ``load(verify=...)`` proves before it fills a tensor in `read_plan`.
+"""
 
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
+from vescale_fsdp.checkpoint.loading.file_checks import Check, check_files
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, verify_arrays
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Problem", "VerifyReport", "verify"]
-
-_SCRATCH_BYTES = 1 << 20  # 1 MiB
 
 
 @dataclass(frozen=True)
@@ -56,18 +52,11 @@ def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
         manifest = read_manifest(storage)
     except (CheckpointError, OSError) as error:
         return VerifyReport((Problem("manifest.json", str(error)),), 0, 0)
-    problems = _incomplete(manifest)
-    num_bytes = 0
-    if manifest.chunks is not None:
-        for file, problem, hashed in verify_arrays(ChunkTables(storage, manifest)):
-            problems += [] if problem is None else [Problem(file, problem)]
-            num_bytes += hashed
-    with ThreadPoolExecutor(storage.read_threads, thread_name_prefix="checkpoint-verify") as pool:
-        checks = pool.map(lambda rank: _verify_file(storage, manifest, rank), range(manifest.world_size))
-        for of_file, hashed in checks:
-            problems += of_file
-            num_bytes += hashed
-    return VerifyReport(tuple(problems), manifest.world_size, num_bytes)
+    checks: list[Check] = []
+    check_files(storage, manifest, checks.append, threads=storage.read_threads)
+    found = sorted((check.file, check.problem) for check in checks if check.problem is not None)
+    problems = (*_incomplete(manifest), *(Problem(file, problem) for file, problem in found))
+    return VerifyReport(problems, manifest.world_size, sum(check.num_bytes for check in checks))
 
 
 def _incomplete(manifest: Manifest) -> list[Problem]:
@@ -78,23 +67,3 @@ def _incomplete(manifest: Manifest) -> list[Problem]:
         if missing is not None and entry.numel:
             problems.append(Problem("manifest.json", f"tensor {entry.name}: no rank holds place {missing}"))
     return problems
-
-
-def _verify_file(storage: Storage, manifest: Manifest, rank: int) -> tuple[list[Problem], int]:
-    """Problems of one rank's file, and how many bytes were hashed."""
-    file = RankFile(manifest, rank)
-    problems: list[Problem] = []
-    try:
-        opened = OpenRankFile(storage, file)
-    except (CheckpointError, OSError) as error:
-        return [Problem(file.name, str(error))], 0
-    scratch = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
-    try:
-        for index in range(file.num_stripes):
-            try:
-                opened.prove_stripe(index, opened.hash_stripe(index, scratch))
-            except (CheckpointError, OSError) as error:
-                problems.append(Problem(file.name, str(error)))
-    finally:
-        opened.reader.close()
-    return problems, file.table_start

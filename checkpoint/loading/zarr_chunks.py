@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 
 import google_crc32c
@@ -19,18 +18,11 @@ from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, Ope
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, holders_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.zarr_layout import (
-    CRC_BYTES,
-    array_json,
-    array_path,
-    chunk_boxes,
-    chunk_file,
-    group_files,
-)
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_file
+from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["ChunkTables", "read_chunk", "verify_arrays"]
+__all__ = ["ChunkTables", "read_chunk"]
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB
 
@@ -117,36 +109,3 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
             f"{found:08x}: sound, but the chunk of another place or another save",
         )
     return data
-
-
-def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
-    """Every file of the arrays: its name, what is wrong with it if anything is, and bytes that were checked."""
-    manifest = tables.manifest
-    for name, expected in group_files(manifest).items():
-        yield name, _json_problem(tables.storage, name, expected, "a group"), 0
-    for tensor, places in manifest.places_by_name.items():
-        place = places[0]
-        name = f"{array_path(manifest, place)}/zarr.json"
-        problem = _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}")
-        yield name, problem, 0
-        if problem is not None:
-            continue  # which chunks it has is what is wrong
-        for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
-            nbytes = 0
-            try:
-                nbytes = len(read_chunk(tables, Chunk(place, box)))
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-            yield chunk_file(manifest, place, box), problem, nbytes
-
-
-def _json_problem(storage: OpensFiles, name: str, expected: bytes, of: str) -> str | None:
-    """What is wrong with a small file that follows from the manifest."""
-    try:
-        with closing(storage.open_file(name)) as reader:
-            found = bytearray(min(reader.size_bytes, len(expected)))
-            is_same = reader.size_bytes == len(expected)
-            reader.read_at(0, [found])
-    except (CheckpointError, OSError, EOFError, ValueError) as error:
-        return f"{of}: {error}"
-    return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"

@@ -16,12 +16,9 @@ nor spend GPU memory.
 
 from __future__ import annotations
 
-import json
 import secrets
-import struct
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -31,8 +28,8 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
+from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
 
@@ -47,6 +44,7 @@ __all__ = [
 
 
 T = TypeVar("T")
+_NOTHING: Alike = {}
 
 _FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
@@ -73,46 +71,6 @@ def _told(error: BaseException) -> str:
         return f"{type(error).__name__}, whose text raises {type(mute).__name__}"
 
 
-Alike = Mapping[str, Json]
-_NOTHING: Alike = {}
-_ABSENT = "nothing"  # stands for a key that a rank does not have
-
-
-def _digest_of(alike: Alike) -> bytes:
-    """16 bytes that are the same for equal arguments; the order of keys counts for nothing."""
-    return xxhash.xxh3_128_digest(json.dumps(alike, sort_keys=True, default=repr).encode())
-
-
-def _words(digest: bytes) -> list[int]:
-    return list(struct.unpack("<4I", digest))
-
-
-def _both_ways(words: list[int]) -> list[int]:
-    """Numbers whose maximum over ranks tells whether all ranks have the same words; `_same` looks at it."""
-    return [*words, *(-word for word in words)]
-
-
-def _same(found: Sequence[int]) -> bool:
-    half = len(found) // 2
-    return all(high == -low for high, low in zip(found[:half], found[half:], strict=True))
-
-
-def _first_difference(values: Sequence[Json], name: str = "") -> tuple[str, Sequence[Json]]:
-    """Name and values, by rank, of the first place where the ranks' values differ."""
-    inner: list[tuple[str, list[Json]]] = []
-    if all(isinstance(value, dict) for value in values):
-        keys = sorted({key for value in values for key in value})
-        inner = [(join_name(name, key), [value.get(key, _ABSENT) for value in values]) for key in keys]
-    elif all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
-        inner = [
-            (join_name(name, place), list(items)) for place, items in enumerate(zip(*values, strict=True))
-        ]
-    for inside, items in inner:
-        if len({_digest_of({"": item}) for item in items}) > 1:
-            return _first_difference(items, inside)
-    return name, values
-
-
 class Agreement(NamedTuple):
     """What ranks know together after `Coordinator.agree`."""
 
@@ -121,14 +79,13 @@ class Agreement(NamedTuple):
     save_id: str
 
 
-class Coordinator(ABC):
-    """This rank's place among those that save or load together."""
+class Coordinator:
+    """This rank's place among those that save or load together; by itself, that of one process alone."""
 
-    rank: int
-    world_size: int
-    rank_of: dict[int, int] | None  # number here of each global rank, where they differ
+    rank = 0
+    world_size = 1
+    rank_of: dict[int, int] | None = None  # number here of each global rank, where they differ
 
-    @abstractmethod
     def agree(
         self,
         structure: Structure | None,
@@ -145,8 +102,11 @@ class Coordinator(ABC):
             CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
                 with an error raises that.
         """
+        if error is not None:
+            raise error
+        assert structure is not None
+        return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
 
-    @abstractmethod
     def raise_together(
         self,
         error: BaseException | None,
@@ -167,6 +127,8 @@ class Coordinator(ABC):
                 The others raise what they met, or, where both are errors of a checkpoint, the worse of their own and
                 the others' kind.
         """
+        if error is not None:
+            raise error
 
     @contextmanager
     def together(self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING) -> Iterator[None]:
@@ -184,17 +146,17 @@ class Coordinator(ABC):
         finally:
             del error  # it holds this frame, and what the block's frames hold
 
-    @abstractmethod
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
         """Send a contiguous CPU tensor to a rank that calls `receive`."""
+        raise AssertionError("one process alone sends nothing")
 
-    @abstractmethod
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
         """Fill a contiguous CPU tensor with what a rank sends."""
+        raise AssertionError("one process alone receives nothing")
 
-    @abstractmethod
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
+        return [item]
 
 
 class SoloCoordinator(Coordinator):
@@ -204,42 +166,8 @@ class SoloCoordinator(Coordinator):
         global_rank: its number in a world whose other ranks do not take part.
     """
 
-    rank = 0
-    world_size = 1
-
     def __init__(self, global_rank: int = 0) -> None:
         self.rank_of = {global_rank: 0} if global_rank else None
-
-    def agree(
-        self,
-        structure: Structure | None,
-        blob_bytes: int,
-        error: BaseException | None,
-        alike: Alike = _NOTHING,
-    ) -> Agreement:
-        if error is not None:
-            raise error
-        assert structure is not None
-        return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
-
-    def raise_together(
-        self,
-        error: BaseException | None,
-        doing: str,
-        outcome: str = _NOTHING_DONE,
-        alike: Alike = _NOTHING,
-    ) -> None:
-        if error is not None:
-            raise error
-
-    def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        raise AssertionError("one process alone sends nothing")
-
-    def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        raise AssertionError("one process alone receives nothing")
-
-    def everyone(self, item: T) -> list[T]:
-        return [item]
 
 
 class GroupCoordinator(Coordinator):
@@ -265,16 +193,16 @@ class GroupCoordinator(Coordinator):
         alike: Alike = _NOTHING,
     ) -> Agreement:
         digest = structure.digest if structure is not None else bytes(16)
-        words, others = _words(digest), _words(_digest_of(alike))
+        words, others = words_of(digest), words_of(alike)
         save_id = secrets.randbits(62) if self.rank == 0 else 0
-        found = self._max([_severity(error), blob_bytes, save_id, *_both_ways(words), *_both_ways(others)])
+        found = self._max([_severity(error), blob_bytes, save_id, *both_ways(words), *both_ways(others)])
         if found[0]:
             self._raise_gathered(error, found[0], "describing the state", _NOTHING_DONE)
-        if not _same(found[11:]):
-            self._raise_unlike(alike)
+        if not is_same(found[11:]):
+            raise unlike(self._gathered(dict(alike), "comparing arguments"))
         assert structure is not None
         name = f"{found[2]:016x}"
-        if _same(found[3:11]):
+        if is_same(found[3:11]):
             return Agreement([(RankSet.world(self.world_size), structure)], found[1], name)
         return Agreement(self._exchange(structure, words), found[1], name)
 
@@ -312,36 +240,14 @@ class GroupCoordinator(Coordinator):
         outcome: str = _NOTHING_DONE,
         alike: Alike = _NOTHING,
     ) -> None:
-        worst, *others = self._max([_severity(error), *_both_ways(_words(_digest_of(alike)))])
+        worst, *others = self._max([_severity(error), *both_ways(words_of(alike))])
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
-        if not _same(others):
-            self._raise_unlike(alike)
-
-    def _raise_unlike(self, alike: Alike) -> NoReturn:
-        everyone: list[dict[str, Json]] = [{} for _ in range(self.world_size)]
-        with self._reaching("comparing arguments"):
-            dist.all_gather_object(everyone, dict(alike), group=self._group)
-        name, values = _first_difference(everyone)
-        ranks_by_text: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks_by_text.setdefault(repr(value), []).append(rank)
-        shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
-        raise CheckpointError(
-            explain(
-                "Ranks disagree about an argument.",
-                expected="the same arguments on all ranks",
-                got="; ".join(shown[:4]),
-                where=f"the argument `{name}`",
-                todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
-                "into the state, as PerRank(value)",
-            )
-        )
+        if not is_same(others):
+            raise unlike(self._gathered(dict(alike), "comparing arguments"))
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
-        texts: list[str | None] = [None] * self.world_size
-        with self._reaching(doing):
-            dist.all_gather_object(texts, None if error is None else _told(error), group=self._group)
+        texts = self._gathered(None if error is None else _told(error), doing)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if error is not None and _severity(error) in (worst, _FOREIGN):
             error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
@@ -387,8 +293,11 @@ class GroupCoordinator(Coordinator):
         high, low = self._max([digest, -digest])
         if high == -low:
             return [item] * self.world_size
-        found: list[T] = [item] * self.world_size
-        with self._reaching("comparing what ranks have"):
+        return self._gathered(item, "comparing what ranks have")
+
+    def _gathered(self, item: T, doing: str) -> list[T]:
+        found = [item] * self.world_size
+        with self._reaching(doing):
             dist.all_gather_object(found, item, group=self._group)
         return found
 

@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
 )
 from vescale_fsdp.errors import CheckpointError, explain
 
-__all__ = ["DcpRanks"]
+__all__ = ["DcpRanks", "wrong_partner"]
 
 _GROUP_USE = "dcp"  # DCP saves in a thread of its own, beside our saves and loads
 
@@ -87,5 +87,17 @@ def _other_ranks(ours: str, theirs: str) -> CheckpointError:
             expected=f"{ours}, as RaggedWriter or RaggedReader was made",
             got=f"{theirs}, as dcp.save or dcp.load was called",
             todo="pass the same process_group and the same no_dist to both",
+        )
+    )
+
+
+def wrong_partner(planner: str, partner: str) -> CheckpointError:
+    """The error of a planner that another storage asks for what only ours knows."""
+    return CheckpointError(
+        explain(
+            f"{planner} works only with {partner}.",
+            expected=partner,
+            got="another storage",
+            todo=f"pass a {partner}(path)",
         )
     )

@@ -7,7 +7,7 @@
     train on                                  ->   agree, hash, write, meet, commit (see `saving`)
     handle.wait()                             <-   done, or the error
 
-The buffer is allocated once (pinned if there is a GPU) and belongs to the save until it ends, so a second save
+The buffer (see `staging`) belongs to the save until it ends, so a second save
 waits for the first: back-pressure instead of unbounded memory. All saves of a process run on one worker
 thread, in the order in which they were started, which is the same on all ranks.
 """
@@ -19,9 +19,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,14 +29,13 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver, plain_json
+from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
 
-__all__ = ["AsyncSaver", "SaveHandle", "Stager", "async_save"]
+__all__ = ["AsyncSaver", "SaveHandle", "async_save"]
 
-_ALIGN_BYTES = 64
 _HEAD_START_S = 0.005
-_Kind = tuple[torch.Size, torch.dtype]
 _worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
 
 
@@ -88,70 +86,6 @@ class SaveHandle:
         error = self._future.exception()
         self.heard = True
         return error
-
-
-def host_memory(num_bytes: int) -> torch.Tensor:
-    """1D bytes in CPU memory, pinned if there is a GPU.
-
-    Filled once: the first touch of fresh pages costs more than the copy itself.
-    """
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-class Stager:
-    """Copies this rank's tensors into one buffer that is kept from save to save.
-
-    Args:
-        allocate: gives 1D bytes in CPU memory; asked again only for a larger state.
-    """
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor] = host_memory) -> None:
-        self._allocate = allocate
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._kinds: list[_Kind] = []  # of the last call, for which the places were made
-        self._places: list[torch.Tensor] = []  # views of the buffer
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the buffer."""
-        return self._buffer.numel()
-
-    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous CPU copies; valid until the next call."""
-        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if kinds != self._kinds:
-            # Views of a thousand tensors take longer than the copies of all that are small.
-            self._places = self._cut(kinds)
-            self._kinds = kinds
-        devices = set()
-        for place, tensor in zip(self._places, tensors, strict=True):
-            if tensor.numel():
-                _copy(place, tensor)
-            if not tensor.is_cpu:
-                devices.add(tensor.device)
-        for device in devices:
-            torch.get_device_module(device).current_stream(device).synchronize()
-        return self._places
-
-    def _cut(self, kinds: Sequence[_Kind]) -> list[torch.Tensor]:
-        """Views of the buffer for tensors of these kinds, after more memory has been asked for if it is short."""
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in kinds]
-        starts = [0, *accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)]
-        if self._buffer.numel() < starts[-1]:
-            self._kinds, self._places = [], []
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
-            self._buffer = self._allocate(starts[-1])
-        return [
-            self._buffer[start : start + nbytes].view(dtype).view(shape)
-            for (shape, dtype), start, nbytes in zip(kinds, starts, sizes, strict=False)
-        ]
-
-
-def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bits of one tensor to another; without waiting where the source is on a device."""
-    if tensor.dtype.itemsize == 1:  # copy kernels do not know all one-byte dtypes
-        into, tensor = into.view(torch.uint8), tensor.view(torch.uint8)
-    into.copy_(tensor, non_blocking=not tensor.is_cpu)
 
 
 class AsyncSaver:

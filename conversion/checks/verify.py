@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE
 from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
 from vescale_fsdp.errors import VescaleError
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
+    from vescale_fsdp.checkpoint.loading.file_checks import Check
 
 __all__ = ["VerifyReport", "verify"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB
 _THREADS = 2  # one hashes while the other waits for the disk
-_SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 
 @dataclass(frozen=True)
@@ -71,33 +69,19 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
 
 def _verify_native(source: Source, progress: Progress) -> VerifyReport:
     """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
-    from vescale_fsdp.conversion.formats.native.read import array_problems, rank_files
+    from vescale_fsdp.conversion.formats.native.read import check_native
 
     problems: list[str] = []
-    done: list[int] = []  # bytes of each stripe of tensors
+    done: list[int] = []  # bytes of each stripe and chunk of tensors
 
-    def check(stripes: Shared[tuple[OpenRankFile, int]]) -> None:
-        scratch = bytearray(_SCRATCH_BYTES)
-        for opened, index in stripes:
-            with _noting(problems, opened.file.name):
-                opened.prove_stripe(index, opened.hash_stripe(index, scratch))
-            if opened.file.pieces:
-                start, stop = opened.file.stripe(index)
-                done.append(stop - start)
-                progress(stop - start)
+    def tell(check: Check) -> None:
+        if check.problem is not None:
+            problems.append(f"{check.file}: {check.problem}")
+        if check.holds_tensors and check.num_bytes:
+            done.append(check.num_bytes)
+            progress(check.num_bytes)
 
-    def stripes() -> Iterator[tuple[OpenRankFile, int]]:
-        for name, open_file in rank_files(source.store).items():
-            with _noting(problems, name):
-                opened = open_file()
-                yield from ((opened, index) for index in range(opened.file.num_stripes))
-
-    in_threads(_THREADS, check, stripes())
-    for name, problem, nbytes in array_problems(source.store):
-        problems += [] if problem is None else [f"{name}: {problem}"]
-        if nbytes:
-            done.append(nbytes)
-            progress(nbytes)
+    check_native(source.store, tell, threads=_THREADS)
     return VerifyReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
 
 

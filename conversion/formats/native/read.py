@@ -15,7 +15,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
-from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_file, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
@@ -28,12 +28,12 @@ from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.loading.file_checks import Check
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 
-__all__ = ["array_problems", "open_native", "rank_files"]
+__all__ = ["check_native", "open_native"]
 
 _MAX_OPEN_FILES = 64
-_CRC_BYTES = 4
 
 
 class _TensorLeaf(NamedTuple):
@@ -52,7 +52,7 @@ def open_native(store: Store) -> Source:
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
     manifest = _manifest(store)
-    chunks = _pieces(store, manifest) if manifest.chunks is None else _array_chunks(store, manifest)
+    chunks = _pieces(store, manifest) if not manifest.is_zarr else _array_chunks(store, manifest)
     state = decode(manifest.structure.tree, _leaf, store.url)
     nested = state if isinstance(state, Mapping) else {"state": state}
     tensors: dict[str, StoredTensor] = {}
@@ -70,7 +70,7 @@ def open_native(store: Store) -> Source:
             omitted.append(name)
         else:
             values[name] = constant(leaf)
-    form = "native" if manifest.chunks is None else "zarr"
+    form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
     layouts = manifest.structure.layouts
     return Source(
@@ -90,34 +90,22 @@ def _manifest(store: Store) -> Manifest:
     return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
 
 
-def rank_files(store: Store, manifest: Manifest | None = None) -> dict[str, Callable[[], OpenRankFile]]:
-    """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes.
-
-    Raises:
-        CheckpointError, CorruptCheckpointError: as `open_native`; from the callables also.
-    """
-    found = manifest or _manifest(store)
-
-    def open_rank(rank: int) -> OpenRankFile:
-        return OpenRankFile(_Files(store), RankFile(found, rank))
-
-    return {found.file_name(rank): partial(open_rank, rank) for rank in range(found.world_size)}
-
-
 def _checked(store: Store, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
     """Rank files by name, opened when read; few are kept, since each holds its header and checksums."""
-    files = rank_files(store, manifest)
-    return lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]() if name in files else None)
+    ranks = {manifest.file_name(rank): rank for rank in range(manifest.world_size)}
+
+    @lru_cache(maxsize=_MAX_OPEN_FILES)
+    def opened(name: str) -> CheckedFile | None:
+        return OpenRankFile(_Files(store), RankFile(manifest, ranks[name])) if name in ranks else None
+
+    return opened
 
 
-def array_problems(store: Store) -> Iterator[tuple[str, str | None, int]]:
-    """Every file of the zarr form's arrays, what is wrong with it, and bytes that were checked; nothing for the native
-    form."""
-    manifest = _manifest(store)
-    if manifest.chunks is not None:
-        from vescale_fsdp.checkpoint.loading.zarr_chunks import verify_arrays
+def check_native(store: Store, tell: Callable[[Check], object], *, threads: int) -> None:
+    """Look at every file, as the engine's `verify` does; ``tell`` is called with what came of each look."""
+    from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
 
-        yield from verify_arrays(_tables(store, manifest))
+    check_files(_Files(store), _manifest(store), tell, threads=threads)
 
 
 def _tables(store: Store, manifest: Manifest) -> ChunkTables:
@@ -205,17 +193,16 @@ def _require_size(store: Store, name: str, nbytes: int) -> None:
 
 def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
-    assert manifest.chunks is not None
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in map(partial(RankFile, manifest), range(manifest.world_size)):
         _require_size(store, file.name, file.total_bytes)
     tables = _tables(store, manifest)
     for places in manifest.places_by_name.values():
-        entry, sizes = manifest.entries[places[0]], manifest.chunks[places[0]]
+        entry, sizes = manifest.entries[places[0]], manifest.chunk_sizes[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
-            _require_size(store, name, nbytes + _CRC_BYTES)
+            _require_size(store, name, nbytes + CRC_BYTES)
             where = f"tensor {name_of(split_name(entry.name))} in {store.url}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             run = CheckedRun(name, 0, nbytes, CRC32C, saved, where)
@@ -233,7 +220,7 @@ def _saved_crc(tables: ChunkTables, store: Store, chunk: Chunk, nbytes: int) -> 
     written = tables.checksum(chunk)
     if written is None:
         file = chunk_file(tables.manifest, *chunk)
-        written = int.from_bytes(store.read(file, nbytes, _CRC_BYTES), "little")
+        written = int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
     return written
 
 

@@ -18,7 +18,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, build_manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RESERVED_NAMES, RankFile
+from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
@@ -184,7 +184,7 @@ class _Stripes(OutputFile):
         self._out, self._stripe_bytes = out, stripe_bytes
         self._position = 0
         self._hash = xxhash.xxh3_64()
-        self._table = bytearray()
+        self._checksums: list[int] = []
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         assert offset == self._position, f"written at {offset}, expected {self._position}"
@@ -199,15 +199,14 @@ class _Stripes(OutputFile):
                 self._close_stripe()
 
     def _close_stripe(self) -> None:
-        self._table += self._hash.intdigest().to_bytes(CHECKSUM_BYTES, "little")
+        self._checksums.append(self._hash.intdigest())
         self._hash = xxhash.xxh3_64()
 
     def table(self) -> bytes:
         """Checksums of all bytes so far, and the checksum of those."""
         if self._position % self._stripe_bytes:
             self._close_stripe()
-        own = xxhash.xxh3_64_intdigest(bytes(self._table)).to_bytes(CHECKSUM_BYTES, "little")
-        return bytes(self._table) + own
+        return pack_table(self._checksums)
 
     def finish(self) -> None:
         self._out.finish()

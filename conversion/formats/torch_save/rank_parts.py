@@ -10,11 +10,11 @@ follow (partial sums, strides that do not fit the mesh) are refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vescale_fsdp.checkpoint.manifest.distribution import shard_order
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -118,23 +118,20 @@ def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
 
 
 def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> list[int]:
-    """Mesh axes that cut the tensor, in the order in which they do.
-
-    That is their order in the mesh, but for a strided shard (FSDP2 over tensor parallelism): it cuts what the
-    later axes left of its dim, and says so by a split factor that is the product of their sizes.
-    """
+    """Mesh axes that cut the tensor, in the order in which they do."""
     kinds = [type(placement).__name__ for placement in part.placements]
     if odd := set(kinds) - {"Shard", "_StridedShard", "Replicate"}:
         raise ConversionError(_unplaced(name, file, "Shard and Replicate", min(odd)))
-    order = [axis for axis, kind in enumerate(kinds) if kind != "Replicate"]
-    for axis in [axis for axis in reversed(order) if kinds[axis] == "_StridedShard"]:
-        strided = part.placements[axis]
-        later = [a for a in order if a > axis and part.placements[a].dim == strided.dim]
-        if strided.split_factor != math.prod(axes[a] for a in later):
-            expected = f"a split factor that is the product of the later axes' sizes in a mesh of {axes}"
-            raise ConversionError(_unplaced(name, file, expected, strided.split_factor))
-        order.remove(axis)
-        order.insert(1 + max((order.index(a) for a in later), default=-1), axis)
+    shards = {
+        axis: (placement.dim, placement.split_factor if kind == "_StridedShard" else 1)
+        for axis, (kind, placement) in enumerate(zip(kinds, part.placements, strict=True))
+        if kind != "Replicate"
+    }
+    order = shard_order(shards, axes)
+    if order is None:
+        factors = [factor for _, factor in shards.values() if factor != 1]
+        expected = f"split factors that are sizes of later axes over the same dim in a mesh of {axes}"
+        raise ConversionError(_unplaced(name, file, expected, factors))
     return order
 
 

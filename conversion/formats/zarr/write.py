@@ -22,6 +22,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    CRC_BYTES,
     array_json,
     array_path,
     as_arrays,
@@ -43,7 +44,6 @@ from vescale_fsdp.conversion.views.tensor_view import TensorView
 __all__ = ["plan_zarr"]
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
-_CRC_BYTES = 4
 
 
 def plan_zarr(state: State) -> OutputPlan:
@@ -117,9 +117,8 @@ def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
 def _chunk_files(
     manifest: Manifest, place: int, view: TensorView, known: dict[Chunk, int]
 ) -> Iterator[FilePlan]:
-    assert manifest.chunks is not None
     info = view.info
-    for box in chunk_boxes(info.shape, manifest.chunks[place]):
+    for box in chunk_boxes(info.shape, manifest.chunk_sizes[place]):
         inside = clipped(box, info.shape)
         start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
         part = TensorPart(view, start, start + inside.numel, CRC32C)
@@ -137,9 +136,9 @@ def _chunk_parts(
 
     def checksum(crcs: dict[int, int]) -> bytes:
         known[chunk] = CRC32C.combine(crcs[0], zeros_crc, padding_bytes)
-        return known[chunk].to_bytes(_CRC_BYTES, "little")
+        return known[chunk].to_bytes(CRC_BYTES, "little")
 
-    return (part, FixedPart(zeros), ComputedPart(_CRC_BYTES, checksum))
+    return (part, FixedPart(zeros), ComputedPart(CRC_BYTES, checksum))
 
 
 def _learn_checksums(
@@ -149,7 +148,7 @@ def _learn_checksums(
     for chunk in chunks:
         if chunk not in known:
             nbytes = chunk.box.numel * manifest.entries[chunk.place].itemsize
-            known[chunk] = int.from_bytes(written(chunk_file(manifest, *chunk), nbytes, _CRC_BYTES), "little")
+            known[chunk] = int.from_bytes(written(chunk_file(manifest, *chunk), nbytes, CRC_BYTES), "little")
 
 
 def _sealed(file: RankFile, known: Mapping[Chunk, int]) -> bytes:

@@ -1,0 +1,119 @@
+"""Every file of a checkpoint, looked at once for its own sake: what `verify` and the converter's verify do.
+
+What a load proves of the bytes that it reads stands in `read_plan` and `zarr_chunks`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import NamedTuple
+
+from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, OpensFiles
+from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
+from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    array_json,
+    array_path,
+    chunk_boxes,
+    chunk_file,
+    group_files,
+)
+from vescale_fsdp.errors import VescaleError
+
+__all__ = ["Check", "check_files"]
+
+_SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
+
+
+class Check(NamedTuple):
+    """What came of one look: at a stripe of a rank's file, or at a file of an array.
+
+    Attributes:
+        problem: the error a load would raise; None if all is well.
+        num_bytes: bytes that were hashed.
+        holds_tensors: whether the file has any of the tensors' values.
+    """
+
+    file: str
+    problem: str | None
+    num_bytes: int
+    holds_tensors: bool
+
+
+def check_files(
+    storage: OpensFiles, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
+) -> None:
+    """Hash every byte and compare; ``tell`` is called, from several threads, with what came of each look."""
+    if manifest.is_zarr:
+        for check in _array_checks(ChunkTables(storage, manifest)):
+            tell(check)
+    parts = max(1, threads // manifest.world_size)  # of one file, where there are more threads than files
+
+    def check_part(number: int) -> None:
+        for check in _rank_file_checks(storage, manifest, *divmod(number, parts), parts):
+            tell(check)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
+        for _ in pool.map(check_part, range(manifest.world_size * parts)):
+            pass
+
+
+def _rank_file_checks(
+    storage: OpensFiles, manifest: Manifest, rank: int, part: int, parts: int
+) -> Iterator[Check]:
+    """Every ``parts``-th stripe of one rank's file."""
+    file = RankFile(manifest, rank)
+    holds_tensors = not manifest.is_zarr
+    try:
+        opened = OpenRankFile(storage, file)
+    except (VescaleError, OSError) as error:
+        if part == 0:
+            yield Check(file.name, str(error), 0, holds_tensors)
+        return
+    scratch = bytearray(_SCRATCH_BYTES)
+    with closing(opened.reader):
+        for index in range(part, file.num_stripes, parts):
+            start, stop = file.stripe(index)
+            problem = None
+            try:
+                opened.prove_stripe(index, opened.hash_stripe(index, scratch))
+            except (VescaleError, OSError) as error:
+                problem = str(error)
+            yield Check(file.name, problem, stop - start, holds_tensors)
+
+
+def _array_checks(tables: ChunkTables) -> Iterator[Check]:
+    """Every file of the zarr form's arrays."""
+    manifest = tables.manifest
+    for name, expected in group_files(manifest).items():
+        yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
+    for tensor, places in manifest.places_by_name.items():
+        place = places[0]
+        name = f"{array_path(manifest, place)}/zarr.json"
+        problem = _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}")
+        yield Check(name, problem, 0, False)
+        if problem is not None:
+            continue  # which chunks it has is what is wrong
+        for box in chunk_boxes(manifest.entries[place].shape, manifest.chunk_sizes[place]):
+            num_bytes, problem = 0, None
+            try:
+                num_bytes = len(read_chunk(tables, Chunk(place, box)))
+            except (VescaleError, OSError) as error:
+                problem = str(error)
+            yield Check(chunk_file(manifest, place, box), problem, num_bytes, True)
+
+
+def _json_problem(storage: OpensFiles, name: str, expected: bytes, of: str) -> str | None:
+    """What is wrong with a small file that follows from the manifest."""
+    try:
+        with closing(storage.open_file(name)) as reader:
+            found = bytearray(min(reader.size_bytes, len(expected)))
+            is_same = reader.size_bytes == len(expected)
+            reader.read_at(0, [found])
+    except (VescaleError, OSError, EOFError, ValueError) as error:
+        return f"{of}: {error}"
+    return None if is_same and found == expected else f"{of}: {name} is not what follows from the manifest"
