@@ -218,32 +218,26 @@ class CheckpointManager:
         """Raise if there were steps, or if one was asked for."""
         skipped = "; ".join(f"step {number}: {reason.splitlines()[0]}" for number, reason in search.skipped)
         if search.damaged:
-            raise CorruptCheckpointError(
-                explain(
-                    "No step of this run is good.",
-                    expected="one good step",
-                    got=skipped,
-                    where=self._root.where,
-                )
+            raise CorruptCheckpointError.explained(
+                "No step of this run is good.",
+                expected="one good step",
+                got=skipped,
+                where=self._root.where,
             )
         if search.num_vanished:
-            raise CheckpointError(
-                explain(
-                    "The steps were removed while they were read.",
-                    expected="one to remain",
-                    got="none; tensors may hold some of what was read",
-                    where=self._root.where,
-                    todo="see which job removes them",
-                )
+            raise CheckpointError.explained(
+                "The steps were removed while they were read.",
+                expected="one to remain",
+                got="none; tensors may hold some of what was read",
+                where=self._root.where,
+                todo="see which job removes them",
             )
         if wanted is not None:
-            raise CheckpointError(
-                explain(
-                    "There is no such step.",
-                    expected=f"one of {self.steps()}",
-                    got=skipped or wanted,
-                    where=self._root.where,
-                )
+            raise CheckpointError.explained(
+                "There is no such step.",
+                expected=f"one of {self.steps()}",
+                got=skipped or wanted,
+                where=self._root.where,
             )
 
     def _retain(self, saved: int, coordinator: Coordinator) -> None:

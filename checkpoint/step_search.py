@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["StepSearch", "StoredStep"]
 
@@ -182,15 +182,13 @@ class StepSearch:
             self._to_say.append(f"step {step.number} (ram) was skipped: {reason}")
 
     def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                problem,
-                expected="the newest step to be there for all ranks, until it is read",
-                got=f"{_told(views)} (after {self._patience_s:g} s)",
-                where=self._root.where,
-                todo="see whether all nodes have mounted it, and ask for the same step on all ranks; to go back to "
-                "an older step that all see pass step=; where caches are stale for longer pass patience_s=",
-            )
+        return CheckpointError.explained(
+            problem,
+            expected="the newest step to be there for all ranks, until it is read",
+            got=f"{_told(views)} (after {self._patience_s:g} s)",
+            where=self._root.where,
+            todo="see whether all nodes have mounted it, and ask for the same step on all ranks; to go back to "
+            "an older step that all see pass step=; where caches are stale for longer pass patience_s=",
         )
 
 

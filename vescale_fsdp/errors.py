@@ -18,6 +18,11 @@ about it. `explain` builds that text, so that all of them read alike and tests c
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
+
 __all__ = [
     "CheckpointError",
     "ConversionError",
@@ -34,6 +39,13 @@ __all__ = [
 
 class VescaleError(Exception):
     """Base of every error raised by vescale_fsdp."""
+
+    @classmethod
+    def explained(
+        cls, problem: str, *, expected: object, got: object, where: object = None, todo: str | None = None
+    ) -> Self:
+        """The error whose text `explain` builds."""
+        return cls(explain(problem, expected=expected, got=got, where=where, todo=todo))
 
 
 class LayoutError(VescaleError, ValueError):

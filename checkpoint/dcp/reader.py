@@ -209,14 +209,12 @@ def _warn_of_empty(left: list[str]) -> None:
 
 
 def _other_dtype(stored: StoredTensor, tensor: torch.Tensor) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "A tensor has another dtype than in the checkpoint.",
-            expected=stored.dtype,
-            got=tensor.dtype,
-            where=stored.name,
-            todo="build the state as it was saved; cast after loading",
-        )
+    return CheckpointError.explained(
+        "A tensor has another dtype than in the checkpoint.",
+        expected=stored.dtype,
+        got=tensor.dtype,
+        where=stored.name,
+        todo="build the state as it was saved; cast after loading",
     )
 
 

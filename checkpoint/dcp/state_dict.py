@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.state.describe import Describer
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = [
     "StateDictOptions",
@@ -168,14 +168,12 @@ def _walk(
 def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor sharded like the template, with this rank's region of the full values."""
     if tuple(template.shape) != tuple(full.shape):
-        raise CheckpointError(
-            explain(
-                "A full tensor has another shape than the one it is loaded into.",
-                expected=tuple(template.shape),
-                got=tuple(full.shape),
-                where=name,
-                todo="load the state of the same model",
-            )
+        raise CheckpointError.explained(
+            "A full tensor has another shape than the one it is loaded into.",
+            expected=tuple(template.shape),
+            got=tuple(full.shape),
+            where=name,
+            todo="load the state of the same model",
         )
     result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)

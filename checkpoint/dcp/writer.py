@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
 from vescale_fsdp.checkpoint.saving.save import Saver, commit_manifest
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import unflatten_state_dict
 
 __all__ = ["RaggedSavePlanner", "RaggedWriter"]
@@ -137,11 +137,9 @@ def _state_of(planner: SavePlanner) -> Any:
         if planner.flatten_state_dict:
             return unflatten_state_dict(planner.state_dict, planner.mappings)
         return planner.state_dict
-    raise CheckpointError(
-        explain(
-            "RaggedWriter cannot get the state from this planner.",
-            expected="RaggedSavePlanner, or DCP's DefaultSavePlanner",
-            got=type(planner).__qualname__,
-            todo="pass planner=RaggedSavePlanner()",
-        )
+    raise CheckpointError.explained(
+        "RaggedWriter cannot get the state from this planner.",
+        expected="RaggedSavePlanner, or DCP's DefaultSavePlanner",
+        got=type(planner).__qualname__,
+        todo="pass planner=RaggedSavePlanner()",
     )

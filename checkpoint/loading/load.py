@@ -143,14 +143,12 @@ class Loader:
         save_ids = self.coordinator.everyone(reader.manifest.save_id)
         first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
         if len(first_ranks) > 1:
-            raise NoCheckpointError(
-                explain(
-                    "Ranks found different checkpoints at this path.",
-                    expected="one checkpoint, which stays until it is read",
-                    got=", ".join(f"{save_id} on rank {rank}" for save_id, rank in first_ranks.items()),
-                    where=self.storage.where,
-                    todo="load again when the save that replaces it is done",
-                )
+            raise NoCheckpointError.explained(
+                "Ranks found different checkpoints at this path.",
+                expected="one checkpoint, which stays until it is read",
+                got=", ".join(f"{save_id} on rank {rank}" for save_id, rank in first_ranks.items()),
+                where=self.storage.where,
+                todo="load again when the save that replaces it is done",
             )
         return reader
 
@@ -202,35 +200,29 @@ class Loader:
     def _prove_match(self, found: Match, strict: Strict) -> None:
         if found.problems:
             name, expected, got = found.problems[0]
-            raise CheckpointError(
-                explain(
-                    f"{len(found.problems)} leaves of the state are of another kind than in the checkpoint.",
-                    expected=f"{expected} (as saved)",
-                    got=got,
-                    where=f"{name} in {self.storage.where}",
-                    todo="build the state as it was when it was saved",
-                )
+            raise CheckpointError.explained(
+                f"{len(found.problems)} leaves of the state are of another kind than in the checkpoint.",
+                expected=f"{expected} (as saved)",
+                got=got,
+                where=f"{name} in {self.storage.where}",
+                todo="build the state as it was when it was saved",
             )
         if strict and found.unused:
-            raise CheckpointError(
-                explain(
-                    "A name pattern fits no leaf.",
-                    expected="patterns for names of leaves: their keys, joined by '/'",
-                    got=", ".join(map(repr, sorted(found.unused))),
-                    where=self.storage.where,
-                    todo="'model/*' fits all that lies in 'model'; strict=False allows patterns for nothing",
-                )
+            raise CheckpointError.explained(
+                "A name pattern fits no leaf.",
+                expected="patterns for names of leaves: their keys, joined by '/'",
+                got=", ".join(map(repr, sorted(found.unused))),
+                where=self.storage.where,
+                todo="'model/*' fits all that lies in 'model'; strict=False allows patterns for nothing",
             )
         if strict and (found.missing or (strict != "missing" and found.unexpected)):
-            raise CheckpointError(
-                explain(
-                    "The state and the checkpoint do not hold the same leaves.",
-                    expected="equal names",
-                    got=f"missing in the checkpoint: {_some(found.missing)}; "
-                    f"unexpected, only in the checkpoint: {_some(found.unexpected)}",
-                    where=self.storage.where,
-                    todo="pass strict=False to load what both have, or include= with name patterns",
-                )
+            raise CheckpointError.explained(
+                "The state and the checkpoint do not hold the same leaves.",
+                expected="equal names",
+                got=f"missing in the checkpoint: {_some(found.missing)}; "
+                f"unexpected, only in the checkpoint: {_some(found.unexpected)}",
+                where=self.storage.where,
+                todo="pass strict=False to load what both have, or include= with name patterns",
             )
 
     def _wanted(
@@ -243,14 +235,12 @@ class Loader:
             raise _cannot_fill(read.name, "a tensor on the meta device", "call to_empty() on the model first")
         described = describer.describe(read.name, read.tensor)
         if (described.shape, described.dtype) != (entry.shape, entry.dtype):
-            raise CheckpointError(
-                explain(
-                    "A tensor has another shape or dtype than in the checkpoint.",
-                    expected=f"{entry.dtype} {list(entry.shape)} (as saved)",
-                    got=f"{described.dtype} {list(described.shape)}",
-                    where=f"{read.name} in {self.storage.where}",
-                    todo="build the state as it was saved; cast after loading",
-                )
+            raise CheckpointError.explained(
+                "A tensor has another shape or dtype than in the checkpoint.",
+                expected=f"{entry.dtype} {list(entry.shape)} (as saved)",
+                got=f"{described.dtype} {list(described.shape)}",
+                where=f"{read.name} in {self.storage.where}",
+                todo="build the state as it was saved; cast after loading",
             )
         if described.local is None:
             return None, None
@@ -263,14 +253,12 @@ class Loader:
         """A tensor that a Stateful object did not have: made in full if it was not sharded."""
         entry = reader.manifest.entries[place]
         if entry.cuts:
-            raise CheckpointError(
-                explain(
-                    "An object lacks a sharded tensor that the checkpoint has for it.",
-                    expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
-                    got="nothing under that name",
-                    where=f"{entry.name} in {self.storage.where}",
-                    todo="for an optimizer, pass get_optimizer_state_dict(model, optimizer) in its place",
-                )
+            raise CheckpointError.explained(
+                "An object lacks a sharded tensor that the checkpoint has for it.",
+                expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
+                got="nothing under that name",
+                where=f"{entry.name} in {self.storage.where}",
+                todo="for an optimizer, pass get_optimizer_state_dict(model, optimizer) in its place",
             )
         tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
         targets.append(reads.ask(place, whole_region(entry.shape), tensor))
@@ -325,26 +313,22 @@ def _prove_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "A tensor of the state cannot be filled.",
-            expected="memory of its own for every element",
-            got=got,
-            where=name,
-            todo=todo,
-        )
+    return CheckpointError.explained(
+        "A tensor of the state cannot be filled.",
+        expected="memory of its own for every element",
+        got=got,
+        where=name,
+        todo=todo,
     )
 
 
 def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
-    return NoCheckpointError(
-        explain(
-            "The checkpoint was removed or replaced while it was read.",
-            expected="one that stays until it is read",
-            got=f"{type(error).__name__}: {error}",
-            where=storage.where,
-            todo="load a newer one",
-        )
+    return NoCheckpointError.explained(
+        "The checkpoint was removed or replaced while it was read.",
+        expected="one that stays until it is read",
+        got=f"{type(error).__name__}: {error}",
+        where=storage.where,
+        todo="load a newer one",
     )
 
 

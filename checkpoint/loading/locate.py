@@ -8,7 +8,7 @@ from typing import NamedTuple
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
 from vescale_fsdp.checkpoint.manifest.region import Patch, Region, Run, overlaps
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 
 __all__ = ["Source", "SourceFinder"]
 
@@ -61,14 +61,12 @@ class SourceFinder:
         numel = sum(share.numel for _, share in found)
         if numel != wanted.numel:
             entry = self.manifest.entries[place]
-            raise CorruptCheckpointError(
-                explain(
-                    "The checkpoint does not hold all of a tensor.",
-                    expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
-                    got=f"{numel}",
-                    where=entry.name,
-                    todo="restore an older step",
-                )
+            raise CorruptCheckpointError.explained(
+                "The checkpoint does not hold all of a tensor.",
+                expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
+                got=f"{numel}",
+                where=entry.name,
+                todo="restore an older step",
             )
         return found
 

@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
 __all__ = ["CheckpointReader", "StoredTensor", "read_manifest", "read_state"]
@@ -55,13 +55,11 @@ def read_manifest(storage: Storage) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _no_checkpoint(storage) from error
     except ValueError as error:
-        raise CorruptCheckpointError(
-            explain(
-                "The manifest cannot be read as one.",
-                expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
-                got=str(error),
-                where=where,
-            )
+        raise CorruptCheckpointError.explained(
+            "The manifest cannot be read as one.",
+            expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
+            got=str(error),
+            where=where,
         ) from error
     return Manifest.from_bytes(raw, where=where)
 
@@ -80,14 +78,12 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
         todo = "vescale-convert to-vescale brings them into this format"
-    return NoCheckpointError(
-        explain(
-            "There is no checkpoint at this path.",
-            expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
-            got=got,
-            where=storage.where,
-            todo=todo,
-        )
+    return NoCheckpointError.explained(
+        "There is no checkpoint at this path.",
+        expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
+        got=got,
+        where=storage.where,
+        todo=todo,
     )
 
 
@@ -162,8 +158,8 @@ class StoredTensor:
             raise self._misfit(f"{box.sizes} of {self.dtype}", f"{tuple(out.shape)} of {out.dtype}")
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
-        return CheckpointError(
-            explain("This cannot be read from the tensor.", expected=expected, got=got, where=self.name)
+        return CheckpointError.explained(
+            "This cannot be read from the tensor.", expected=expected, got=got, where=self.name
         )
 
 
@@ -246,14 +242,12 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             try:
                 values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
             except (LookupError, TypeError, ValueError, RecursionError) as error:
-                raise CorruptCheckpointError(
-                    explain(
-                        "A per-rank value is not what was written.",
-                        expected="a tree of FORMAT.md",
-                        got=f"{type(error).__name__}: {error}",
-                        where=f"{name} in {where}",
-                        todo="restore an older step",
-                    )
+                raise CorruptCheckpointError.explained(
+                    "A per-rank value is not what was written.",
+                    expected="a tree of FORMAT.md",
+                    got=f"{type(error).__name__}: {error}",
+                    where=f"{name} in {where}",
+                    todo="restore an older step",
                 ) from error
         return values
 

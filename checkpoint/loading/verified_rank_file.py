@@ -14,7 +14,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RankFile
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 
 __all__ = ["OpenRankFile", "OpensFiles"]
 
@@ -164,8 +164,8 @@ class OpenRankFile:
     def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
         """An error that names this file."""
         todo = "restore an older step; verify(path) lists all that is wrong"
-        return CorruptCheckpointError(
-            explain(problem, expected=expected, got=got, where=self.where, todo=todo)
+        return CorruptCheckpointError.explained(
+            problem, expected=expected, got=got, where=self.where, todo=todo
         )
 
 

@@ -19,7 +19,7 @@ from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, holders_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_file
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
 __all__ = ["ChunkTables", "read_chunk"]
@@ -76,14 +76,12 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     nbytes = numel_of(chunk.box.sizes) * entry.itemsize
 
     def corrupt(expected: str, got: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            explain(
-                f"A chunk of tensor {entry.name} is not what was written.",
-                expected=expected,
-                got=got,
-                where=f"{storage.where}/{name}",
-                todo="restore an older step; verify(path) lists all that is wrong",
-            )
+        return CorruptCheckpointError.explained(
+            f"A chunk of tensor {entry.name} is not what was written.",
+            expected=expected,
+            got=got,
+            where=f"{storage.where}/{name}",
+            todo="restore an older step; verify(path) lists all that is wrong",
         )
 
     size = f"{nbytes + CRC_BYTES} bytes"

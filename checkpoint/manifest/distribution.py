@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides, whole_box
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 
@@ -257,8 +257,8 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
         return LayoutCut(int(values[0]), int(values[1]))
     if kind == "units":
         return UnitsCut(tuple(values[0]), tuple((int(count), int(units)) for count, units in values[1]))
-    raise CorruptCheckpointError(
-        explain("The manifest cuts a tensor in an unknown way.", expected="shard, layout or units", got=kind)
+    raise CorruptCheckpointError.explained(
+        "The manifest cuts a tensor in an unknown way.", expected="shard, layout or units", got=kind
     )
 
 

@@ -15,7 +15,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axes, Cut, Holders, La
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_json, renumber
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 
 __all__ = ["merge_structures", "prove_complete"]
@@ -117,14 +117,12 @@ def _kind(node: Json) -> str | None:
 
 
 def _differ(name: str, left: object, right: object) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "Ranks disagree about the state; the first difference is named below.",
-            expected=f"the same on all ranks: {_short(left)}",
-            got=_short(right),
-            where=name or "the state itself",
-            todo="give all ranks the same value, or wrap it in PerRank(value)",
-        )
+    return CheckpointError.explained(
+        "Ranks disagree about the state; the first difference is named below.",
+        expected=f"the same on all ranks: {_short(left)}",
+        got=_short(right),
+        where=name or "the state itself",
+        todo="give all ranks the same value, or wrap it in PerRank(value)",
     )
 
 
@@ -148,14 +146,12 @@ def prove_complete(
             checked[key] = Holders(ranks, structure.axes[entry.axes]).missing_place()
         missing = checked[key]
         if missing is not None and entry.numel:
-            raise CheckpointError(
-                explain(
-                    "Ranks disagree about the layout: part of a tensor is held by no rank.",
-                    expected=f"all places of axes {[axis.size for axis in structure.axes[entry.axes]]} taken",
-                    got=f"nobody at place {missing}; {_first_difference(entry.name, classes)}",
-                    where=entry.name,
-                    todo="shard the model the same way on all ranks of its mesh, and let all of them save",
-                )
+            raise CheckpointError.explained(
+                "Ranks disagree about the layout: part of a tensor is held by no rank.",
+                expected=f"all places of axes {[axis.size for axis in structure.axes[entry.axes]]} taken",
+                got=f"nobody at place {missing}; {_first_difference(entry.name, classes)}",
+                where=entry.name,
+                todo="shard the model the same way on all ranks of its mesh, and let all of them save",
             )
 
 

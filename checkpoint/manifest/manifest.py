@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -34,7 +34,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 
@@ -275,14 +275,12 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        explain(
-            "The manifest is damaged or no manifest.",
-            expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
-            got=got,
-            where=where,
-            todo="restore an older step; verify(path) lists all that is wrong",
-        )
+    return CorruptCheckpointError.explained(
+        "The manifest is damaged or no manifest.",
+        expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
+        got=got,
+        where=where,
+        todo="restore an older step; verify(path) lists all that is wrong",
     )
 
 
@@ -305,14 +303,12 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     version = data.get("version")
     # Asked after the checksum: a flipped bit can make a 3 of a 1, and nobody should update because of it.
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CheckpointError(
-            explain(
-                "The checkpoint was written by a newer version of the format.",
-                expected=f"version <= {FORMAT_VERSION}",
-                got=f"version {version}",
-                where=where,
-                todo="update vescale_fsdp",
-            )
+        raise CheckpointError.explained(
+            "The checkpoint was written by a newer version of the format.",
+            expected=f"version <= {FORMAT_VERSION}",
+            got=f"version {version}",
+            where=where,
+            todo="update vescale_fsdp",
         )
     if version not in range(1, FORMAT_VERSION + 1):
         raise _corrupt(where, f"version {version!r}")
@@ -336,33 +332,20 @@ def _no_constant(text: str) -> float:
 
 def _prove(manifest: Manifest, where: str) -> None:
     """Bounds and references, so that nothing computed from a manifest can leave its folder or its arrays."""
-    checks: list[tuple[bool, Callable[[], str]]] = [
-        (
-            isinstance(manifest.save_id, str) and _SAVE_ID.fullmatch(manifest.save_id) is not None,
-            lambda: f"save_id {manifest.save_id!r}",
-        ),
-        (
-            type(manifest.world_size) is int and 1 <= manifest.world_size <= 1 << 24,
-            lambda: f"world_size {manifest.world_size!r}",
-        ),
-        (
-            type(manifest.stripe_bytes) is int
-            and 16 <= manifest.stripe_bytes <= _MAX_STRIPE_BYTES
-            and manifest.stripe_bytes % 16 == 0,
-            lambda: f"stripe_bytes {manifest.stripe_bytes!r}",
-        ),
-        (
-            type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
-            lambda: f"blob_bytes {manifest.blob_bytes!r}",
-        ),
-        (
-            manifest.split_bytes is None or (type(manifest.split_bytes) is int and manifest.split_bytes >= 0),
-            lambda: f"split_bytes {manifest.split_bytes!r}",
-        ),
-    ]
-    for fine, got in checks:
+    world_size, split_bytes = manifest.world_size, manifest.split_bytes
+    save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
+    fits = {
+        "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
+        "world_size": type(world_size) is int and 1 <= world_size <= 1 << 24,
+        "stripe_bytes": type(stripe_bytes) is int
+        and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
+        and stripe_bytes % 16 == 0,
+        "blob_bytes": type(manifest.blob_bytes) is int and 0 <= manifest.blob_bytes < 1 << 48,
+        "split_bytes": split_bytes is None or (type(split_bytes) is int and split_bytes >= 0),
+    }
+    for name, fine in fits.items():
         if not fine:
-            raise _corrupt(where, got())
+            raise _corrupt(where, f"{name} {getattr(manifest, name)!r}")
     for ranks in manifest.rank_sets:
         if not _rank_set_fits(ranks, manifest.world_size):
             raise _corrupt(where, f"ranks {ranks.runs} in a world of {manifest.world_size}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_dtype
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 
 __all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name", "split_name"]
 
@@ -81,13 +81,11 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
         import numpy as np
 
         return np.dtype(node["dtype"]).type(decode(value, tensor, where))
-    raise CorruptCheckpointError(
-        explain(
-            "The state tree has a node of unknown kind.",
-            expected="a kind of FORMAT.md",
-            got=kind,
-            where=where,
-        )
+    raise CorruptCheckpointError.explained(
+        "The state tree has a node of unknown kind.",
+        expected="a kind of FORMAT.md",
+        got=kind,
+        where=where,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.dtypes import DType, known_dtype
 
 if TYPE_CHECKING:
@@ -58,13 +58,11 @@ def dtype_named(name: str) -> torch.dtype:
     dtypes = _torch_dtypes()
     if name in dtypes:
         return dtypes[name]
-    raise CheckpointError(
-        explain(
-            "The checkpoint holds a dtype that this version of torch does not have.",
-            expected="a dtype of torch, such as 'float32'",
-            got=repr(name),
-            todo="read it with a torch that has the dtype",
-        )
+    raise CheckpointError.explained(
+        "The checkpoint holds a dtype that this version of torch does not have.",
+        expected="a dtype of torch, such as 'float32'",
+        got=repr(name),
+        todo="read it with a torch that has the dtype",
     )
 
 

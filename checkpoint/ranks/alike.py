@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Alike", "both_ways", "is_same", "unlike", "words_of"]
 
@@ -42,15 +42,13 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
     for rank, value in enumerate(values):
         ranks_by_text.setdefault(repr(value), []).append(rank)
     shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
-    return CheckpointError(
-        explain(
-            "Ranks disagree about an argument.",
-            expected="the same arguments on all ranks",
-            got="; ".join(shown[:4]),
-            where=f"the argument `{name}`",
-            todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
-            "into the state, as PerRank(value)",
-        )
+    return CheckpointError.explained(
+        "Ranks disagree about an argument.",
+        expected="the same arguments on all ranks",
+        got="; ".join(shown[:4]),
+        where=f"the argument `{name}`",
+        todo="pass the same on every rank; nothing was written or overwritten. What is each rank's own goes "
+        "into the state, as PerRank(value)",
     )
 
 

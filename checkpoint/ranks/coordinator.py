@@ -253,14 +253,12 @@ class GroupCoordinator(Coordinator):
             error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
             raise error
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-        raise _KINDS.get(worst, CheckpointError)(
-            explain(
-                f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
-                expected="all ranks to succeed",
-                got=shown,
-                where=f"ranks {sorted(failed)[:16]}",
-                todo=f"see the errors above; {outcome}",
-            )
+        raise _KINDS.get(worst, CheckpointError).explained(
+            f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
+            expected="all ranks to succeed",
+            got=shown,
+            where=f"ranks {sorted(failed)[:16]}",
+            todo=f"see the errors above; {outcome}",
         ) from error
 
     @contextmanager
@@ -269,15 +267,13 @@ class GroupCoordinator(Coordinator):
         try:
             yield
         except RuntimeError as lost:
-            raise CheckpointError(
-                explain(
-                    f"Ranks could not be reached while {doing}.",
-                    expected=f"all {self.world_size} ranks to come within the process group's time-out",
-                    got=f"{type(lost).__name__}: {lost}",
-                    where=f"rank {self.rank}",
-                    todo="see what the other ranks say; where ranks write for longer, pass init_process_group "
-                    "a longer timeout",
-                )
+            raise CheckpointError.explained(
+                f"Ranks could not be reached while {doing}.",
+                expected=f"all {self.world_size} ranks to come within the process group's time-out",
+                got=f"{type(lost).__name__}: {lost}",
+                where=f"rank {self.rank}",
+                todo="see what the other ranks say; where ranks write for longer, pass init_process_group "
+                "a longer timeout",
             ) from lost
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
     coordinator_for,
     solo_coordinator,
 )
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["DcpRanks", "wrong_partner"]
 
@@ -56,13 +56,11 @@ class DcpRanks:
         self._alone = self._no_dist
         ours = self.coordinator()
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
-            raise CheckpointError(
-                explain(
-                    "Ranks that save one checkpoint cannot do without each other.",
-                    expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
-                    got="use_collectives=False",
-                    todo="leave it out; to save this rank alone, make the writer with no_dist=True too",
-                )
+            raise CheckpointError.explained(
+                "Ranks that save one checkpoint cannot do without each other.",
+                expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
+                got="use_collectives=False",
+                todo="leave it out; to save this rank alone, make the writer with no_dist=True too",
             )
         # A coordinator says 0 of itself also where it is alone: it has to be told how many plans there are.
         if not is_coordinator and options.get("rank") != ours.rank:
@@ -81,23 +79,19 @@ class DcpRanks:
 
 
 def _other_ranks(ours: str, theirs: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "DCP and its storage were given different ranks.",
-            expected=f"{ours}, as RaggedWriter or RaggedReader was made",
-            got=f"{theirs}, as dcp.save or dcp.load was called",
-            todo="pass the same process_group and the same no_dist to both",
-        )
+    return CheckpointError.explained(
+        "DCP and its storage were given different ranks.",
+        expected=f"{ours}, as RaggedWriter or RaggedReader was made",
+        got=f"{theirs}, as dcp.save or dcp.load was called",
+        todo="pass the same process_group and the same no_dist to both",
     )
 
 
 def wrong_partner(planner: str, partner: str) -> CheckpointError:
     """The error of a planner that another storage asks for what only ours knows."""
-    return CheckpointError(
-        explain(
-            f"{planner} works only with {partner}.",
-            expected=partner,
-            got="another storage",
-            todo=f"pass a {partner}(path)",
-        )
+    return CheckpointError.explained(
+        f"{planner} works only with {partner}.",
+        expected=partner,
+        got="another storage",
+        todo=f"pass a {partner}(path)",
     )

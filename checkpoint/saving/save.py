@@ -169,24 +169,20 @@ class Saver:
         try:
             held.enter_context(self.storage.lock())
         except BlockingIOError as busy:
-            raise CheckpointError(
-                explain(
-                    "Another job is saving to this path.",
-                    expected="one job per path",
-                    got=f"a lock held by another process: {busy}",
-                    where=self.storage.where,
-                    todo="wait for it, or save to another path",
-                )
+            raise CheckpointError.explained(
+                "Another job is saving to this path.",
+                expected="one job per path",
+                got=f"a lock held by another process: {busy}",
+                where=self.storage.where,
+                todo="wait for it, or save to another path",
             ) from busy
         if not self.overwrite and self.storage.exists(MANIFEST_NAME):
-            raise CheckpointError(
-                explain(
-                    "The path already holds a checkpoint.",
-                    expected="a path without a manifest",
-                    got=MANIFEST_NAME,
-                    where=self.storage.where,
-                    todo="save to another path, or pass overwrite=True",
-                )
+            raise CheckpointError.explained(
+                "The path already holds a checkpoint.",
+                expected="a path without a manifest",
+                got=MANIFEST_NAME,
+                where=self.storage.where,
+                todo="save to another path, or pass overwrite=True",
             )
 
     @property
@@ -223,14 +219,12 @@ def plain_json(user: Json) -> Json:
             raise ValueError(f"more than {MAX_DEPTH} levels")
         return plain
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            explain(
-                "The user's part of a checkpoint cannot be written as JSON.",
-                expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",
-                got=str(error),
-                where="the argument `user`",
-                todo="put other values into the state",
-            )
+        raise CheckpointError.explained(
+            "The user's part of a checkpoint cannot be written as JSON.",
+            expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",
+            got=str(error),
+            where="the argument `user`",
+            todo="put other values into the state",
         ) from error
 
 
@@ -258,14 +252,12 @@ def commit_manifest(
         wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
         missing = [name for name in wanted if name not in present and check_files]
         if missing:
-            raise CheckpointError(
-                explain(
-                    "A rank's file is not where it was written.",
-                    expected=f"{manifest.world_size} files in {folder}",
-                    got=f"{len(missing)} missing, first {missing[0]}",
-                    where=storage.where,
-                    todo="make sure that all ranks see the same file system",
-                )
+            raise CheckpointError.explained(
+                "A rank's file is not where it was written.",
+                expected=f"{manifest.world_size} files in {folder}",
+                got=f"{len(missing)} missing, first {missing[0]}",
+                where=storage.where,
+                todo="make sure that all ranks see the same file system",
             )
         form.finish(storage, manifest)
         storage.sync_folder(folder)  # the names of all files
@@ -303,14 +295,12 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
                 storage.sync_folder("")
                 return
         if isinstance(error, FileExistsError) and found != data:
-            raise CheckpointError(
-                explain(
-                    "Another job has committed a checkpoint to this path meanwhile.",
-                    expected="no manifest",
-                    got=MANIFEST_NAME,
-                    where=storage.where,
-                    todo="save to another path",
-                )
+            raise CheckpointError.explained(
+                "Another job has committed a checkpoint to this path meanwhile.",
+                expected="no manifest",
+                got=MANIFEST_NAME,
+                where=storage.where,
+                todo="save to another path",
             ) from error
         _raise_with(error, _outcome(storage, found, data))
 

@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["TakenState", "take_state"]
 
@@ -56,14 +56,12 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
                 taker.describer.layouts,
             )
     except RecursionError as error:
-        raise CheckpointError(
-            explain(
-                "The state is nested too deeply.",
-                expected="at most 100 levels, and no container inside itself",
-                got=str(error),
-                where="the state itself",
-                todo="flatten it, or break the circle",
-            )
+        raise CheckpointError.explained(
+            "The state is nested too deeply.",
+            expected="at most 100 levels, and no container inside itself",
+            got=str(error),
+            where="the state itself",
+            todo="flatten it, or break the circle",
         ) from error
     return TakenState(structure, {item.entry.name: item.local for item in taker.found}, taker.per_rank_values)
 
@@ -128,13 +126,11 @@ class _Taker(TreeSink):
             problem = ("the name of another one", "keys that differ as text (1 and '1' are the same name)")
         if problem is not None:
             title, expected = problem
-            raise CheckpointError(
-                explain(
-                    f"A leaf of the state has {title}.",
-                    expected=expected,
-                    got=repr(name),
-                    todo="rename the key",
-                )
+            raise CheckpointError.explained(
+                f"A leaf of the state has {title}.",
+                expected=expected,
+                got=repr(name),
+                todo="rename the key",
             )
         self._names.add(name)
 
@@ -170,14 +166,12 @@ class _LeafTaker(TreeSink):
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
         # A load gives an object what was stored for it without asking what it holds now: a data loader would start.
         if self._inside:
-            raise CheckpointError(
-                explain(
-                    "An object lies in the state of another one, inside a PerRank.",
-                    expected="a state_dict() of plain values, tensors and containers",
-                    got=f"a {type(value).__qualname__}",
-                    where=name,
-                    todo="let the outer object's state_dict() return the inner one's",
-                )
+            raise CheckpointError.explained(
+                "An object lies in the state of another one, inside a PerRank.",
+                expected="a state_dict() of plain values, tensors and containers",
+                got=f"a {type(value).__qualname__}",
+                where=name,
+                todo="let the outer object's state_dict() return the inner one's",
             )
         self._inside = True
         node = super().stateful(name, value, depth)
@@ -190,11 +184,9 @@ class _LeafTaker(TreeSink):
         return {"$": "tensor", "i": len(self.tensors) - 1}
 
     def per_rank(self, name: str, value: PerRank) -> Json:
-        raise CheckpointError(
-            explain(
-                "A PerRank value lies inside another.",
-                expected="one PerRank around both",
-                got="two",
-                where=name,
-            )
+        raise CheckpointError.explained(
+            "A PerRank value lies inside another.",
+            expected="one PerRank around both",
+            got="two",
+            where=name,
         )

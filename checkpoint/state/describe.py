@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.dtensor.mesh_order import ascends, place_in, ranks_by_place
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
@@ -160,14 +160,12 @@ class Describer:
             elif placement.is_shard():
                 shards[number] = (placement.dim, 1)  # type: ignore[attr-defined]
             elif not placement.is_replicate():
-                raise CheckpointError(
-                    explain(
-                        "A tensor is not in a state that can be saved.",
-                        expected="placements that are Shard, RaggedShard or Replicate",
-                        got=tuple(map(str, tensor.placements)),
-                        where=name,
-                        todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
-                    )
+                raise CheckpointError.explained(
+                    "A tensor is not in a state that can be saved.",
+                    expected="placements that are Shard, RaggedShard or Replicate",
+                    got=tuple(map(str, tensor.placements)),
+                    where=name,
+                    todo="reduce it first: tensor.redistribute(placements=[Replicate(), ...])",
                 )
         self._check_order(name, tensor, place)
         order = shard_order(shards, [axis.size for axis in place.axes])
@@ -182,15 +180,13 @@ class Describer:
         for axis in place.disordered:
             placement = tensor.placements[axis]
             if placement.is_shard() or isinstance(placement, StridedShard):
-                raise CheckpointError(
-                    explain(
-                        "This tensor is sharded over ranks that its mesh names out of order: torch's redistribute "
-                        "and FSDP2 give them different shards.",
-                        expected="a mesh with ascending ranks along the axis, or a RaggedShard",
-                        got=tensor.device_mesh.mesh.tolist(),
-                        where=f"{name}, mesh axis {axis}",
-                        todo="make the mesh with init_device_mesh",
-                    )
+                raise CheckpointError.explained(
+                    "This tensor is sharded over ranks that its mesh names out of order: torch's redistribute "
+                    "and FSDP2 give them different shards.",
+                    expected="a mesh with ascending ranks along the axis, or a RaggedShard",
+                    got=tensor.device_mesh.mesh.tolist(),
+                    where=f"{name}, mesh axis {axis}",
+                    todo="make the mesh with init_device_mesh",
                 )
 
     def _ragged_cut(self, tensor: DTensor, placement: RaggedShard, coordinate: int) -> Cut:
@@ -229,14 +225,12 @@ class Describer:
 
 
 def _no_order(name: str, tensor: DTensor) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "The ranks' parts of a tensor are no ranges of its dims.",
-            expected="split factors that are sizes of later mesh axes over the same dim",
-            got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
-            where=name,
-            todo="redistribute it first, or store the tensor that it was made from by view or flatten",
-        )
+    return CheckpointError.explained(
+        "The ranks' parts of a tensor are no ranges of its dims.",
+        expected="split factors that are sizes of later mesh axes over the same dim",
+        got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
+        where=name,
+        todo="redistribute it first, or store the tensor that it was made from by view or flatten",
     )
 
 
@@ -290,12 +284,10 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and is_wrapper(tensor):
         problem = f"a tensor of type {type(tensor).__name__}"
     if problem is not None:
-        raise CheckpointError(
-            explain(
-                "A tensor cannot be saved or loaded.",
-                expected="a dense tensor with values, or a DTensor of such",
-                got=problem,
-                where=name,
-                todo="save its dense parts (values, indices, scales) as tensors of their own",
-            )
+        raise CheckpointError.explained(
+            "A tensor cannot be saved or loaded.",
+            expected="a dense tensor with values, or a DTensor of such",
+            got=problem,
+            where=name,
+            todo="save its dense parts (values, indices, scales) as tensors of their own",
         )

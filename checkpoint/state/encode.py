@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_dtype
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["TreeSink", "encode", "is_stateful", "remade"]
 
@@ -64,14 +64,12 @@ class _HashableSink(TreeSink):
         raise self._refused(name, "a PerRank value")
 
     def _refused(self, name: str, got: str) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                "Keys and members of sets cannot be loaded in place.",
-                expected="plain values",
-                got=got,
-                where=name,
-                todo="keep it in a list, or as a dict's value",
-            )
+        return CheckpointError.explained(
+            "Keys and members of sets cannot be loaded in place.",
+            expected="plain values",
+            got=got,
+            where=name,
+            todo="keep it in a list, or as a dict's value",
         )
 
 
@@ -114,26 +112,22 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
 def _encode_int(value: int, name: str) -> int:
     if value.bit_length() <= _MAX_INT_BITS:
         return value
-    raise CheckpointError(
-        explain(
-            "A number is too long to be saved.",
-            expected=f"integers of at most {_MAX_INT_BITS} bits, which readers of JSON take",
-            got=f"{value.bit_length()} bits",
-            where=name,
-            todo="store its bytes",
-        )
+    raise CheckpointError.explained(
+        "A number is too long to be saved.",
+        expected=f"integers of at most {_MAX_INT_BITS} bits, which readers of JSON take",
+        got=f"{value.bit_length()} bits",
+        where=name,
+        todo="store its bytes",
     )
 
 
 def _too_deep(name: str) -> CheckpointError:
-    return CheckpointError(
-        explain(
-            "The state is nested too deeply.",
-            expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
-            got="more",
-            where=f"{name[:60]} ..",
-            todo="flatten it, or break the circle",
-        )
+    return CheckpointError.explained(
+        "The state is nested too deeply.",
+        expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
+        got="more",
+        where=f"{name[:60]} ..",
+        todo="flatten it, or break the circle",
     )
 
 
@@ -196,14 +190,12 @@ def _tensor_of(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
 
 def _refuse(value: object, name: str) -> CheckpointError:
     kind = type(value)
-    return CheckpointError(
-        explain(
-            "A value of this type cannot be saved: nothing is pickled.",
-            expected="tensors, numbers, strings, bytes, None, dict, list, tuple, set, PerRank, "
-            "or an object with state_dict and load_state_dict",
-            got=f"{kind.__module__}.{kind.__qualname__}"
-            + (f" of dtype {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""),
-            where=name or "the state itself",
-            todo="store its fields as plain values, or give its class state_dict and load_state_dict",
-        )
+    return CheckpointError.explained(
+        "A value of this type cannot be saved: nothing is pickled.",
+        expected="tensors, numbers, strings, bytes, None, dict, list, tuple, set, PerRank, "
+        "or an object with state_dict and load_state_dict",
+        got=f"{kind.__module__}.{kind.__qualname__}"
+        + (f" of dtype {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""),
+        where=name or "the state itself",
+        todo="store its fields as plain values, or give its class state_dict and load_state_dict",
     )

@@ -7,7 +7,7 @@ missing or unexpected, and an `apply` that puts plain values into the containers
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -19,11 +19,12 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, has_tensor
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.state.encode import is_stateful, remade
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Match", "TensorRead", "match"]
 
 Finish = Callable[[], Any]
+_Items = Iterable[tuple[Any, Any]]
 
 
 class TensorRead(NamedTuple):
@@ -100,8 +101,7 @@ class _Matcher:
         if not self._selected(name):
             return lambda: target
         if not isinstance(target, PerRank) or not isinstance(node, Mapping) or node.get("$") != "per_rank":
-            self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
-            return lambda: target
+            return self._unlike(target, node, name)
         stored = str(node["name"])
         self.found.per_rank[stored] = target
 
@@ -121,23 +121,24 @@ class _Matcher:
         elif isinstance(target, torch.Tensor) and is_leaf:
             self.found.reads.append(TensorRead(name, int(node["i"]), target))
         else:
-            self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
+            return self._unlike(target, node, name)
+        return lambda: target
+
+    def _unlike(self, target: Any, node: Json, name: str) -> Finish:
+        self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
         return lambda: target
 
     def _mapping(
         self, target: Mapping[Any, Any], node: Mapping[str, Any], name: str, stateful: bool
     ) -> Finish:
-        if "$" in node:
-            nodes = {decode(key, lambda leaf: None): item for key, item in node["v"]}
-        else:
-            nodes = dict(node)
+        nodes = dict(_items_of_node(node) or ())
         finishers: dict[Any, Finish] = {}
         dropped = []
         for key, value in target.items():
             if key in nodes:
                 finishers[key] = self.visit(value, nodes[key], join_name(name, key), stateful)
             elif not stateful or _holds_tensors(value):
-                self.found.missing += self._leaves_of_value(value, join_name(name, key))
+                self.found.missing += self._leaves(value, join_name(name, key), _items_of_value)
             elif self._include is None:
                 dropped.append(key)
         for key, item in nodes.items():
@@ -160,10 +161,10 @@ class _Matcher:
 
     def _surplus(self, node: Json, name: str, stateful: bool, finishers: dict[Any, Finish], key: Any) -> None:
         """A key that only the checkpoint has: a Stateful object takes it, everything else is reported."""
-        if not stateful:
-            self.found.unexpected += self._leaves_of_node(node, name)
-            return
-        finishers[key] = self._fresh(node)
+        if stateful:
+            finishers[key] = self._fresh(node)
+        else:
+            self.found.unexpected += self._leaves(node, name, _items_of_node)
 
     def _fresh(self, node: Json) -> Finish:
         def note(leaf: Mapping[str, Any]) -> None:
@@ -191,43 +192,37 @@ class _Matcher:
     def _plain(self, target: Any, node: Json, name: str, stateful: bool) -> Finish:
         if not self._selected(name):
             return lambda: target
-        if has_tensors(node):
-            if stateful:
-                return self._fresh(node)
-            self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
-            return lambda: target
-        if _holds_tensors(target):
-            self.found.problems.append((name, _kind_of_node(node), _kind_of(target)))
-            return lambda: target
+        if stateful and has_tensors(node):
+            return self._fresh(node)
+        if has_tensors(node) or _holds_tensors(target):
+            return self._unlike(target, node, name)
         value = decode(node, lambda leaf: None)  # now, while an error has not cost anything yet
         return lambda: value
 
-    def _leaves_of_value(self, value: Any, name: str) -> list[str]:
-        if isinstance(value, Mapping):
-            return [
-                leaf
-                for key, item in value.items()
-                for leaf in self._leaves_of_value(item, join_name(name, key))
-            ]
-        if isinstance(value, (list, tuple)):
-            found = [self._leaves_of_value(item, join_name(name, place)) for place, item in enumerate(value)]
-            return [leaf for leaves in found for leaf in leaves]
-        return [name] if self._selected(name) else []
+    def _leaves(self, value: Any, name: str, items_of: Callable[[Any], _Items | None]) -> list[str]:
+        """Selected names of the leaves of a value or a node."""
+        items = items_of(value)
+        if items is None:
+            return [name] if self._selected(name) else []
+        return [leaf for key, item in items for leaf in self._leaves(item, join_name(name, key), items_of)]
 
-    def _leaves_of_node(self, node: Json, name: str) -> list[str]:
-        if isinstance(node, list):
-            found = [self._leaves_of_node(item, join_name(name, place)) for place, item in enumerate(node)]
-            return [leaf for leaves in found for leaf in leaves]
-        if isinstance(node, Mapping) and "$" not in node:
-            return [
-                leaf
-                for key, item in node.items()
-                for leaf in self._leaves_of_node(item, join_name(name, key))
-            ]
-        if isinstance(node, Mapping) and node["$"] == "dict":
-            pairs = [(decode(key, lambda leaf: None), item) for key, item in node["v"]]
-            return [leaf for key, item in pairs for leaf in self._leaves_of_node(item, join_name(name, key))]
-        return [name] if self._selected(name) else []
+
+def _items_of_value(value: Any) -> _Items | None:
+    """Keys and values of a container of a state; None for a leaf."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else None
+
+
+def _items_of_node(node: Json) -> _Items | None:
+    """Keys and nodes of a container of a manifest's tree; None for a leaf."""
+    if isinstance(node, list):
+        return enumerate(node)
+    if isinstance(node, Mapping) and "$" not in node:
+        return node.items()
+    if isinstance(node, Mapping) and node["$"] == "dict":
+        return [(decode(key, lambda leaf: None), item) for key, item in node["v"]]
+    return None
 
 
 def _give(target: Any, state: Any, name: str) -> Any:
@@ -235,14 +230,12 @@ def _give(target: Any, state: Any, name: str) -> Any:
     try:
         target.load_state_dict(state)
     except Exception as error:
-        raise CheckpointError(
-            explain(
-                "An object did not take the state that was stored for it.",
-                expected=f"load_state_dict of {type(target).__qualname__} to return",
-                got=f"{type(error).__name__}: {error}",
-                where=name,
-                todo="build the object as it was when it was saved; what was loaded before it holds new values",
-            )
+        raise CheckpointError.explained(
+            "An object did not take the state that was stored for it.",
+            expected=f"load_state_dict of {type(target).__qualname__} to return",
+            got=f"{type(error).__name__}: {error}",
+            where=name,
+            todo="build the object as it was when it was saved; what was loaded before it holds new values",
         ) from error
     return target
 

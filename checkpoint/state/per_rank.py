@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype_name, dtype_named
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
 __all__ = ["PerRank", "pack_blob", "unpack_blob"]
@@ -115,12 +115,10 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
             found[name] = (head["values"][name]["tree"], tensors[firsts[place] : firsts[place + 1]])
         return found
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            explain(
-                "The per-rank values cannot be unpacked.",
-                expected="a length, a JSON head and the tensors it lists",
-                got=str(error),
-                where=where,
-                todo="restore an older step",
-            )
+        raise CorruptCheckpointError.explained(
+            "The per-rank values cannot be unpacked.",
+            expected="a length, a JSON head and the tensors it lists",
+            got=str(error),
+            where=where,
+            todo="restore an older step",
         ) from error
