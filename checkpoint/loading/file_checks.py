@@ -17,7 +17,6 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     array_json,
-    array_path,
     chunk_boxes,
     chunk_file,
     group_files,
@@ -93,7 +92,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
         yield Check(name, _json_problem(tables.storage, name, expected, "a group"), 0, False)
     for tensor, places in manifest.places_by_name.items():
         place = places[0]
-        name = f"{array_path(manifest, place)}/zarr.json"
+        name = f"{manifest.array_paths[place]}/zarr.json"
         problem = _json_problem(tables.storage, name, array_json(manifest, place), f"tensor {tensor}")
         yield Check(name, problem, 0, False)
         if problem is not None:

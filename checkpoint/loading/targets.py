@@ -21,7 +21,7 @@ import torch
 from vescale_fsdp.checkpoint.loading.locate import Source
 from vescale_fsdp.checkpoint.manifest.region import Patch, Run, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
-from vescale_fsdp.layout.geometry import Box, boxes_of_range
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
 
 __all__ = ["Bytes", "Sink", "Target", "sinks_of"]
 
@@ -117,8 +117,7 @@ def _copy_patch(target: Target, patch: Patch, base: int, at: int, data: Bytes) -
     """What a range of the source's elements has in common with the patch, box by box."""
     elements = _elements(target, data)
     first = (at - base) // target.itemsize
-    stop = patch.target + functools.reduce(lambda a, b: a * b, patch.target_sizes, 1)
-    into = target.flat[patch.target : stop].view(patch.target_sizes)
+    into = target.flat[patch.target : patch.target + numel_of(patch.target_sizes)].view(patch.target_sizes)
     boxes = boxes_of_range(patch.source_sizes, first, first + elements.numel())
     for box, run in zip(boxes, elements.split([box.numel for box in boxes]), strict=True):
         shared = box.intersect(patch.source_box)

@@ -346,13 +346,10 @@ class Holders:
 
     def ranks_at(self, coordinates: Sequence[int]) -> list[int]:
         """The replicas at these coordinates, in rank order."""
-        return self._ranks_at.get(self._place(coordinates), [])
-
-    def _place(self, coordinates: Sequence[int]) -> int:
         place = 0
         for size, coordinate in zip(self._sizes, coordinates, strict=True):
             place = place * size + coordinate
-        return place
+        return self._ranks_at.get(place, [])
 
     def position(self, rank: int) -> tuple[tuple[int, ...], int, int] | None:
         """(coordinates, which replica, of how many) of a rank; None if it holds nothing of the tensor."""

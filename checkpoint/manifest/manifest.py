@@ -1,7 +1,8 @@
 """The manifest: the one small JSON that makes a folder a checkpoint, and tells where every byte lies.
 
 A frozen value that does not grow with the number of ranks. Which tensors a rank's file holds, in which
-order, at which offsets, follows from it by arithmetic (see `rankfile`). FORMAT.md is the specification.
+order, at which offsets, follows from it by arithmetic (see `rank_file`). What it says of the state stands in
+`structure`, of single values in `state_tree`. FORMAT.md is the specification.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinc
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange
-from vescale_fsdp.layout.group_layout import GroupLayout
 
 __all__ = [
     "FORMAT_NAME",
@@ -155,11 +155,10 @@ class Manifest:
         return self.is_zarr and self.version >= 2
 
     @cached_property
-    def array_paths(self) -> dict[str, str]:
-        """Folder of each tensor's array in the zarr form, by name, relative to the checkpoint's."""
-        paths = array_paths_1 if self.version == 1 else array_paths
-        found = paths(self.places_by_name)
-        return {name: f"data-{self.save_id}/{path}" for name, path in found.items()}
+    def array_paths(self) -> list[str]:
+        """Folder of each tensor's array in the zarr form, relative to the checkpoint's."""
+        found = (array_paths_1 if self.version == 1 else array_paths)(self.places_by_name)
+        return [f"data-{self.save_id}/{found[entry.name]}" for entry in self.entries]
 
     def file_name(self, rank: int) -> str:
         """A rank's file, relative to the checkpoint's folder."""
@@ -204,12 +203,7 @@ class Manifest:
             manifest = cls(
                 data["save_id"],
                 data["world_size"],
-                Structure(
-                    data["state"],
-                    tuple(Entry.from_json(entry) for entry in data["tensors"]),
-                    tuple(tuple(Axis.from_json(axis) for axis in axes) for axes in data["axes"]),
-                    tuple(GroupLayout.from_json(layout) for layout in data["layouts"]),
-                ),
+                Structure.from_json(data),
                 tuple(RankSet.from_json(ranks) for ranks in data["rank_sets"]),
                 tuple(int(entry["ranks"]) for entry in data["tensors"]),
                 data["blob_bytes"],

@@ -1,4 +1,8 @@
-"""The structure of one rank's state: all that ranks must agree on, and nothing that grows with them.
+"""The structure of a state: all that ranks must agree on, and nothing that grows with them.
+
+    state_tree     one value: how containers, plain values and references to tensors are written as JSON
+    structure      one state: its tree, what is known of each tensor, how these are cut
+    manifest       one checkpoint: a structure, and which ranks hold and wrote it, where
 
 `Structure` is a value: the state tree, what is known of every tensor, and the layouts. Two ranks hold the
 same kind of state exactly if their structures are equal, which a 16-byte digest tells. `capture.take_state`
@@ -96,8 +100,8 @@ class Structure:
         """The structure as JSON, equal for equal structures."""
         return dump_json(
             {
-                "tree": self.tree,
-                "entries": [entry.to_json() for entry in self.entries],
+                "state": self.tree,
+                "tensors": [entry.to_json() for entry in self.entries],
                 "axes": [[axis.to_json() for axis in axes] for axes in self.axes],
                 "layouts": [layout.to_json() for layout in self.layouts],
             }
@@ -109,12 +113,11 @@ class Structure:
         return xxhash.xxh3_128_digest(self.document)
 
     @classmethod
-    def from_document(cls, document: bytes) -> Structure:
-        """Inverse of `document`."""
-        data = json.loads(document)
+    def from_json(cls, data: Mapping[str, Any]) -> Structure:
+        """Inverse of `document`, which a manifest holds among other things."""
         return cls(
-            data["tree"],
-            tuple(Entry.from_json(entry) for entry in data["entries"]),
+            data["state"],
+            tuple(Entry.from_json(entry) for entry in data["tensors"]),
             tuple(tuple(Axis.from_json(axis) for axis in axes) for axes in data["axes"]),
             tuple(GroupLayout.from_json(layout) for layout in data["layouts"]),
         )

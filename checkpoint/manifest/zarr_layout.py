@@ -24,7 +24,6 @@ from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
 __all__ = [
     "CRC_BYTES",
     "array_json",
-    "array_path",
     "as_arrays",
     "chunk_boxes",
     "chunk_file",
@@ -106,15 +105,10 @@ def clipped(box: Box, shape: tuple[int, ...]) -> Box:
     return Box(box.offsets, sizes)
 
 
-def array_path(manifest: Manifest, place: int) -> str:
-    """Folder of a tensor's array, relative to the checkpoint's."""
-    return manifest.array_paths[manifest.entries[place].name]
-
-
 def chunk_file(manifest: Manifest, place: int, box: Box) -> str:
     """A chunk's file, relative to the checkpoint's folder."""
     index = (str(o // c) for o, c in zip(box.offsets, box.sizes, strict=True))
-    return "/".join([array_path(manifest, place), "c", *index])
+    return "/".join([manifest.array_paths[place], "c", *index])
 
 
 def array_json(manifest: Manifest, place: int) -> bytes:
@@ -159,23 +153,16 @@ def _fill_value(stored: str) -> Json:
     return 0.0 if stored.startswith("float") else 0
 
 
-def _group_json(attributes: Json) -> bytes:
-    """``zarr.json`` of a group."""
-    return dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
-
-
 def group_files(manifest: Manifest) -> dict[str, bytes]:
-    """Name and content of every group's ``zarr.json``; the checkpoint's own, which names the others, last."""
-    found = {f"{path}/zarr.json": _group_json({}) for path in _group_paths(manifest)}
-    found["zarr.json"] = _group_json({"arrays": f"data-{manifest.save_id}", "manifest": MANIFEST_NAME})
-    return found
-
-
-def _group_paths(manifest: Manifest) -> list[str]:
-    """Folders that hold arrays or groups, parents first, relative to the checkpoint's."""
-    found: dict[str, None] = {f"data-{manifest.save_id}": None}
-    for place in range(len(manifest.entries)):
-        parts = array_path(manifest, place).split("/")
-        for depth in range(2, len(parts)):
-            found["/".join(parts[:depth])] = None
-    return list(found)
+    """Name and content of every group's ``zarr.json``, parents first; the checkpoint's own comes last."""
+    data = f"data-{manifest.save_id}"
+    paths = {data: None}
+    for path in manifest.array_paths:
+        parts = path.split("/")
+        paths |= dict.fromkeys("/".join(parts[:depth]) for depth in range(2, len(parts)))
+    groups: dict[str, Json] = {f"{path}/zarr.json": {} for path in paths}
+    groups["zarr.json"] = {"arrays": data, "manifest": MANIFEST_NAME}
+    return {
+        name: dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
+        for name, attributes in groups.items()
+    }

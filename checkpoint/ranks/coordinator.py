@@ -16,6 +16,7 @@ nor spend GPU memory.
 
 from __future__ import annotations
 
+import json
 import secrets
 import weakref
 from collections.abc import Iterator
@@ -229,7 +230,7 @@ class GroupCoordinator(Coordinator):
         with self.together("reading other ranks' structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
                 same = self.rank in ranks
-                found = structure if same else Structure.from_document(document.numpy().tobytes())
+                found = structure if same else Structure.from_json(json.loads(document.numpy().tobytes()))
                 classes.append((RankSet.of(ranks), found))
         return classes
 

@@ -4,7 +4,7 @@
     ---------------      --------------------      ---------------------------------------------
     walk the state
     copy             ->  this rank's tensors
-    train on                                  ->   agree, hash, write, meet, commit (see `saving`)
+    train on                                  ->   agree, hash, write, meet, commit (see `save`)
     handle.wait()                             <-   done, or the error
 
 The buffer (see `staging`) belongs to the save until it ends, so a second save

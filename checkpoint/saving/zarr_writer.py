@@ -18,7 +18,6 @@ from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     array_json,
-    array_path,
     as_arrays,
     chunk_file,
     group_files,
@@ -117,7 +116,7 @@ class ArrayWriter:
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
             work: list[Future[None]] = []
             for place in self._heads:
-                names.append(f"{array_path(self._manifest, place)}/zarr.json")
+                names.append(f"{self._manifest.array_paths[place]}/zarr.json")
                 data = array_json(self._manifest, place)
                 work.append(pool.submit(_put, self._storage, names[-1], data))
             for step in self._steps:

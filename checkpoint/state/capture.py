@@ -37,7 +37,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     """Walk a live state; nothing is copied and nothing is communicated.
 
     Args:
-        state: any nesting of what `tree` lists; usually a dict.
+        state: any nesting of what `state_tree` lists; usually a dict.
         rank_of: number within the checkpoint's world of each global rank, where they differ.
 
     Raises:

@@ -1,4 +1,4 @@
-"""From a live state to the JSON of its tree (see `tree`): what stands for itself, and what is refused.
+"""From a live state to the JSON of its tree (see `state_tree`): what stands for itself, and what is refused.
 
 Nothing is pickled: a type that is not listed there is refused, by name and place. Objects with ``state_dict``
 and ``load_state_dict`` are stored as what ``state_dict()`` returns.
@@ -95,7 +95,10 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
     if depth > MAX_DEPTH:
         raise _too_deep(name)
     if isinstance(value, Mapping):
-        return _encode_mapping(value, name, sink, depth + 1)
+        nodes = [(key, encode(item, join_name(name, key), sink, depth + 1)) for key, item in value.items()]
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return dict(nodes)
+        return {"$": "dict", "v": [[_encode_key(key, name, depth + 1), node] for key, node in nodes]}
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "v": str(value)}
     if isinstance(value, PerRank):
@@ -141,15 +144,11 @@ def _encode_tuple(value: tuple[Any, ...], name: str, sink: TreeSink, depth: int)
     return {"$": "tuple", "v": items}
 
 
-def _encode_mapping(value: Mapping[Any, Any], name: str, sink: TreeSink, depth: int) -> Json:
-    nodes = [(key, encode(item, join_name(name, key), sink, depth)) for key, item in value.items()]
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return dict(nodes)
-    for key in value:
-        plain = isinstance(key, (str, int, float, bool, tuple)) or key is None
-        if not plain or _holds_nan(key):
-            raise _refuse(key, f"{name} (a key)")
-    return {"$": "dict", "v": [[encode(key, name, _hashable_sink, depth), node] for key, node in nodes]}
+def _encode_key(key: Any, name: str, depth: int) -> Json:
+    plain = isinstance(key, (str, int, float, bool, tuple)) or key is None
+    if not plain or _holds_nan(key):
+        raise _refuse(key, f"{name} (a key)")
+    return encode(key, name, _hashable_sink, depth)
 
 
 def _holds_nan(key: Any) -> bool:

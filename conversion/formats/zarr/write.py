@@ -24,7 +24,6 @@ from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumbe
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     CRC_BYTES,
     array_json,
-    array_path,
     as_arrays,
     chunk_boxes,
     chunk_file,
@@ -61,7 +60,7 @@ def plan_zarr(state: State) -> OutputPlan:
     known: dict[Chunk, int] = {}
     files = [file for place, view in enumerate(views) for file in _chunk_files(manifest, place, view, known)]
     closing = [
-        _small(f"{array_path(manifest, place)}/{ZARR_NAME}", array_json(manifest, place))
+        _small(f"{manifest.array_paths[place]}/{ZARR_NAME}", array_json(manifest, place))
         for place in range(len(views))
     ]
     groups = [_small(name, content) for name, content in group_files(manifest).items()]
