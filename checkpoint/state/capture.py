@@ -123,7 +123,7 @@ class _Taker(TreeSink):
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
             problem = ("a name that is no text", "keys without half a surrogate pair, which no file can name")
         elif name in self._names:
-            problem = ("the name of another one", "keys that differ as text (1 and '1' are the same name)")
+            problem = ("one name with another", "keys that differ as text (1 and '1' are the same name)")
         if problem is not None:
             title, expected = problem
             raise CheckpointError.explained(
