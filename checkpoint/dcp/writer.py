@@ -46,9 +46,10 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks
+from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
 from vescale_fsdp.checkpoint.saving.save import Saver, commit_manifest
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
-from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict, unflatten_state_dict
@@ -153,7 +154,7 @@ class RaggedWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> None:
-        self._storage = open_storage(path)
+        self._storage = open_rank_storage(path)
         self._user = user
         self._overwrite = overwrite
         self._ranks = DcpRanks(process_group, no_dist)
@@ -164,7 +165,7 @@ class RaggedWriter(StorageWriter):
         """Another path, if one is given."""
         self._held.close()
         if checkpoint_id is not None:
-            self._storage = open_storage(checkpoint_id)
+            self._storage = open_rank_storage(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See that DCP saves with the ranks this writer was made for."""
@@ -242,7 +243,7 @@ class RaggedReader(StorageReader):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> None:
-        self._storage = open_storage(path)
+        self._storage = open_rank_storage(path)
         self._ranks = DcpRanks(process_group, no_dist)
         self._reader: CheckpointReader | None = None
         self._stored: dict[str, Any] = {}
@@ -251,7 +252,7 @@ class RaggedReader(StorageReader):
         """Another path, if one is given."""
         self._reader = None
         if checkpoint_id is not None:
-            self._storage = open_storage(checkpoint_id)
+            self._storage = open_rank_storage(checkpoint_id)
 
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
         """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes.

@@ -13,7 +13,8 @@ from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, verify_arrays
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -51,7 +52,7 @@ class VerifyReport:
 
 def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
     """Hash every byte of a checkpoint and compare; report all problems instead of raising the first."""
-    storage = open_storage(path)
+    storage = open_rank_storage(path)
     try:
         manifest = read_manifest(storage)
     except (CheckpointError, OSError) as error:

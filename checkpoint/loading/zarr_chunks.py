@@ -15,7 +15,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, OpensFiles
+from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, owner_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     chunk_file,
     group_files,
 )
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.geometry import numel_of
 
@@ -38,7 +39,7 @@ _SCRATCH_BYTES = 1 << 20  # 1 MiB
 class ChunkTables:
     """Checksums of chunks as their owners' files have them; each file is read once. Safe from several threads."""
 
-    def __init__(self, storage: OpensFiles, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.storage = storage
         self.manifest = manifest
         self._lock = threading.Lock()
@@ -141,7 +142,7 @@ def verify_arrays(tables: ChunkTables) -> Iterator[tuple[str, str | None, int]]:
             yield chunk_file(manifest, place, box), problem, nbytes
 
 
-def _json_problem(storage: OpensFiles, name: str, expected: bytes, of: str) -> str | None:
+def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
     """What is wrong with a small file that follows from the manifest."""
     try:
         with closing(storage.open_file(name)) as reader:

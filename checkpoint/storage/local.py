@@ -14,15 +14,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
+from vescale_fsdp.checkpoint.storage.preallocate import reserve
 
 __all__ = ["LocalStorage"]
 
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
+_MAX_OPEN_FILES = 256  # of more files than this the rest are opened again for every read
 _LOCK_NAME = ".lock"
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -37,17 +39,33 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
 class _LocalWriter(FileWriter):
-    def __init__(self, path: Path, durable: bool) -> None:
+    def __init__(self, path: Path, durable: bool, reserved_bytes: int) -> None:
         self._path = path
         self._durable = durable
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            with self._named_errors():
+                reserve(self._file, reserved_bytes)
+        except OSError:
+            self.abort()
+            raise
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of calls that know only the file's number."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         first = 0
         while first < len(views):
             batch = views[first : first + _MAX_BUFFERS]
-            written = os.pwritev(self._file, batch, offset_bytes)
+            with self._named_errors():
+                written = os.pwritev(self._file, batch, offset_bytes)
             if written == 0 and any(len(view) for view in batch):
                 raise OSError(f"wrote nothing to {self._path} at {offset_bytes}")
             offset_bytes += written
@@ -81,12 +99,20 @@ def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
 
 
 class _LocalReader(FileReader):
-    """Opens the file for each read: a restart on few ranks may read from thousands of files at once."""
+    """Opens the file for each read, since a restart on few ranks may read from thousands of files at once; or once and
+    for all, since that costs a round trip on network disks."""
 
-    def __init__(self, path: Path) -> None:
+    _held = -1
+
+    def __init__(self, path: Path, *, held: bool) -> None:
         self.looks_in_place = True  # until it fails
         self._path = path
         self._size = _size_of_file(path)
+        if held:
+            self._held = self._open()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def size_bytes(self) -> int:
@@ -94,7 +120,7 @@ class _LocalReader(FileReader):
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
-        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        file = self._open() if self._held < 0 else self._held
         try:
             first = 0
             while first < len(views):
@@ -105,7 +131,8 @@ class _LocalReader(FileReader):
                 offset_bytes += read
                 first += _drop(views, first, read)
         finally:
-            os.close(file)
+            if file != self._held:
+                os.close(file)
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
         pages = _mapped(self._path, start_bytes, stop_bytes)
@@ -113,7 +140,11 @@ class _LocalReader(FileReader):
         return super().view(start_bytes, stop_bytes) if pages is None else pages
 
     def close(self) -> None:
-        """Nothing is held between reads."""
+        """What is held is for others too, until nobody knows of it."""
+
+    def __del__(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
 
 
 def _size_of_file(path: Path) -> int:
@@ -162,13 +193,8 @@ def _sync(folder: Path) -> None:
         os.close(file)
 
 
-def _threads_per_rank() -> int:
-    """Threads that may copy at once: this rank's share of the cores, at most 4."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
-        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
-    else:
-        neighbours = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return max(1, min(4, len(os.sched_getaffinity(0)) // neighbours))
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class LocalStorage(Storage):
@@ -178,12 +204,30 @@ class LocalStorage(Storage):
         root: the folder; made when first written to. A relative one is where it is now, wherever the process
             goes while a save is in flight.
         durable: False leaves out every fsync, for file systems in memory.
+        neighbours: ranks that share the cores with this one; torchrun knows better.
+        whole_files: files are read and written from end to end, by few processes: those that are read stay open,
+            and blocks are asked for before the bytes come.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        durable: bool = True,
+        neighbours: int = 1,
+        whole_files: bool = False,
+    ) -> None:
         self.root = Path(root).absolute()
-        self._durable = durable
-        self.read_threads = _threads_per_rank()
+        self.folders = MadeFolders(self.root, _sync if durable else lambda _: None)
+        self._options: dict[str, Any] = {
+            "durable": durable,
+            "neighbours": neighbours,
+            "whole_files": whole_files,
+        }
+        self._durable, self._whole_files = durable, whole_files
+        self._held: dict[str, _LocalReader] = {}
+        # This rank's share of the cores: more threads would not copy faster.
+        self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
         # Writes wait for the disk now and then: a second thread hashes meanwhile.
         self.write_threads = max(2, self.read_threads)
 
@@ -192,23 +236,19 @@ class LocalStorage(Storage):
         return str(self.root)
 
     def child(self, name: str) -> LocalStorage:
-        return LocalStorage(self.root / name, durable=self._durable)
+        return LocalStorage(self.root / name, **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        path = self.root / name
-        self._make_folder(path.parent)
-        return _LocalWriter(path, self._durable)
-
-    def _make_folder(self, folder: Path) -> None:
-        """Make a folder and those around it; the names of new ones are durable on return."""
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._durable:
-            for path in made:
-                _sync(path.parent)
+        path, reserved_bytes = self.root / name, size_bytes if self._whole_files else 0
+        return self.folders.using(path.parent, lambda: _LocalWriter(path, self._durable, reserved_bytes))
 
     def open_file(self, name: str) -> FileReader:
-        return _LocalReader(self.root / name)
+        if not self._whole_files:
+            return _LocalReader(self.root / name, held=False)
+        found = self._held.get(name) or _LocalReader(self.root / name, held=True)
+        if len(self._held) < _MAX_OPEN_FILES:
+            self._held[name] = found
+        return found
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self.root / name
@@ -221,7 +261,7 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self.root / name
-        self._make_folder(path.parent)
+        self.folders.make(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
@@ -247,6 +287,33 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Symbolic links are resolved."""
+        return ("file", *Path(os.path.realpath(self.root)).parts)
+
+    def list_files(self) -> list[str]:
+        return sorted(p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file())
+
+    def info(self, name: str) -> FileInfo | None:
+        path = self.root / name
+        if not path.is_file():
+            return None
+        found = path.stat()
+        return FileInfo(found.st_size, f"{found.st_size} {found.st_mtime_ns}")
+
+    def append(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        with self.folders.using(path.parent, lambda: path.open("ab")) as file:
+            file.write(data)
+
+    def rename(self, old: str, new: str) -> None:
+        try:
+            os.replace(self.root / old, self.root / new)
+        except FileNotFoundError:
+            if not (self.root / new).is_file():
+                raise
+
     def sync_folder(self, name: str) -> None:
         if not self._durable:
             return
@@ -257,6 +324,7 @@ class LocalStorage(Storage):
 
     def remove(self, name: str) -> None:
         path = self.root / name
+        self._held.pop(name, None)  # else it would go on reading what is removed
         if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
             return  # behind a link lies what belongs to somebody else: only the link itself is ours
         if path.is_dir() and not path.is_symlink():
@@ -267,7 +335,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        self._make_folder(self.root)
+        self.folders.make(self.root)
         file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         with contextlib.ExitStack() as held:
             held.callback(os.close, file)

@@ -11,9 +11,9 @@ import re
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.conversion.places import open_store, split_file
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_store, split_file
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = ["KINDS", "open_source"]
@@ -49,7 +49,7 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         ) from error
 
 
-def _open_as(kind: str | None, folder: Store, url: str, *, trust_pickle: bool) -> Source:
+def _open_as(kind: str | None, folder: Storage, url: str, *, trust_pickle: bool) -> Source:
     if kind is None:
         return _open(_detect(folder, url), folder, url, trust_pickle=trust_pickle)
     try:
@@ -63,7 +63,7 @@ def _open_as(kind: str | None, folder: Store, url: str, *, trust_pickle: bool) -
     return source
 
 
-def _wrong_kind(kind: str, folder: Store, url: str) -> ConversionError | None:
+def _wrong_kind(kind: str, folder: Storage, url: str) -> ConversionError | None:
     """If looking finds another kind than the one that was asked for."""
     looks_like = _detect(folder, url)
     if looks_like == kind:
@@ -79,7 +79,7 @@ def _wrong_kind(kind: str, folder: Store, url: str) -> ConversionError | None:
     )
 
 
-def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
+def _open(found: str, folder: Storage, url: str, *, trust_pickle: bool) -> Source:
     if found == "native":
         from vescale_fsdp.conversion.formats.native.read import open_native
 
@@ -121,7 +121,7 @@ def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
     raise ConversionError(_unknown(url, f"kind {found}"))
 
 
-def _detect(folder: Store, url: str) -> str:
+def _detect(folder: Storage, url: str) -> str:
     files = folder.list_files()
     if found := _folder_kind(files):
         return found

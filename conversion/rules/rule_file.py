@@ -44,7 +44,7 @@ from functools import cached_property
 from importlib import resources
 from typing import Any
 
-from vescale_fsdp.conversion.places import open_store, split_file
+from vescale_fsdp.checkpoint.storage.open import open_store, split_file
 from vescale_fsdp.conversion.rules.operations import Operation, Stack, parse_operation
 from vescale_fsdp.errors import ConversionError, explain
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch

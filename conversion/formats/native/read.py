@@ -5,7 +5,7 @@ Files are those of ranks, or the chunks of zarr arrays with ranks' files for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +16,12 @@ from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_file, clipped
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import CheckedFile, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
@@ -44,7 +43,7 @@ class _PerRankLeaf(NamedTuple):
     name: str
 
 
-def open_native(store: Store) -> Source:
+def open_native(store: Storage) -> Source:
     """Open a native checkpoint; reads the manifest and file sizes.
 
     Raises:
@@ -53,7 +52,7 @@ def open_native(store: Store) -> Source:
     """
     manifest = _manifest(store)
     chunks = _pieces(store, manifest) if manifest.chunks is None else _array_chunks(store, manifest)
-    state = decode(manifest.structure.tree, _leaf, store.url)
+    state = decode(manifest.structure.tree, _leaf, store.where)
     nested = state if isinstance(state, Mapping) else {"state": state}
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, StoredValue] = {}
@@ -86,11 +85,11 @@ def open_native(store: Store) -> Source:
     )
 
 
-def _manifest(store: Store) -> Manifest:
-    return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
+def _manifest(store: Storage) -> Manifest:
+    return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
 
 
-def rank_files(store: Store, manifest: Manifest | None = None) -> dict[str, Callable[[], OpenRankFile]]:
+def rank_files(store: Storage, manifest: Manifest | None = None) -> dict[str, Callable[[], OpenRankFile]]:
     """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes.
 
     Raises:
@@ -99,18 +98,18 @@ def rank_files(store: Store, manifest: Manifest | None = None) -> dict[str, Call
     found = manifest or _manifest(store)
 
     def open_rank(rank: int) -> OpenRankFile:
-        return OpenRankFile(_Files(store), RankFile(found, rank))
+        return OpenRankFile(store, RankFile(found, rank))
 
     return {found.file_name(rank): partial(open_rank, rank) for rank in range(found.world_size)}
 
 
-def _checked(store: Store, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
+def _checked(store: Storage, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
     """Rank files by name, opened when read; few are kept, since each holds its header and checksums."""
     files = rank_files(store, manifest)
     return lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]() if name in files else None)
 
 
-def array_problems(store: Store) -> Iterator[tuple[str, str | None, int]]:
+def array_problems(store: Storage) -> Iterator[tuple[str, str | None, int]]:
     """Every file of the zarr form's arrays, what is wrong with it, and bytes that were checked; nothing for the native
     form."""
     manifest = _manifest(store)
@@ -120,45 +119,12 @@ def array_problems(store: Store) -> Iterator[tuple[str, str | None, int]]:
         yield from verify_arrays(_tables(store, manifest))
 
 
-def _tables(store: Store, manifest: Manifest) -> ChunkTables:
+def _tables(store: Storage, manifest: Manifest) -> ChunkTables:
     from vescale_fsdp.checkpoint.loading.zarr_chunks import (
         ChunkTables,  # numpy, which other sources do without
     )
 
-    return ChunkTables(_Files(store), manifest)
-
-
-class _Files:
-    """A store as `OpenRankFile` wants it."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    @property
-    def where(self) -> str:
-        return self._store.url
-
-    def open_file(self, name: str) -> FileReader:
-        return _Reader(self._store, name)
-
-
-class _Reader(FileReader):
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
-        self._size_bytes = store.required_size(name)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            self._store.read_into(self._name, offset_bytes, view)
-            offset_bytes += len(view)
-
-    def close(self) -> None:
-        """The store keeps what is open."""
+    return ChunkTables(store, manifest)
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:
@@ -167,7 +133,7 @@ def _leaf(node: Mapping[str, Any]) -> Any:
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
 
 
-def _pieces(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
+def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """The pieces of every tensor in ranks' files, each once.
 
     Where every replica stores all (a node's memory), one does, and files of other nodes may be elsewhere.
@@ -189,7 +155,7 @@ def _pieces(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
-def _require_size(store: Store, name: str, nbytes: int) -> None:
+def _require_size(store: Storage, name: str, nbytes: int) -> None:
     size = store.required_size(name)
     if size != nbytes:
         raise CorruptCheckpointError(
@@ -197,13 +163,13 @@ def _require_size(store: Store, name: str, nbytes: int) -> None:
                 "a file of the checkpoint has the wrong size",
                 expected=f"{nbytes} bytes",
                 got=f"{size} bytes",
-                where=f"{store.url}/{name}",
+                where=f"{store.where}/{name}",
                 todo="copy the file again from where it was saved, or use an older checkpoint",
             )
         )
 
 
-def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
+def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
     assert manifest.chunks is not None
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
@@ -216,7 +182,7 @@ def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
             _require_size(store, name, nbytes + _CRC_BYTES)
-            where = f"tensor {name_of(split_name(entry.name))} in {store.url}/{name}"
+            where = f"tensor {name_of(split_name(entry.name))} in {store.where}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             run = CheckedRun(name, 0, nbytes, CRC32C, saved, where)
             strides = contiguous_strides(sizes)
@@ -228,7 +194,7 @@ def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
     return found
 
 
-def _saved_crc(tables: ChunkTables, store: Store, chunk: Chunk, nbytes: int) -> int:
+def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
     """What a chunk was written with: as its owner's file says, else as it says itself."""
     written = tables.checksum(chunk)
     if written is None:

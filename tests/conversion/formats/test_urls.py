@@ -18,12 +18,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import RunOptions
-from vescale_fsdp.conversion.places import open_store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)
@@ -120,8 +120,8 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
         with pytest.raises(ConversionError, match="outside of the source"):
             _convert(f"{remote}/dcp", place, overwrite=True)
     store = open_store(f"{remote}/out")
-    store.write_file("pytorch_model.bin", b"old")
-    store.write_file("notes.txt", b"mine")
+    store.commit("pytorch_model.bin", b"old", replace=True)
+    store.commit("notes.txt", b"mine", replace=True)
     _convert(f"{remote}/dcp", f"{remote}/out", overwrite=True)
     assert open_store(f"{remote}/out").list_files() == ["model.safetensors", "notes.txt"]
     weights = load(open_store(f"{remote}/out").read_file("model.safetensors"))
@@ -155,7 +155,7 @@ def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_p
 # Uploads, and kills itself in the middle of the segment of that number.
 KILLED = """
 import itertools, os, signal, sys
-from tests.test_conversion_urls import upload
+from tests.conversion.formats.test_urls import upload
 count = itertools.count()
 def progress(nbytes):
     if next(count) == 3:
