@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.checkpoint.storage.open import split_file
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.output_plan import OutputPlan
@@ -265,5 +264,5 @@ def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, a
     if kind == "torch":
         from vescale_fsdp.conversion.formats.torch_save.write import plan_torch
 
-        return plan_torch(state, split_file(target)[1])
+        return plan_torch(state, target.rpartition("/")[2])
     raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))

@@ -41,6 +41,7 @@ __all__ = [
 T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # 4 MiB
+_COPY_AGAIN = "copy the file again from where it was saved, or use an older checkpoint"
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a uint8 array."""
@@ -261,6 +262,20 @@ class Storage(ABC):
         """`size` of a file that must be there; raises as `required_info`."""
         return self.required_info(name).size_bytes
 
+    def prove_size(self, name: str, nbytes: int) -> None:
+        """Raise CorruptCheckpointError unless a file is there and has so many bytes."""
+        size = self.required_size(name)
+        if size != nbytes:
+            raise CorruptCheckpointError(
+                explain(
+                    "A file of the checkpoint has the wrong size.",
+                    expected=f"{nbytes} bytes",
+                    got=f"{size} bytes",
+                    where=f"{self.where}/{name}",
+                    todo=_COPY_AGAIN,
+                )
+            )
+
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``offset`` of a file.
 
@@ -278,7 +293,7 @@ class Storage(ABC):
                     expected=f"{len(buffer)} bytes at offset {offset}",
                     got=error,
                     where=f"{self.where}/{name}",
-                    todo="copy the file again from where it was saved, or use an older checkpoint",
+                    todo=_COPY_AGAIN,
                 )
             ) from error
 

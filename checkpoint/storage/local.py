@@ -11,10 +11,10 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
@@ -60,16 +60,10 @@ class _LocalWriter(FileWriter):
             raise
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        first = 0
-        while first < len(views):
-            batch = views[first : first + _MAX_BUFFERS]
-            with self._named_errors():
-                written = os.pwritev(self._file, batch, offset_bytes)
-            if written == 0 and any(len(view) for view in batch):
-                raise OSError(f"wrote nothing to {self._path} at {offset_bytes}")
-            offset_bytes += written
-            first += _drop(views, first, written)
+        with self._named_errors():
+            stopped_at = _transfer(os.pwritev, self._file, offset_bytes, buffers)
+        if stopped_at is not None:
+            raise OSError(f"wrote nothing to {self._path} at {stopped_at}")
 
     def close(self) -> None:
         try:
@@ -85,6 +79,22 @@ class _LocalWriter(FileWriter):
             os.close(self._file)
         with contextlib.suppress(OSError):
             self._path.unlink()
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], file: int, offset: int, buffers: Sequence[Buffer]
+) -> int | None:
+    """Read or write all of the buffers; returns the offset at which nothing more went through, if any."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    first = 0
+    while first < len(views):
+        batch = views[first : first + _MAX_BUFFERS]
+        done = call(file, batch, offset)
+        if done == 0 and any(len(view) for view in batch):
+            return offset
+        offset += done
+        first += _drop(views, first, done)
+    return None
 
 
 def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
@@ -109,30 +119,17 @@ class _LocalReader(FileReader):
         self._path = path
         self._size = _size_of_file(path)
         if held:
-            self._held = self._open()
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def size_bytes(self) -> int:
         return self._size
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        file = self._open() if self._held < 0 else self._held
-        try:
-            first = 0
-            while first < len(views):
-                batch = views[first : first + _MAX_BUFFERS]
-                read = os.preadv(file, batch, offset_bytes)
-                if read == 0 and any(len(view) for view in batch):
-                    raise EOFError(f"{self._path} ends at byte {offset_bytes}")
-                offset_bytes += read
-                first += _drop(views, first, read)
-        finally:
-            if file != self._held:
-                os.close(file)
+        with nullcontext(self._held) if self._held >= 0 else _opened(self._path) as file:
+            ended_at = _transfer(os.preadv, file, offset_bytes, buffers)
+        if ended_at is not None:
+            raise EOFError(f"{self._path} ends at byte {ended_at}")
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
         pages = _mapped(self._path, start_bytes, stop_bytes)
@@ -145,6 +142,16 @@ class _LocalReader(FileReader):
     def __del__(self) -> None:
         if self._held >= 0:
             os.close(self._held)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A file's number, open for reading."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _size_of_file(path: Path) -> int:
@@ -166,17 +173,15 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     if start >= stop or sys.platform != "linux":
         return None
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Private and writable only in name: torch warns of arrays that are read-only.
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
-        pages.madvise(mmap.MADV_SEQUENTIAL)
-        pages.madvise(_MADV_POPULATE_READ)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(file)
+    with _opened(path) as file:
+        try:
+            # Private and writable only in name: torch warns of arrays that are read-only.
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
+            pages.madvise(mmap.MADV_SEQUENTIAL)
+            pages.madvise(_MADV_POPULATE_READ)
+        except (OSError, ValueError):
+            return None
     return memoryview(pages)[start - first :]
 
 
@@ -219,11 +224,9 @@ class LocalStorage(Storage):
     ) -> None:
         self.root = Path(root).absolute()
         self.folders = MadeFolders(self.root, _sync if durable else lambda _: None)
-        self._options: dict[str, Any] = {
-            "durable": durable,
-            "neighbours": neighbours,
-            "whole_files": whole_files,
-        }
+        self._like_this = partial(
+            LocalStorage, durable=durable, neighbours=neighbours, whole_files=whole_files
+        )
         self._durable, self._whole_files = durable, whole_files
         self._held: dict[str, _LocalReader] = {}
         # This rank's share of the cores: more threads would not copy faster.
@@ -236,7 +239,7 @@ class LocalStorage(Storage):
         return str(self.root)
 
     def child(self, name: str) -> LocalStorage:
-        return LocalStorage(self.root / name, **self._options)
+        return self._like_this(self.root / name)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         path, reserved_bytes = self.root / name, size_bytes if self._whole_files else 0

@@ -8,7 +8,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["open_storage", "open_store", "split_file"]
+__all__ = ["open_parent", "open_storage", "open_store"]
 
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1) -> Storage:
@@ -63,7 +63,7 @@ def _on_disk(url: str) -> str | None:
     return folder if protocol in ("file", "local") else None
 
 
-def split_file(url: str) -> tuple[str, str]:
-    """``folder/name`` of a file's path or URL, as (folder, name)."""
+def open_parent(url: str) -> tuple[Storage, str]:
+    """The storage of the folder that a file is in, as `open_store`, and the file's name there."""
     folder, _, name = url.rpartition("/")
-    return (folder or ("/" if url.startswith("/") else ".")), name
+    return open_store(folder or ("/" if url.startswith("/") else ".")), name

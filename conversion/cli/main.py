@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vescale_fsdp.checkpoint.storage.open import open_store, split_file
+from vescale_fsdp.checkpoint.storage.open import open_parent
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes, parse_bytes
 from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import OPTIMIZER_FORMS, ConvertOptions, convert
@@ -169,8 +169,8 @@ def inspect_command(
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     if svg is not None:
         picture = draw(source, layout)
-        folder, name = split_file(svg)
-        open_store(folder).commit(name, picture.encode(), replace=True)
+        folder, name = open_parent(svg)
+        folder.commit(name, picture.encode(), replace=True)
     found = describe(source)
     click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
 

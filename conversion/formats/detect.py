@@ -12,7 +12,7 @@ import re
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.checkpoint.storage.open import open_store, split_file
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
@@ -95,8 +95,7 @@ def _open(found: str, folder: Storage, url: str, *, trust_pickle: bool) -> Sourc
     if found == "safetensors":
         from vescale_fsdp.conversion.formats.huggingface.read import open_safetensors
 
-        parent, name = split_file(url)
-        return open_safetensors(open_store(parent), name)
+        return open_safetensors(*open_parent(url))
     if found == "shards":
         from vescale_fsdp.conversion.formats.huggingface.read import open_shards
 
@@ -116,8 +115,7 @@ def _open(found: str, folder: Storage, url: str, *, trust_pickle: bool) -> Sourc
     if found == "torch":
         from vescale_fsdp.conversion.formats.torch_save.read import open_torch
 
-        parent, name = split_file(url)
-        return open_torch(open_store(parent), name, trust_pickle=trust_pickle)
+        return open_torch(*open_parent(url), trust_pickle=trust_pickle)
     raise ConversionError(_unknown(url, f"kind {found}"))
 
 
@@ -127,8 +125,8 @@ def _detect(folder: Storage, url: str) -> str:
         return found
     if files:
         raise ConversionError(_foreign(url, files) or _unknown(url, f"a folder with {', '.join(files[:4])}"))
-    parent, name = split_file(url)
-    if open_store(parent).size(name) is None:
+    parent, name = open_parent(url)
+    if parent.size(name) is None:
         raise ConversionError(
             explain(
                 "there is nothing to read",
@@ -142,7 +140,7 @@ def _detect(folder: Storage, url: str) -> str:
         return "safetensors"
     from vescale_fsdp.conversion.formats.torch_save.read import is_torch_file
 
-    if is_torch_file(open_store(parent), name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
+    if is_torch_file(parent, name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
         return "torch"
     raise ConversionError(_foreign(url, [name]) or _unknown(url, f"a file {name}"))
 

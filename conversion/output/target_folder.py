@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.checkpoint.storage.open import open_store, split_file
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.output.journal import is_journal
 from vescale_fsdp.errors import ConversionError, explain
 
@@ -24,10 +24,7 @@ __all__ = ["check_target", "is_leftover", "open_target"]
 
 def open_target(url: str, *, single_file: bool) -> tuple[Storage, str | None]:
     """The store a target is written to, and the file's name if the target is one file."""
-    if not single_file:
-        return open_store(url), None
-    folder, name = split_file(url)
-    return open_store(folder), name
+    return open_parent(url) if single_file else (open_store(url), None)
 
 
 def check_target(url: str, *, source_url: str, single_file: bool, overwrite: bool, resume: bool) -> list[str]:

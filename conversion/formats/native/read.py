@@ -22,7 +22,6 @@ from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import CheckedFile, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of
-from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
@@ -145,7 +144,7 @@ def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
-        _require_size(store, file.name, file.total_bytes)
+        store.prove_size(file.name, file.total_bytes)
         for piece in file.pieces:
             if piece.region not in found[piece.place]:
                 found[piece.place][piece.region] = list(_chunks_of(manifest, file.name, piece))
@@ -155,33 +154,19 @@ def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
-def _require_size(store: Storage, name: str, nbytes: int) -> None:
-    size = store.required_size(name)
-    if size != nbytes:
-        raise CorruptCheckpointError(
-            explain(
-                "a file of the checkpoint has the wrong size",
-                expected=f"{nbytes} bytes",
-                got=f"{size} bytes",
-                where=f"{store.where}/{name}",
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
-        )
-
-
 def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
     assert manifest.chunks is not None
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in map(partial(RankFile, manifest), range(manifest.world_size)):
-        _require_size(store, file.name, file.total_bytes)
+        store.prove_size(file.name, file.total_bytes)
     tables = _tables(store, manifest)
     for places in manifest.places_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunks[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
-            _require_size(store, name, nbytes + _CRC_BYTES)
+            store.prove_size(name, nbytes + _CRC_BYTES)
             where = f"tensor {name_of(split_name(entry.name))} in {store.where}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             run = CheckedRun(name, 0, nbytes, CRC32C, saved, where)
