@@ -15,7 +15,6 @@ from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Asse
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.output_plan import OutputPlan
 from vescale_fsdp.conversion.output.run_plan import Outcome, RunOptions, run_plan
-from vescale_fsdp.conversion.places import split_file
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import State, model_state, whole_state
 from vescale_fsdp.errors import ConversionError, explain
@@ -147,12 +146,12 @@ def convert(
 def _own_assets(source: Source, kind: str) -> str | None:
     """A Hugging Face folder that becomes another takes its settings along without being asked."""
     is_repository = source.kind in ("hf", "bin", "shards") and source.store.size(CONFIG_FILE) is not None
-    return source.store.url if kind == "hf" and is_repository else None
+    return source.store.where if kind == "hf" and is_repository else None
 
 
 def _own_config(source: Source) -> dict[str, Any]:
     """The config.json beside the source's weights, if there is one."""
-    return Assets(source.store.url).config or {} if source.store.size(CONFIG_FILE) is not None else {}
+    return Assets(source.store.where).config or {} if source.store.size(CONFIG_FILE) is not None else {}
 
 
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
@@ -265,5 +264,5 @@ def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, a
     if kind == "torch":
         from vescale_fsdp.conversion.formats.torch_save.write import plan_torch
 
-        return plan_torch(state, split_file(target)[1])
+        return plan_torch(state, target.rpartition("/")[2])
     raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))

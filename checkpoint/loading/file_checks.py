@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, OpensFiles
+from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -21,6 +21,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     chunk_file,
     group_files,
 )
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import VescaleError
 
 __all__ = ["Check", "check_files"]
@@ -44,7 +45,7 @@ class Check(NamedTuple):
 
 
 def check_files(
-    storage: OpensFiles, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
+    storage: Storage, manifest: Manifest, tell: Callable[[Check], object], *, threads: int
 ) -> None:
     """Hash every byte and compare; ``tell`` is called, from several threads, with what came of each look."""
     if manifest.is_zarr:
@@ -62,7 +63,7 @@ def check_files(
 
 
 def _rank_file_checks(
-    storage: OpensFiles, manifest: Manifest, rank: int, part: int, parts: int
+    storage: Storage, manifest: Manifest, rank: int, part: int, parts: int
 ) -> Iterator[Check]:
     """Every ``parts``-th stripe of one rank's file."""
     file = RankFile(manifest, rank)
@@ -106,7 +107,7 @@ def _array_checks(tables: ChunkTables) -> Iterator[Check]:
             yield Check(chunk_file(manifest, place, box), problem, num_bytes, True)
 
 
-def _json_problem(storage: OpensFiles, name: str, expected: bytes, of: str) -> str | None:
+def _json_problem(storage: Storage, name: str, expected: bytes, of: str) -> str | None:
     """What is wrong with a small file that follows from the manifest."""
     try:
         with closing(storage.open_file(name)) as reader:

@@ -31,8 +31,9 @@ from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, N
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
 from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
-from vescale_fsdp.checkpoint.storage.base import Storage, open_storage
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
@@ -93,7 +94,7 @@ def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
     Raises:
         CheckpointError: if the path holds no complete checkpoint.
     """
-    return CheckpointReader(open_storage(path))
+    return CheckpointReader(open_rank_storage(path))
 
 
 @dataclass(frozen=True)

@@ -8,33 +8,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RankFile
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["OpenRankFile", "OpensFiles"]
+__all__ = ["OpenRankFile"]
 
 _GONE = (FileNotFoundError, NotADirectoryError)
-
-
-class OpensFiles(Protocol):
-    """The part of `Storage` that reading needs."""
-
-    @property
-    def where(self) -> str:
-        """The folder, for messages."""
-
-    def open_file(self, name: str) -> FileReader:
-        """An existing file, read at any offset.
-
-        Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if a folder, a pipe or anything else that is no file has its name.
-        """
 
 
 class OpenRankFile:
@@ -44,7 +27,7 @@ class OpenRankFile:
         CorruptCheckpointError: if the file is missing, or not the one the manifest describes.
     """
 
-    def __init__(self, storage: OpensFiles, file: RankFile) -> None:
+    def __init__(self, storage: Storage, file: RankFile) -> None:
         self.file = file
         self.where = f"{storage.where}/{file.name}"
         try:

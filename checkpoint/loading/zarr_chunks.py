@@ -14,11 +14,12 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile, OpensFiles
+from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, holders_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_file
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
@@ -30,7 +31,7 @@ _SCRATCH_BYTES = 1 << 20  # 1 MiB
 class ChunkTables:
     """Checksums of chunks as their owners' files have them; each file is read once. Safe from several threads."""
 
-    def __init__(self, storage: OpensFiles, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.storage = storage
         self.manifest = manifest
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Where checkpoints live: what the engine asks of a disk or an object store, and how a path finds its store.
+"""Where checkpoints live: what the engine and the converter ask of a disk or an object store.
 
 The contract is small, so that a test can put a faulty store in place of a real one:
 
@@ -7,26 +7,76 @@ The contract is small, so that a test can put a faulty store in place of a real 
     open_file  an existing file, read at any offset
     commit     one small object, whole or not at all, durable when the call returns; may refuse to replace
     lock       keeps a second job out of the folder, where the store can
+
+A converter's files wait under a `working_name` until `publish` gives them their own, or under the name itself where
+files are streams that appear when they are closed. Its small files are *staged*: all of them are written before the
+first is published. What it reads is exact: `read_into` fills the buffer or raises, so that a truncated file can
+never pass for a shorter tensor.
 """
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from io import UnsupportedOperation
+from typing import Any, NamedTuple, TypeVar
 
-from vescale_fsdp.errors import explain
+from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
+from vescale_fsdp.errors import CorruptCheckpointError, explain
 
-__all__ = ["Buffer", "FileReader", "FileWriter", "Storage", "StoragePath", "open_storage"]
+__all__ = [
+    "Buffer",
+    "FileInfo",
+    "FileReader",
+    "FileWriter",
+    "SourceError",
+    "StagedFile",
+    "Storage",
+    "StoragePath",
+    "partial_name",
+    "reading_source",
+]
 
 T = TypeVar("T")
+
+_PIECE_BYTES = 4 << 20  # 4 MiB
+_COPY_AGAIN = "copy the file again from where it was saved, or use an older checkpoint"
 
 Buffer = Any
 """Anything with the buffer protocol: bytes, memoryview, a uint8 array."""
 
 StoragePath = "str | os.PathLike[str] | Storage"
+
+
+class FileInfo(NamedTuple):
+    """What a store knows of a file without reading it; the stamp is a text that changes when the file is replaced."""
+
+    size_bytes: int
+    stamp: str
+
+
+class SourceError(Exception):
+    """Takes the error of what is to be written out of the tries to write it: see `reading_source`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def reading_source() -> Iterator[None]:
+    """Inside of work for `Storage.retrying`: errors in here are not the storage's, and come through at once."""
+    try:
+        yield
+    except Exception as error:
+        raise SourceError(error) from error
+
+
+def partial_name(name: str, owner: str = "") -> str:
+    """A hidden name beside ``name``; ``owner`` tells apart those who may be writing the same file at once."""
+    folder, slash, base = name.rpartition("/")
+    return f"{folder}{slash}.{base}.{owner}.partial" if owner else f"{folder}{slash}.{base}.partial"
 
 
 class FileWriter(ABC):
@@ -101,11 +151,14 @@ class FileReader(ABC):
 class Storage(ABC):
     """One folder that holds one checkpoint. Names are relative, with ``/``."""
 
-    in_order: bool = False  # whether files can only be written from front to back
+    in_order: bool = (
+        False  # whether files are written from front to back, appear when closed, and keep their names
+    )
     max_gap_bytes: int = 64 << 10  # 64 KiB: it is cheaper to read over a gap of this size than to ask twice
     write_threads: int = 4
     read_threads: int = 4
     visible_is_durable: bool = False  # whether what can be read is proof against a loss of power
+    folders: MadeFolders = MadeFolders()  # those made for its files
 
     @property
     @abstractmethod
@@ -168,12 +221,144 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Remove a file, a link or a whole folder; nothing happens if there is none, or if it lies behind a link."""
 
+    @property
+    @abstractmethod
+    def place(self) -> tuple[str, ...]:
+        """Where it is, in comparable components: a storage inside of this one begins with the same ones."""
+
+    @abstractmethod
+    def list_files(self) -> list[str]:
+        """Names of all files, in subfolders too, sorted; empty if there is no such folder."""
+
+    @abstractmethod
+    def info(self, name: str) -> FileInfo | None:
+        """Size and stamp of a file; None if there is no file of that name."""
+
+    @abstractmethod
+    def append(self, name: str, data: bytes) -> None:
+        """Add to the end of a small file, making it if needed."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, over an older file; nothing happens if another process has done it.
+
+        Raises:
+            UnsupportedOperation: where files are streams.
+        """
+        raise UnsupportedOperation(f"{self.where}: files keep their names")
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        found = self.info(name)
+        return found.size_bytes if found else None
+
+    def required_info(self, name: str) -> FileInfo:
+        """`info` of a file that must be there.
+
+        Raises:
+            CorruptCheckpointError: if it is not.
+        """
+        found = self.info(name)
+        if found is None:
+            raise self._missing(name, "no such file")
+        return found
+
+    def required_size(self, name: str) -> int:
+        """`size` of a file that must be there; raises as `required_info`."""
+        return self.required_info(name).size_bytes
+
+    def prove_size(self, name: str, nbytes: int) -> None:
+        """Raise CorruptCheckpointError unless a file is there and has so many bytes."""
+        size = self.required_size(name)
+        if size != nbytes:
+            raise CorruptCheckpointError(
+                explain(
+                    "A file of the checkpoint has the wrong size.",
+                    expected=f"{nbytes} bytes",
+                    got=f"{size} bytes",
+                    where=f"{self.where}/{name}",
+                    todo=_COPY_AGAIN,
+                )
+            )
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from byte ``offset`` of a file.
+
+        Raises:
+            CorruptCheckpointError: if the file is missing or ends too early.
+        """
+        try:
+            self._reader(name).read_at(offset, [buffer])
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._missing(name, "no such file") from error
+        except EOFError as error:
+            raise CorruptCheckpointError(
+                explain(
+                    "A file of the checkpoint is truncated.",
+                    expected=f"{len(buffer)} bytes at offset {offset}",
+                    got=error,
+                    where=f"{self.where}/{name}",
+                    todo=_COPY_AGAIN,
+                )
+            ) from error
+
+    def _reader(self, name: str) -> FileReader:
+        """Of a file whose size nobody asks for."""
+        return self.open_file(name)
+
+    def _missing(self, name: str, got: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            explain(
+                "A file of the checkpoint is missing.",
+                expected=f"a file {name}",
+                got=got,
+                where=self.where,
+                todo="copy the checkpoint again, with all its files",
+            )
+        )
+
+    def read(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Exactly ``nbytes`` bytes at ``offset``; raises as `read_into`."""
+        buffer = bytearray(nbytes)
+        if nbytes:
+            self.read_into(name, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_file(self, name: str) -> bytes:
+        """The whole of a (small) file; raises as `read_into`."""
+        return self.read(name, 0, self.required_size(name))
+
+    def read_pieces(self, name: str) -> Iterator[bytes]:
+        """The whole of a file, a few MiB at a time; raises as `read_into`."""
+        nbytes = self.required_size(name)
+        for start in range(0, nbytes, _PIECE_BYTES):
+            yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))
+
+    def working_name(self, name: str) -> str:
+        """The name that a finished file has until it is published."""
+        return name if self.in_order else partial_name(name)
+
+    def publish(self, name: str) -> None:
+        """Give a finished file its own name."""
+        if not self.in_order:
+            self.rename(partial_name(name), name)
+
+    def stage(self, name: str, pieces: Callable[[], Iterable[bytes]], owner: str = "") -> StagedFile:
+        """Prepare a small file; ``owner`` as for `partial_name`. Pieces are taken now, or when it is published where
+        it cannot wait under another name."""
+        return StagedFile(self, name, pieces, owner)
+
     def retrying(self, work: Callable[[], T]) -> T:
         """What ``work`` returns; where a store can lose a connection, called again after it did.
 
         Raises:
             ConnectionError: if the store could not be reached in all tries. It says nothing of what lies there.
         """
+        try:
+            return self._try(work)
+        except SourceError as carried:
+            raise carried.error from carried.error.__cause__
+
+    def _try(self, work: Callable[[], T]) -> T:
         return work()
 
     @contextmanager
@@ -186,17 +371,37 @@ class Storage(ABC):
         yield
 
 
-def open_storage(path: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage behind a path, a URL (``s3://``, ``gs://``, ``memory://``, ..) or a storage itself."""
-    if isinstance(path, Storage):
-        return path
-    text = os.fspath(path)
-    if not text:
-        raise ValueError(explain("A path is empty.", expected="a folder or a URL", got="''"))
-    if "://" in text and not text.startswith("file://"):
-        from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+class StagedFile:
+    """A small file ready to appear."""
 
-        return RemoteStorage(text)
-    from vescale_fsdp.checkpoint.storage.local import LocalStorage
+    def __init__(
+        self, storage: Storage, name: str, pieces: Callable[[], Iterable[bytes]], owner: str
+    ) -> None:
+        self._storage, self._name, self._pieces = storage, name, pieces
+        self._working = partial_name(name, owner)
+        if not storage.in_order:
+            storage.remove(self._working)  # of a run that was killed
+            storage.retrying(lambda: self._write(self._working))
 
-    return LocalStorage(text.removeprefix("file://"))
+    def _write(self, name: str) -> None:
+        with self._storage.create(name, 0) as file:
+            position, pieces = 0, iter(self._pieces())
+            while True:
+                with reading_source():
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                file.write_at(position, [piece])
+                position += len(piece)
+
+    def publish(self) -> None:
+        """Give it its own name, over an older file."""
+        if self._storage.in_order:
+            self._storage.retrying(lambda: self._write(self._name))
+        else:
+            self._storage.rename(self._working, self._name)
+
+    def abort(self) -> None:
+        """Leave nothing of it behind, unless it was published."""
+        if not self._storage.in_order:
+            self._storage.remove(self._working)

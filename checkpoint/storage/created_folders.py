@@ -1,4 +1,4 @@
-"""Folders that a conversion made on disk: one that leaves nothing else takes them away again."""
+"""Folders that were made on disk: a conversion that leaves nothing else takes them away again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class MadeFolders:
     """The folders of a store, and those it lies in, that were not there before.
 
     Args:
-        root: the store's folder.
+        root: the store's folder; None where there are no folders.
+        sync: makes the names in a folder durable.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path | None = None, sync: Callable[[Path], None] = lambda _: None) -> None:
+        self._root, self._sync = root, sync
         self._made: set[Path] = set()
 
     @property
@@ -36,27 +37,29 @@ class MadeFolders:
 
     def adopt_parents(self, files: Iterable[str]) -> None:
         """Count the folders between the root and these files as made by us."""
-        for file in files:
-            parents = (self._root / file).parents
-            self._made.update(parents[: file.count("/")])
+        if self._root:
+            for file in files:
+                self._made.update((self._root / file).parents[: file.count("/")])
 
     def _upwards(self) -> list[Path]:
-        return [self._root, *self._root.parents]
+        return [self._root, *self._root.parents] if self._root else []
 
     def make_root(self) -> None:
         """Make the root, with the folders it lies in."""
-        self._make(self._root)
+        if self._root:
+            self.make(self._root)
 
     def using(self, folder: Path, action: Callable[[], T]) -> T:
         """Make the folder, with those it lies in, and call ``action``, which makes a file in it."""
         for _ in range(_TRIES - 1):
             with contextlib.suppress(FileNotFoundError):
-                self._make(folder)
+                self.make(folder)
                 return action()
-        self._make(folder)
+        self.make(folder)
         return action()
 
-    def _make(self, folder: Path) -> None:
+    def make(self, folder: Path) -> None:
+        """Make a folder and those it lies in; the names of new ones are durable on return."""
         missing = []
         while not folder.is_dir():
             missing.append(folder)
@@ -69,6 +72,7 @@ class MadeFolders:
                     raise
             else:
                 self._made.add(absent)
+            self._sync(absent.parent)  # also where another process has made it and not synced yet
 
     def remove_empty(self) -> None:
         """Remove those that hold nothing."""

@@ -11,18 +11,20 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
+from vescale_fsdp.checkpoint.storage.preallocate import reserve
 
 __all__ = ["LocalStorage"]
 
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
+_MAX_OPEN_FILES = 256  # of more files than this the rest are opened again for every read
 _LOCK_NAME = ".lock"
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -37,21 +39,31 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
 class _LocalWriter(FileWriter):
-    def __init__(self, path: Path, durable: bool) -> None:
+    def __init__(self, path: Path, durable: bool, reserved_bytes: int) -> None:
         self._path = path
         self._durable = durable
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            with self._named_errors():
+                reserve(self._file, reserved_bytes)
+        except OSError:
+            self.abort()
+            raise
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of calls that know only the file's number."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = os.fspath(self._path)
+            raise
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        first = 0
-        while first < len(views):
-            batch = views[first : first + _MAX_BUFFERS]
-            written = os.pwritev(self._file, batch, offset_bytes)
-            if written == 0 and any(len(view) for view in batch):
-                raise OSError(f"wrote nothing to {self._path} at {offset_bytes}")
-            offset_bytes += written
-            first += _drop(views, first, written)
+        with self._named_errors():
+            stopped_at = _transfer(os.pwritev, self._file, offset_bytes, buffers)
+        if stopped_at is not None:
+            raise OSError(f"wrote nothing to {self._path} at {stopped_at}")
 
     def close(self) -> None:
         try:
@@ -69,6 +81,22 @@ class _LocalWriter(FileWriter):
             self._path.unlink()
 
 
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], file: int, offset: int, buffers: Sequence[Buffer]
+) -> int | None:
+    """Read or write all of the buffers; returns the offset at which nothing more went through, if any."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    first = 0
+    while first < len(views):
+        batch = views[first : first + _MAX_BUFFERS]
+        done = call(file, batch, offset)
+        if done == 0 and any(len(view) for view in batch):
+            return offset
+        offset += done
+        first += _drop(views, first, done)
+    return None
+
+
 def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
     """How many views from ``first`` on are complete after so many bytes; the next is cut to its rest."""
     complete = 0
@@ -81,31 +109,27 @@ def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
 
 
 class _LocalReader(FileReader):
-    """Opens the file for each read: a restart on few ranks may read from thousands of files at once."""
+    """Opens the file for each read, since a restart on few ranks may read from thousands of files at once; or once and
+    for all, since that costs a round trip on network disks."""
 
-    def __init__(self, path: Path) -> None:
+    _held = -1
+
+    def __init__(self, path: Path, *, held: bool) -> None:
         self.looks_in_place = True  # until it fails
         self._path = path
         self._size = _size_of_file(path)
+        if held:
+            self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def size_bytes(self) -> int:
         return self._size
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
-        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            first = 0
-            while first < len(views):
-                batch = views[first : first + _MAX_BUFFERS]
-                read = os.preadv(file, batch, offset_bytes)
-                if read == 0 and any(len(view) for view in batch):
-                    raise EOFError(f"{self._path} ends at byte {offset_bytes}")
-                offset_bytes += read
-                first += _drop(views, first, read)
-        finally:
-            os.close(file)
+        with nullcontext(self._held) if self._held >= 0 else _opened(self._path) as file:
+            ended_at = _transfer(os.preadv, file, offset_bytes, buffers)
+        if ended_at is not None:
+            raise EOFError(f"{self._path} ends at byte {ended_at}")
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
         pages = _mapped(self._path, start_bytes, stop_bytes)
@@ -113,7 +137,21 @@ class _LocalReader(FileReader):
         return super().view(start_bytes, stop_bytes) if pages is None else pages
 
     def close(self) -> None:
-        """Nothing is held between reads."""
+        """What is held is for others too, until nobody knows of it."""
+
+    def __del__(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A file's number, open for reading."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _size_of_file(path: Path) -> int:
@@ -140,17 +178,15 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     if start >= stop or sys.platform != "linux":
         return None
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # Private and writable only in name: torch warns of arrays that are read-only.
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
-        pages.madvise(mmap.MADV_SEQUENTIAL)
-        pages.madvise(_MADV_POPULATE_READ)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(file)
+    with _opened(path) as file:
+        try:
+            # Private and writable only in name: torch warns of arrays that are read-only.
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            pages = mmap.mmap(file, stop - first, flags=mmap.MAP_PRIVATE, prot=access, offset=first)
+            pages.madvise(mmap.MADV_SEQUENTIAL)
+            pages.madvise(_MADV_POPULATE_READ)
+        except (OSError, ValueError):
+            return None
     return memoryview(pages)[start - first :]
 
 
@@ -167,13 +203,8 @@ def _sync(folder: Path) -> None:
         os.close(file)
 
 
-def _threads_per_rank() -> int:
-    """Threads that may copy at once: this rank's share of the cores, at most 4."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
-        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
-    else:
-        neighbours = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return max(1, min(4, len(os.sched_getaffinity(0)) // neighbours))
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class LocalStorage(Storage):
@@ -183,12 +214,28 @@ class LocalStorage(Storage):
         root: the folder; made when first written to. A relative one is where it is now, wherever the process
             goes while a save is in flight.
         durable: False leaves out every fsync, for file systems in memory.
+        neighbours: ranks that share the cores with this one; torchrun knows better.
+        whole_files: files are read and written from end to end, by few processes: those that are read stay open,
+            and blocks are asked for before the bytes come.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        durable: bool = True,
+        neighbours: int = 1,
+        whole_files: bool = False,
+    ) -> None:
         self.root = Path(root).absolute()
-        self._durable = durable
-        self.read_threads = _threads_per_rank()
+        self.folders = MadeFolders(self.root, _sync if durable else lambda _: None)
+        self._like_this = partial(
+            LocalStorage, durable=durable, neighbours=neighbours, whole_files=whole_files
+        )
+        self._durable, self._whole_files = durable, whole_files
+        self._held: dict[str, _LocalReader] = {}
+        # This rank's share of the cores: more threads would not copy faster.
+        self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
         # Writes wait for the disk now and then: a second thread hashes meanwhile.
         self.write_threads = max(2, self.read_threads)
 
@@ -197,23 +244,19 @@ class LocalStorage(Storage):
         return str(self.root)
 
     def child(self, name: str) -> LocalStorage:
-        return LocalStorage(self.root / name, durable=self._durable)
+        return self._like_this(self.root / name)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        path = self.root / name
-        self._make_folder(path.parent)
-        return _LocalWriter(path, self._durable)
-
-    def _make_folder(self, folder: Path) -> None:
-        """Make a folder and those around it; the names of new ones are durable on return."""
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._durable:
-            for path in made:
-                _sync(path.parent)
+        path, reserved_bytes = self.root / name, size_bytes if self._whole_files else 0
+        return self.folders.using(path.parent, lambda: _LocalWriter(path, self._durable, reserved_bytes))
 
     def open_file(self, name: str) -> FileReader:
-        return _LocalReader(self.root / name)
+        if not self._whole_files:
+            return _LocalReader(self.root / name, held=False)
+        found = self._held.get(name) or _LocalReader(self.root / name, held=True)
+        if len(self._held) < _MAX_OPEN_FILES:
+            self._held[name] = found
+        return found
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self.root / name
@@ -226,7 +269,7 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self.root / name
-        self._make_folder(path.parent)
+        self.folders.make(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
@@ -255,6 +298,33 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """Symbolic links are resolved."""
+        return ("file", *Path(os.path.realpath(self.root)).parts)
+
+    def list_files(self) -> list[str]:
+        return sorted(p.relative_to(self.root).as_posix() for p in self.root.rglob("*") if p.is_file())
+
+    def info(self, name: str) -> FileInfo | None:
+        path = self.root / name
+        if not path.is_file():
+            return None
+        found = path.stat()
+        return FileInfo(found.st_size, f"{found.st_size} {found.st_mtime_ns}")
+
+    def append(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        with self.folders.using(path.parent, lambda: path.open("ab")) as file:
+            file.write(data)
+
+    def rename(self, old: str, new: str) -> None:
+        try:
+            os.replace(self.root / old, self.root / new)
+        except FileNotFoundError:
+            if not (self.root / new).is_file():
+                raise
+
     def sync_folder(self, name: str) -> None:
         if not self._durable:
             return
@@ -265,6 +335,7 @@ class LocalStorage(Storage):
 
     def remove(self, name: str) -> None:
         path = self.root / name
+        self._held.pop(name, None)  # else it would go on reading what is removed
         if any((self.root / parent).is_symlink() for parent in Path(name).parents if parent.name):
             return  # behind a link lies what belongs to somebody else: only the link itself is ours
         if path.is_dir() and not path.is_symlink():
@@ -275,7 +346,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        self._make_folder(self.root)
+        self.folders.make(self.root)
         file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         with contextlib.ExitStack() as held:
             held.callback(os.close, file)

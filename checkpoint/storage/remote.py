@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.base import (
+    Buffer,
+    FileInfo,
+    FileReader,
+    FileWriter,
+    SourceError,
+    Storage,
+)
+from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 __all__ = ["RemoteStorage"]
 
@@ -65,23 +73,6 @@ class _GaveUp(ConnectionError):
     """The store could not be reached, however often it was tried."""
 
 
-def _retrying(work: Callable[[], T], tries: int) -> T:
-    """Call until it works; errors that cannot pass are raised as they are, the last of several as ConnectionError."""
-    for attempt in range(tries):
-        try:
-            return work()
-        except _GaveUp:
-            raise  # from inside, where as many tries were made
-        except Exception as error:
-            if not _may_pass(error):
-                raise
-            if attempt == tries - 1:
-                raise _GaveUp(f"gave up after {tries} tries: {type(error).__name__}: {error}") from error
-            # Ranks that were refused together shall not come back together.
-            time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
-    raise AssertionError("the last try returns or raises")
-
-
 def _size_of_object(info: dict[str, Any], path: str) -> int:
     """The size of what is proven to be an object, and not a prefix of others."""
     if info["type"] != "file":
@@ -90,9 +81,12 @@ def _size_of_object(info: dict[str, Any], path: str) -> int:
 
 
 class _RemoteWriter(FileWriter):
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, remove: Callable[[], None]) -> None:
+        self._file, self._remove = file, remove
         self._at = 0
+        # Elsewhere what is open can be seen already.
+        self._is_upload = isinstance(file, fsspec.spec.AbstractBufferedFile)
+        self._is_visible = not self._is_upload
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         if offset_bytes != self._at:
@@ -105,26 +99,32 @@ class _RemoteWriter(FileWriter):
 
     def close(self) -> None:
         self._file.close()
+        self._is_visible = True
 
     def abort(self) -> None:
         # Nothing is visible of an upload that was never completed, whether or not its parts can be dropped.
         try:
-            self._file.discard()
+            if self._is_visible:
+                self._remove()
+            else:
+                self._file.discard()
         except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
             _log.info("an upload could not be dropped: %s: %s", type(error).__name__, error)
         finally:
-            self._file.closed = True
+            if self._is_upload:
+                self._file.closed = True  # else the garbage collector would close it, and so publish it
 
 
 class _RemoteReader(FileReader):
-    def __init__(self, filesystem: Any, path: str, tries: int) -> None:
-        self._filesystem = filesystem
-        self._path = path
-        self._tries = tries
-        self._size = _size_of_object(_retrying(lambda: filesystem.info(path), tries), path)
+    """A file of known or unknown size: the latter is not asked for unless an answer is short."""
+
+    def __init__(self, storage: RemoteStorage, path: str, size: int | None = None) -> None:
+        self._storage, self._path, self._size = storage, path, size
 
     @property
     def size_bytes(self) -> int:
+        if self._size is None:
+            self._size = _size_of_object(self._storage.ask("info", self._path), self._path)
         return self._size
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
@@ -134,22 +134,35 @@ class _RemoteReader(FileReader):
             view[:] = data[: len(view)]
             data = data[len(view) :]
 
-    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        if stop_bytes > self._size:
+    def _prove_end(self, stop_bytes: int) -> None:
+        if stop_bytes > self.size_bytes:
             raise EOFError(f"{self._path} ends at byte {self._size}")
+
+    def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
+        if self._size is not None:
+            self._prove_end(stop_bytes)
         if stop_bytes == start_bytes:
             return memoryview(b"")
 
         def read() -> memoryview:
-            data = self._filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
-            if len(data) != stop_bytes - start_bytes:
-                # The object is large enough: what came too short is the answer.
-                raise OSError(
-                    f"{self._path} gave {len(data)} bytes of {stop_bytes - start_bytes} at {start_bytes}"
+            data = self._storage.filesystem.cat_file(self._path, start=start_bytes, end=stop_bytes)
+            answer = f"{self._path} gave {len(data)} bytes of {stop_bytes - start_bytes} at {start_bytes}"
+            if len(data) > stop_bytes - start_bytes:
+                raise ConversionError(
+                    explain(
+                        "The server does not give parts of files.",
+                        expected="as many bytes as were asked for",
+                        got=answer,
+                        where=self._storage.where,
+                        todo="download the checkpoint first, or use a server that knows range requests",
+                    )
                 )
+            if len(data) < stop_bytes - start_bytes:
+                self._prove_end(stop_bytes)
+                raise OSError(answer)  # the object is large enough: what came too short is the answer
             return memoryview(data)
 
-        return _retrying(read, self._tries)
+        return self._storage.retrying(read)
 
     def close(self) -> None:
         pass
@@ -161,6 +174,8 @@ class RemoteStorage(Storage):
     Args:
         url: such as ``s3://bucket/prefix``.
         tries: how often a request is sent before its error counts.
+        explains: whether errors of the store's client that cannot pass are told as a `ConnectionError` too, in one
+            sentence, or come through as they are.
         options: passed to the fsspec file system (credentials, endpoint, ..).
     """
 
@@ -170,11 +185,12 @@ class RemoteStorage(Storage):
     write_threads = 1
     read_threads = 8
 
-    def __init__(self, url: str, *, tries: int = _TRIES, **options: Any) -> None:
-        self._tries = tries
+    def __init__(self, url: str, *, tries: int = _TRIES, explains: bool = False, **options: Any) -> None:
         self._url = url.rstrip("/")
-        self._options = options
-        self.filesystem, self._root = fsspec.core.url_to_fs(self._url, **options)
+        self._tries, self._explains = tries, explains
+        self._options = {"tries": tries, "explains": explains, **options}
+        self.filesystem, root = fsspec.core.url_to_fs(self._url, **options)
+        self._root = root.rstrip("/")
 
     @property
     def where(self) -> str:
@@ -183,28 +199,63 @@ class RemoteStorage(Storage):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def retrying(self, work: Callable[[], T]) -> T:
-        return _retrying(work, self._tries)
+    def _try(self, work: Callable[[], T]) -> T:
+        """Call until it works; errors that may pass end in a ConnectionError, others are raised as they are."""
+        for attempt in range(self._tries):
+            try:
+                return work()
+            except (_GaveUp, SourceError):
+                raise  # from inside, where as many tries were made, or from elsewhere
+            except Exception as error:
+                if not _may_pass(error):
+                    if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
+                        raise
+                    raise self._unreachable("", error) from error
+                if attempt == self._tries - 1:
+                    raise self._unreachable(f"gave up after {self._tries} tries: ", error) from error
+                # Ranks that were refused together shall not come back together.
+                time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
+        raise AssertionError("the last try returns or raises")
+
+    def _unreachable(self, effort: str, error: Exception) -> _GaveUp:
+        return _GaveUp(
+            explain(
+                "A remote file system cannot be used.",
+                expected="that it answers, and knows who asks",
+                got=f"{effort}{type(error).__name__}: {error}",
+                where=self._url,
+                todo="check the URL, credentials and the network",
+            )
+        )
+
+    def ask(self, question: str, name: str) -> Any:
+        """The answer of the file system's method of that name, for a path."""
+        return self.retrying(lambda: getattr(self.filesystem, question)(name))
 
     def child(self, name: str) -> RemoteStorage:
-        return RemoteStorage(f"{self._url}/{name}", tries=self._tries, **self._options)
+        return RemoteStorage(f"{self._url}/{name}", **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        return _RemoteWriter(self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES))
+        file = self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES)
+        return _RemoteWriter(file, lambda: self.remove(name))
 
     def open_file(self, name: str) -> FileReader:
         self.filesystem.invalidate_cache()
-        return _RemoteReader(self.filesystem, self._path(name), self._tries)
+        size = _size_of_object(self.ask("info", self._path(name)), self._path(name))
+        return _RemoteReader(self, self._path(name), size)
+
+    def _reader(self, name: str) -> FileReader:
+        return _RemoteReader(self, self._path(name))
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         path = self._path(name)
 
         def read() -> bytes:
             self.filesystem.invalidate_cache()
-            size = _size_of_object(self.retrying(lambda: self.filesystem.info(path)), path)
+            size = _size_of_object(self.ask("info", path), path)
             if size > limit_bytes:
                 raise ValueError(f"{path} is larger than {limit_bytes} bytes")
-            data = bytes(self.retrying(lambda: self.filesystem.cat_file(path)))
+            data = bytes(self.ask("cat_file", path))
             if len(data) != size:  # an answer cut short, or an object replaced between two questions
                 raise OSError(f"{path} gave {len(data)} bytes of {size}")
             return data
@@ -219,7 +270,7 @@ class RemoteStorage(Storage):
 
     def exists(self, name: str) -> bool:
         self.filesystem.invalidate_cache()
-        return bool(self.retrying(lambda: self.filesystem.exists(self._path(name))))
+        return bool(self.ask("exists", self._path(name)))
 
     def list_folder(self, name: str) -> list[str]:
         self.filesystem.invalidate_cache()
@@ -228,6 +279,34 @@ class RemoteStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        protocol = self.filesystem.protocol  # s3a is s3
+        name = protocol if isinstance(protocol, str) else protocol[0]
+        return (name, *filter(None, self._root.split("/")))
+
+    def list_files(self) -> list[str]:
+        self.filesystem.invalidate_cache()
+        try:
+            found = self.ask("find", self._root)
+        except FileNotFoundError:
+            return []
+        prefix = self._root.lstrip("/") + "/"
+        names = (str(path).lstrip("/") for path in found)
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    def info(self, name: str) -> FileInfo | None:
+        try:
+            found = self.ask("info", self._path(name))
+        except FileNotFoundError:
+            return None
+        stamp = " ".join(str(found.get(key)) for key in ("size", "ETag", "LastModified", "mtime", "created"))
+        return FileInfo(int(found["size"]), stamp) if found["type"] == "file" else None
+
+    def append(self, name: str, data: bytes) -> None:
+        old = self.read_file(name) if self.size(name) is not None else b""
+        self.commit(name, old + data, replace=True)
 
     def sync_folder(self, name: str) -> None:
         """Nothing to do: an object is durable once it is there."""

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from vescale_fsdp.checkpoint.storage.open import open_parent
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes, parse_bytes
 from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import OPTIMIZER_FORMS, ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import KINDS, open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
-from vescale_fsdp.conversion.places import open_store, split_file
 from vescale_fsdp.errors import ConversionError, VescaleError
 
 if TYPE_CHECKING:
@@ -169,8 +169,8 @@ def inspect_command(
     source = open_source(src, kind=kind, trust_pickle=trust_pickle)
     if svg is not None:
         picture = draw(source, layout)
-        folder, name = split_file(svg)
-        open_store(folder).write_file(name, picture.encode())
+        folder, name = open_parent(svg)
+        folder.commit(name, picture.encode(), replace=True)
     found = describe(source)
     click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
 
@@ -483,7 +483,7 @@ def _print_error(message: str) -> None:
 
 def _what_to_do(error: OSError) -> str:
     if "what to do" in str(error):
-        return ""
+        return "; if files were finished, go on with --resume" if isinstance(error, ConnectionError) else ""
     if error.errno in _NO_ROOM:
         return "\n  what to do: make room; if files were finished, go on with --resume"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -11,9 +11,9 @@ import re
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.conversion.places import open_store, split_file
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = ["KINDS", "open_source"]
@@ -49,7 +49,7 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         ) from error
 
 
-def _open_as(kind: str | None, folder: Store, url: str, *, trust_pickle: bool) -> Source:
+def _open_as(kind: str | None, folder: Storage, url: str, *, trust_pickle: bool) -> Source:
     if kind is None:
         return _open(_detect(folder, url), folder, url, trust_pickle=trust_pickle)
     try:
@@ -63,7 +63,7 @@ def _open_as(kind: str | None, folder: Store, url: str, *, trust_pickle: bool) -
     return source
 
 
-def _wrong_kind(kind: str, folder: Store, url: str) -> ConversionError | None:
+def _wrong_kind(kind: str, folder: Storage, url: str) -> ConversionError | None:
     """If looking finds another kind than the one that was asked for."""
     looks_like = _detect(folder, url)
     if looks_like == kind:
@@ -79,7 +79,7 @@ def _wrong_kind(kind: str, folder: Store, url: str) -> ConversionError | None:
     )
 
 
-def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
+def _open(found: str, folder: Storage, url: str, *, trust_pickle: bool) -> Source:
     if found == "native":
         from vescale_fsdp.conversion.formats.native.read import open_native
 
@@ -95,8 +95,7 @@ def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
     if found == "safetensors":
         from vescale_fsdp.conversion.formats.huggingface.read import open_safetensors
 
-        parent, name = split_file(url)
-        return open_safetensors(open_store(parent), name)
+        return open_safetensors(*open_parent(url))
     if found == "shards":
         from vescale_fsdp.conversion.formats.huggingface.read import open_shards
 
@@ -116,19 +115,18 @@ def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
     if found == "torch":
         from vescale_fsdp.conversion.formats.torch_save.read import open_torch
 
-        parent, name = split_file(url)
-        return open_torch(open_store(parent), name, trust_pickle=trust_pickle)
+        return open_torch(*open_parent(url), trust_pickle=trust_pickle)
     raise ConversionError(_unknown(url, f"kind {found}"))
 
 
-def _detect(folder: Store, url: str) -> str:
+def _detect(folder: Storage, url: str) -> str:
     files = folder.list_files()
     if found := _folder_kind(files):
         return found
     if files:
         raise ConversionError(_foreign(url, files) or _unknown(url, f"a folder with {', '.join(files[:4])}"))
-    parent, name = split_file(url)
-    if open_store(parent).size(name) is None:
+    parent, name = open_parent(url)
+    if parent.size(name) is None:
         raise ConversionError(
             explain(
                 "there is nothing to read",
@@ -142,7 +140,7 @@ def _detect(folder: Store, url: str) -> str:
         return "safetensors"
     from vescale_fsdp.conversion.formats.torch_save.read import is_torch_file
 
-    if is_torch_file(open_store(parent), name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
+    if is_torch_file(parent, name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
         return "torch"
     raise ConversionError(_foreign(url, [name]) or _unknown(url, f"a file {name}"))
 

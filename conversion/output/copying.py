@@ -17,10 +17,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 import xxhash
 
+from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.conversion.output.copy_jobs import (
     Job,
     MoveJob,
@@ -33,7 +35,6 @@ from vescale_fsdp.conversion.output.copy_jobs import (
 from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart
 from vescale_fsdp.conversion.output.prove_sources import prove_whole
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.conversion.store import OutputFile
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["CopyLimits", "Progress", "copy_files", "written_digest"]
@@ -86,7 +87,7 @@ class CopyLimits:
 class _WorkingFile:
     """A file being written: what is left to do and the checksums so far."""
 
-    def __init__(self, plan: FilePlan, out: OutputFile, num_jobs: int) -> None:
+    def __init__(self, plan: FilePlan, out: FileWriter, num_jobs: int) -> None:
         self.plan, self.out = plan, out
         self._left = num_jobs
         self._lock = threading.Lock()
@@ -107,7 +108,8 @@ class _WorkingFile:
 
         view = self.plan.tensor(segment.part).view
         array = np.frombuffer(buffer, dtype=np.uint8)
-        data = read_range(view, segment.start, segment.stop, array).data
+        with reading_source():
+            data = read_range(view, segment.start, segment.stop, array).data
         self._write(segment.place(self.plan)[0], data, segment.part)
         return len(data)
 
@@ -131,7 +133,7 @@ class _WorkingFile:
         return nbytes
 
     def _write(self, offset: int, data: memoryview, part: int) -> None:
-        self.out.write_at(offset, data)
+        self.out.write_at(offset, [data])
         digest = xxhash.xxh3_64_intdigest(data)
         kind = self.plan.tensor(part).crc
         crc = kind.of(data) if kind else 0
@@ -145,11 +147,11 @@ class _WorkingFile:
         for index in range(first, stop):
             part = self.plan.parts[index]
             if isinstance(part, FixedPart):
-                self.out.write_at(self.plan.offsets[index], part.data)
+                self.out.write_at(self.plan.offsets[index], [part.data])
             elif isinstance(part, ComputedPart):
                 data = part.make(self._part_crcs())
                 assert len(data) == part.nbytes, f"{self.plan.name}: {len(data)} bytes, planned {part.nbytes}"
-                self.out.write_at(self.plan.offsets[index], data)
+                self.out.write_at(self.plan.offsets[index], [data])
 
     def _part_crcs(self) -> dict[int, int]:
         found = {i: 0 for i, part in enumerate(self.plan.parts) if isinstance(part, TensorPart)}
@@ -186,7 +188,8 @@ class _Copier:
     """What the threads of one conversion share."""
 
     limits: CopyLimits
-    create: Callable[[FilePlan], OutputFile]
+    create: Callable[[FilePlan], FileWriter]
+    retrying: Callable[[Callable[[], None]], None]
     progress: Progress
     on_finished: Callable[[FilePlan, str], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -206,8 +209,10 @@ class _Copier:
             self.buffers.put(buffer)
 
     def close(self, file: _WorkingFile) -> None:
-        prove_whole(file.plan)
-        file.out.finish()
+        """Prove what was read, and close."""
+        with reading_source():
+            prove_whole(file.plan)
+        file.out.close()
         with self.lock:
             self.on_finished(file.plan, file.digest())
 
@@ -236,22 +241,33 @@ class _Copier:
         """Write whole files front to back, one after the other; a file is finished only if complete."""
         with self.buffer() as buffer:
             for plan in plans:
-                file, known = _WorkingFile(plan, self.create(plan), 0), 0
-                for segment in jobs_in_order(plan, self.limits.buffer_bytes):
-                    if plans.is_stopped:
-                        return
-                    file.write_known(known, segment.part)
-                    known = segment.part
-                    self.progress(file.do(segment, buffer)[0])
-                file.write_known(known, len(plan.parts))
-                self.close(file)
+                self.retrying(partial(self.write_in_order, plan, plans, buffer))
+
+    def write_in_order(self, plan: FilePlan, plans: Shared[FilePlan], buffer: memoryview) -> None:
+        """Write one file front to back."""
+        file, known, done = _WorkingFile(plan, self.create(plan), 0), 0, 0
+        try:
+            for segment in jobs_in_order(plan, self.limits.buffer_bytes):
+                if plans.is_stopped:
+                    return
+                file.write_known(known, segment.part)
+                known = segment.part
+                nbytes = file.do(segment, buffer)[0]
+                self.progress(nbytes)
+                done += nbytes
+            file.write_known(known, len(plan.parts))
+            self.close(file)
+        except Exception:  # the file may be tried again from its start
+            self.progress(-done)
+            raise
 
 
 def copy_files(
     plans: Sequence[FilePlan],
     limits: CopyLimits,
     *,
-    create: Callable[[FilePlan], OutputFile],
+    create: Callable[[FilePlan], FileWriter],
+    retrying: Callable[[Callable[[], None]], None],
     in_order: bool,
     progress: Progress,
     on_finished: Callable[[FilePlan, str], None] = lambda _plan, _digest: None,
@@ -262,6 +278,7 @@ def copy_files(
         plans: what to write.
         limits: memory and threads.
         create: opens an output; called when its first byte is about to be written.
+        retrying: does what failed again, from the start of a file that is written front to back.
         in_order: whether outputs must be written front to back.
         progress: called with bytes done since the last call, from several threads.
         on_finished: called, one at a time, with each finished (not committed) file and its digest.
@@ -269,8 +286,8 @@ def copy_files(
     Raises:
         Exception: the first error of any thread; the others stop. Outputs are not aborted.
     """
-    copier = _Copier(limits, create, progress, on_finished)
+    copier = _Copier(limits, create, retrying, progress, on_finished)
     if in_order:
         in_threads(limits.usable_threads, copier.stream, plans)
     else:
-        in_threads(limits.usable_threads, copier.work, copier.jobs(plans))
+        retrying(lambda: in_threads(limits.usable_threads, copier.work, copier.jobs(plans)))

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from vescale_fsdp.conversion.store import Store
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["Journal", "is_journal"]
@@ -36,7 +36,7 @@ class Journal:
         finished: file name -> (digest, bytes per segment it was made with).
     """
 
-    store: Store
+    store: Storage
     stem: str
     fingerprint: str
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -51,10 +51,9 @@ class Journal:
     def start(self) -> None:
         """Write the first line; an older journal of that name is replaced."""
         self.store.remove(self.name)
-        head: dict[str, Any] = {"version": _VERSION, "plan": self.fingerprint}
-        if self.store.folders is not None:
-            self.store.folders.make_root()
-            head["made_folders"] = self.store.folders.levels
+        folders = self.store.folders
+        folders.make_root()
+        head = {"version": _VERSION, "plan": self.fingerprint, "made_folders": folders.levels}
         self.store.append(self.name, _line(head))
         self.is_started = True
 
@@ -87,7 +86,7 @@ class Journal:
                     "the interrupted conversion was another one",
                     expected=f"plan {self.fingerprint}",
                     got=f"plan {head.get('plan')} of version {head.get('version')}",
-                    where=f"{self.store.url}/{self.name}",
+                    where=f"{self.store.where}/{self.name}",
                     todo="repeat the options of the interrupted run, or start anew with --overwrite",
                 )
             )
@@ -95,8 +94,7 @@ class Journal:
         files = [line for line in lines if "file" in line]
         self.finished = {str(f["file"]): (str(f["digest"]), int(f["segment_bytes"])) for f in files}
         self.is_complete = any(line.get("complete") for line in lines)
-        if self.store.folders is not None:
-            self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
+        self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
         return True
 
 

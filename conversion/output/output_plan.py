@@ -13,8 +13,8 @@ from functools import cached_property
 
 import xxhash
 
+from vescale_fsdp.checkpoint.storage.base import FileWriter
 from vescale_fsdp.conversion.output.file_plan import FilePlan, TensorPart
-from vescale_fsdp.conversion.store import OutputFile
 
 __all__ = ["ClosingFile", "OutputPlan", "Written"]
 
@@ -51,7 +51,7 @@ class OutputPlan:
     closing: tuple[ClosingFile, ...]
     is_stale: Callable[[str], bool]
     single_file: bool = False
-    wrap: Callable[[str, OutputFile], OutputFile] | None = None
+    wrap: Callable[[str, FileWriter], FileWriter] | None = None
     when_written: Callable[[Written], None] = lambda _: None
 
     @cached_property

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage, partial_name
 from vescale_fsdp.conversion.output.copying import CopyLimits, Progress, copy_files, written_digest
 from vescale_fsdp.conversion.output.file_plan import FilePlan
 from vescale_fsdp.conversion.output.journal import Journal
@@ -20,7 +21,6 @@ from vescale_fsdp.conversion.output.output_plan import OutputPlan
 from vescale_fsdp.conversion.output.prove_sources import prove_cut, prove_unchanged
 from vescale_fsdp.conversion.output.target_folder import check_target, is_leftover, open_target
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.conversion.store import OutputFile, StagedFile, Store, partial_name
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
@@ -121,7 +121,7 @@ class _Run:
     def __init__(
         self,
         plan: OutputPlan,
-        store: Store,
+        store: Storage,
         stem: str,
         options: RunOptions,
         old_files: Sequence[str],
@@ -132,7 +132,7 @@ class _Run:
         self._journals = [self._journal(i, stem) for i in range(options.part.count)]
         self._mine = self._journals[options.part.index]
         self._files = plan.files[options.part.index :: options.part.count]
-        self._outputs: dict[str, OutputFile] = {}
+        self._outputs: dict[str, FileWriter] = {}
 
     def _journal(self, index: int, stem: str) -> Journal:
         count = self._options.part.count
@@ -147,7 +147,7 @@ class _Run:
         try:
             if not self._mine.is_started:
                 self._mine.start()
-                if not self._store.renames:  # new data appears at once: the old index must not vouch for it
+                if self._store.in_order:  # new data appears at once: the old index must not vouch for it
                     self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
             self._copy(todo)
@@ -160,16 +160,14 @@ class _Run:
             self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
             raise
         finally:
-            if self._store.folders is not None:
-                self._store.folders.remove_empty()
+            self._store.folders.remove_empty()
         return Outcome(tuple(file.name for file in todo), tuple(kept), published)
 
     def _keep_finished(self) -> list[str]:
         """Files an earlier run finished, each read again and compared with its digest."""
         if not self._options.resume or not self._mine.load():
             return []
-        if self._store.folders is not None:
-            self._store.folders.adopt_parents(file.name for file in self._files)
+        self._store.folders.adopt_parents(file.name for file in self._files)
         intact: set[str] = set()
 
         def check(files: Shared[FilePlan]) -> None:
@@ -203,11 +201,16 @@ class _Run:
 
     @property
     def _in_order(self) -> bool:
-        return self._plan.wrap is not None or not self._store.renames
+        return self._plan.wrap is not None or self._store.in_order
 
     def _copy(self, todo: Sequence[FilePlan]) -> None:
-        def create(file: FilePlan) -> OutputFile:
-            out = self._store.create(file.name, file.nbytes)
+        def create(file: FilePlan) -> FileWriter:
+            name = self._store.working_name(file.name)
+            if file.name in self._outputs:
+                self._outputs[file.name].abort()  # a try that failed
+            elif not self._store.in_order:
+                self._store.remove(name)  # of a run that was killed
+            out = self._store.create(name, file.nbytes)
             self._outputs[file.name] = self._plan.wrap(file.name, out) if self._plan.wrap else out
             return self._outputs[file.name]
 
@@ -216,6 +219,7 @@ class _Run:
             todo,
             limits,
             create=create,
+            retrying=self._store.retrying,
             in_order=self._in_order,
             progress=self._progress,
             on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
@@ -233,12 +237,12 @@ class _Run:
         try:
             self._plan.when_written(self._read_written)
             for closing in self._plan.closing:  # what may fail comes before the first final name
-                staged[closing.name] = self._store.stage(closing.name, closing.pieces(), str(part.index))
+                staged[closing.name] = self._store.stage(closing.name, closing.pieces, str(part.index))
             self._remove_old(leftovers=True)
             for file in self._plan.files:
-                self._store.commit(file.name)
+                self._store.publish(file.name)
             for name, ready in staged.items():
-                ready.commit()
+                ready.publish()
                 committed.append(name)
         except BaseException:
             for ready in staged.values():
@@ -276,8 +280,7 @@ class _Run:
         old = [n for n in old if n in closing or self._plan.is_stale(n) or (leftovers and is_leftover(n))]
         for name in old:
             self._store.remove(name)
-        if self._store.folders is not None:
-            self._store.folders.adopt_parents(old)
+        self._store.folders.adopt_parents(old)
 
     def _clean_up(self, *, keep_finished: bool) -> None:
         finished = self._mine.finished if keep_finished else {}
@@ -287,6 +290,6 @@ class _Run:
         if finished:
             return
         for file in self._files:  # what an interrupted run left goes too
-            if self._store.renames or file.name in self._mine.finished:
+            if not self._store.in_order or file.name in self._mine.finished:
                 self._store.remove(self._store.working_name(file.name))
         self._store.remove(self._mine.name)

@@ -13,21 +13,18 @@ old result's index goes before the first new object comes.
 
 from __future__ import annotations
 
-from vescale_fsdp.conversion.local_store import LocalStore
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.output.journal import is_journal
-from vescale_fsdp.conversion.places import open_store, split_file
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["check_target", "is_leftover", "open_target"]
 
 
-def open_target(url: str, *, single_file: bool) -> tuple[Store, str | None]:
+def open_target(url: str, *, single_file: bool) -> tuple[Storage, str | None]:
     """The store a target is written to, and the file's name if the target is one file."""
-    if not single_file:
-        return open_store(url), None
-    folder, name = split_file(url)
-    return open_store(folder), name
+    return open_parent(url) if single_file else (open_store(url), None)
 
 
 def check_target(url: str, *, source_url: str, single_file: bool, overwrite: bool, resume: bool) -> list[str]:
@@ -39,11 +36,11 @@ def check_target(url: str, *, source_url: str, single_file: bool, overwrite: boo
     """
     _refuse_overlap(url, source_url, single_file=single_file)
     store, name = open_target(url, single_file=single_file)
-    if isinstance(store, LocalStore):
+    if isinstance(store, LocalStorage):
         in_the_way = next((path for path in (store.root, *store.root.parents) if path.is_file()), None)
         if in_the_way is not None:
             raise ConversionError(_refusal(url, "a folder", f"a file {in_the_way}", "choose another target"))
-    if name == "" or (name and isinstance(store, LocalStore) and (store.root / name).is_dir()):
+    if name == "" or (name and isinstance(store, LocalStorage) and (store.root / name).is_dir()):
         raise ConversionError(_refusal(url, "a file", "a folder", "add a file name to the target"))
     files = store.list_files() if name is None else _leftovers_of(store, name)
     interrupted = any(is_journal(file) for file in files)
@@ -59,7 +56,7 @@ def check_target(url: str, *, source_url: str, single_file: bool, overwrite: boo
     return files
 
 
-def _leftovers_of(store: Store, name: str) -> list[str]:
+def _leftovers_of(store: Storage, name: str) -> list[str]:
     candidates = [name, store.working_name(name), f".{name}.vescale-convert.jsonl"]
     return [file for file in dict.fromkeys(candidates) if store.size(file) is not None]
 

@@ -44,7 +44,7 @@ from functools import cached_property
 from importlib import resources
 from typing import Any
 
-from vescale_fsdp.conversion.places import open_store, split_file
+from vescale_fsdp.checkpoint.storage.open import open_parent
 from vescale_fsdp.conversion.rules.operations import Operation, Stack, parse_operation
 from vescale_fsdp.errors import ConversionError, explain
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
@@ -228,8 +228,7 @@ def load_rules(name: str) -> RuleSet:
     if name in shipped_rules():
         data = (resources.files("vescale_fsdp.conversion.rules.shipped") / f"{name}.toml").read_bytes()
     elif name.endswith(".toml"):
-        folder, file = split_file(name)
-        store = open_store(folder)
+        store, file = open_parent(name)
         if store.size(file) is None:
             raise _bad(name, "a file of key rules", "no such file")
         data = store.read_file(file)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
@@ -114,7 +114,7 @@ class Source:
     """
 
     kind: str
-    store: Store
+    store: Storage
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, StoredValue] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Source:
     @property
     def url(self) -> str:
         """Where the checkpoint is: the folder, or the file if it is one file."""
-        return f"{self.store.url}/{self.file}" if self.file else self.store.url
+        return f"{self.store.where}/{self.file}" if self.file else self.store.where
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +171,7 @@ class Source:
         files = sorted(
             {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks if chunk.file}
         )
-        stamps = [f"{file} {self.store.stamp(file)}" for file in files]
+        stamps = [f"{file} {self.store.required_info(file).stamp}" for file in files]
         return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
     def info(self, name: str) -> TensorInfo:
@@ -308,7 +308,7 @@ class Source:
         return found
 
     def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
-        where = f"tensor {info.name} in {self.store.url}/{chunk.file} at byte {chunk.offset}"
+        where = f"tensor {info.name} in {self.store.where}/{chunk.file} at byte {chunk.offset}"
         archive = TorchArchive(
             lambda offset, nbytes: self.store.read(chunk.file, chunk.offset + offset, nbytes),
             chunk.nbytes,

@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, load_dcp_metadata
 from vescale_fsdp.conversion.formats.torch_save.values import load_torch_bytes
 from vescale_fsdp.conversion.source.source import Source, StoredValue
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.geometry import Box
 
@@ -31,7 +31,7 @@ _ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 
 
-def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
+def open_dcp(store: Storage, *, trust_pickle: bool = False) -> Source:
     """Open a DCP checkpoint, or a folder of accelerate's that holds model and optimizer as two of them;
     reads ``.metadata`` and file sizes only.
 
@@ -48,7 +48,7 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
                 "the folder holds several checkpoints",
                 expected="one, or one of a model and one of its optimizer",
                 got=", ".join(folder.rstrip("/") for folder in folders[:6]),
-                where=store.url,
+                where=store.where,
                 todo="pass one of these folders",
             )
         )
@@ -62,7 +62,7 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
                 "the model's checkpoint and its optimizer's have entries of one name",
                 expected="names under model and under optimizer",
                 got=min(doubles),
-                where=store.url,
+                where=store.where,
                 todo="pass one of the two folders",
             )
         )
@@ -81,8 +81,8 @@ def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
 
 
-def _open_folder(store: Store, folder: str, *, trust_pickle: bool) -> Source:
-    where = f"{store.url}/{folder}{METADATA_FILE}"
+def _open_folder(store: Storage, folder: str, *, trust_pickle: bool) -> Source:
+    where = f"{store.where}/{folder}{METADATA_FILE}"
     metadata = load_dcp_metadata(store.read_file(folder + METADATA_FILE), where=where, trust=trust_pickle)
     try:
         reader = _MetadataReader(metadata, store, folder, trust_pickle)
@@ -111,7 +111,7 @@ def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
 class _MetadataReader:
     """Turns the records of one Metadata into stored tensors and values."""
 
-    def __init__(self, metadata: Record, store: Store, folder: str, trust_pickle: bool) -> None:
+    def __init__(self, metadata: Record, store: Storage, folder: str, trust_pickle: bool) -> None:
         self._store, self._folder, self._trust = store, folder, trust_pickle
         self._entries: dict[str, Any] = metadata.state_dict_metadata
         self.sizes: dict[str, int] = {}
@@ -142,7 +142,7 @@ class _MetadataReader:
 
     def _value(self, name: str) -> StoredValue:
         file, offset, nbytes = self._place(name, None)
-        where = f"{name} in {self._store.url}/{file} at byte {offset}"
+        where = f"{name} in {self._store.where}/{file} at byte {offset}"
 
         def read() -> Any:
             data = self._store.read(file, offset, nbytes)
@@ -159,7 +159,7 @@ class _MetadataReader:
                     "the checkpoint's metadata does not say where an entry is stored",
                     expected=f"a storage record for {name} at {offsets}",
                     got="none",
-                    where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
+                    where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
                     todo="save the checkpoint again; its save did not finish or lost items",
                 )
             )
@@ -169,7 +169,7 @@ class _MetadataReader:
                     "the checkpoint's data files are transformed",
                     expected="plain .distcp data",
                     got=f"transforms {list(info.transform_descriptors)}",
-                    where=f"{name} in {self._store.url}/{info.relative_path}",
+                    where=f"{name} in {self._store.where}/{info.relative_path}",
                     todo="load it with the program that saved it and save it without stream transforms",
                 )
             )
@@ -180,7 +180,7 @@ class _MetadataReader:
                     "a data file of the checkpoint is truncated",
                     expected=f"at least {info.offset + info.length} bytes (for {name})",
                     got=f"{self.sizes[file]} bytes",
-                    where=f"{self._store.url}/{file}",
+                    where=f"{self._store.where}/{file}",
                     todo="copy the file again from where it was saved, or use an older checkpoint",
                 )
             )
@@ -196,7 +196,7 @@ class _MetadataReader:
                         "the checkpoint's metadata points outside of its folder",
                         expected="a file name inside the checkpoint",
                         got=file,
-                        where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
+                        where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
                         todo="do not use this checkpoint: it was made by hand",
                     )
                 )

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
 from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
-from vescale_fsdp.conversion.places import open_store
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["CONFIG_FILE", "Assets"]
@@ -52,7 +52,7 @@ class Assets:
         self._weights_dtype: str | None = None
         if url is None:
             return
-        self._store: Store = open_store(url)
+        self._store: Storage = open_store(url)
         found = self._store.list_files()
         if not found:
             raise ConversionError(

@@ -7,12 +7,12 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE, SINGLE_FILE, is_weight_file
 from vescale_fsdp.conversion.formats.huggingface.safetensors import read_tensors
 from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_numbers
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box
@@ -29,7 +29,7 @@ __all__ = [
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
-def open_safetensors(store: Store, file: str) -> Source:
+def open_safetensors(store: Storage, file: str) -> Source:
     """Open one safetensors file.
 
     Raises:
@@ -39,7 +39,7 @@ def open_safetensors(store: Store, file: str) -> Source:
     return Source("safetensors", store, tensors, facts={"metadata": json.dumps(metadata)}, file=file)
 
 
-def open_hf_folder(store: Store) -> Source:
+def open_hf_folder(store: Storage) -> Source:
     """Open a folder with ``model.safetensors``, or with an index and its shards.
 
     Raises:
@@ -54,7 +54,7 @@ def open_hf_folder(store: Store) -> Source:
                 "the folder holds two models",
                 expected=f"either {SINGLE_FILE} or {INDEX_FILE}",
                 got="both",
-                where=store.url,
+                where=store.where,
                 todo="remove the one that is out of date (transformers would load the single file)",
             )
         )
@@ -69,7 +69,7 @@ def open_hf_folder(store: Store) -> Source:
                 "the folder has several safetensors files but no index",
                 expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
                 got=", ".join(files[:4]) or "no safetensors file",
-                where=store.url,
+                where=store.where,
                 todo="pass one of the files instead of the folder, or restore the index",
             )
         )
@@ -87,7 +87,7 @@ def is_shard_file(name: str) -> bool:
     return _SHARD_FILE.fullmatch(name) is not None
 
 
-def open_shards(store: Store) -> Source:
+def open_shards(store: Storage) -> Source:
     """Open a folder of per-rank safetensors files, as transformers 5 and torch's ``HuggingFaceStorageWriter``
     leave them: the header of each says where its boxes begin.
 
@@ -103,7 +103,7 @@ def open_shards(store: Store) -> Source:
                 "the folder holds two models",
                 expected="either the files of the ranks or whole weights",
                 got=f"{files[0]} and {whole[0]}",
-                where=store.url,
+                where=store.where,
                 todo="remove the one that is out of date",
             )
         )
@@ -137,7 +137,7 @@ def _joined(chunks: Mapping[str, list[StoredChunk]], dtypes: Mapping[str, DType]
     return tensors
 
 
-def _saved_offsets(store: Store, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
         found = parse_json(metadata.get("DCP_SHARDING_INFO", "{}"))
         return {str(name): whole_numbers(entry["saved_offsets"]) for name, entry in found.items()}
@@ -146,20 +146,20 @@ def _saved_offsets(store: Store, file: str, metadata: Mapping[str, str]) -> dict
         raise _odd_shard(store, file, "offsets of its boxes in the header", got) from error
 
 
-def _odd_shard(store: Store, file: str, expected: str, got: object) -> CorruptCheckpointError:
+def _odd_shard(store: Storage, file: str, expected: str, got: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
             "the files of the ranks do not fit together",
             expected=expected,
             got=got,
-            where=f"{store.url}/{file}",
+            where=f"{store.where}/{file}",
             todo="copy the files of all ranks again, from one save",
         )
     )
 
 
 def check_index(
-    store: Store, mapped: Mapping[str, str], file: str, found: Collection[str], index_file: str = INDEX_FILE
+    store: Storage, mapped: Mapping[str, str], file: str, found: Collection[str], index_file: str = INDEX_FILE
 ) -> None:
     """Hold what an index says of one of its files against what the file has.
 
@@ -175,7 +175,7 @@ def check_index(
             raise _disagree(store, index_file, name, f"in {place}", "not there")
 
 
-def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
+def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
     """Tensor name -> file, as the index says.
 
     Raises:
@@ -190,7 +190,7 @@ def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
                 "the index cannot be read",
                 expected="JSON with a weight_map",
                 got=f"{type(error).__name__}: {error}",
-                where=f"{store.url}/{index_file}",
+                where=f"{store.where}/{index_file}",
                 todo="copy the file again from where it was made",
             )
         ) from error
@@ -200,13 +200,13 @@ def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
     return found
 
 
-def _disagree(store: Store, index_file: str, name: str, expected: str, got: str) -> CorruptCheckpointError:
+def _disagree(store: Storage, index_file: str, name: str, expected: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
             "the index disagrees with the files",
             expected=f"{name} {expected}",
             got=got,
-            where=f"{store.url}/{index_file}",
+            where=f"{store.where}/{index_file}",
             todo="copy the folder again from where it was made, or convert it anew",
         )
     )

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
 from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.geometry import whole_box
@@ -98,7 +98,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     )
 
 
-def read_tensors(store: Store, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of a file, and its ``__metadata__``; checks that they tile the file exactly.
 
     Raises:
@@ -108,7 +108,7 @@ def read_tensors(store: Store, file: str) -> tuple[dict[str, StoredTensor], dict
     def read(offset: int, nbytes: int) -> bytes:
         return store.read(file, offset, nbytes)
 
-    entries, metadata = read_header(read, store.required_size(file), f"{store.url}/{file}")
+    entries, metadata = read_header(read, store.required_size(file), f"{store.where}/{file}")
     tensors = {}
     for name, entry in entries.items():
         info = TensorInfo(name, entry.shape, entry.dtype)

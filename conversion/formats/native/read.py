@@ -5,7 +5,7 @@ Files are those of ranks, or the chunks of zarr arrays with ranks' files for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,14 +16,12 @@ from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import CheckedFile, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of
-from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
@@ -44,7 +42,7 @@ class _PerRankLeaf(NamedTuple):
     name: str
 
 
-def open_native(store: Store) -> Source:
+def open_native(store: Storage) -> Source:
     """Open a native checkpoint; reads the manifest and file sizes.
 
     Raises:
@@ -53,7 +51,7 @@ def open_native(store: Store) -> Source:
     """
     manifest = _manifest(store)
     chunks = _pieces(store, manifest) if not manifest.is_zarr else _array_chunks(store, manifest)
-    state = decode(manifest.structure.tree, _leaf, store.url)
+    state = decode(manifest.structure.tree, _leaf, store.where)
     nested = state if isinstance(state, Mapping) else {"state": state}
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, StoredValue] = {}
@@ -86,67 +84,34 @@ def open_native(store: Store) -> Source:
     )
 
 
-def _manifest(store: Store) -> Manifest:
-    return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
+def _manifest(store: Storage) -> Manifest:
+    return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
 
 
-def _checked(store: Store, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
+def _checked(store: Storage, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
     """Rank files by name, opened when read; few are kept, since each holds its header and checksums."""
     ranks = {manifest.file_name(rank): rank for rank in range(manifest.world_size)}
 
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def opened(name: str) -> CheckedFile | None:
-        return OpenRankFile(_Files(store), RankFile(manifest, ranks[name])) if name in ranks else None
+        return OpenRankFile(store, RankFile(manifest, ranks[name])) if name in ranks else None
 
     return opened
 
 
-def check_native(store: Store, tell: Callable[[Check], object], *, threads: int) -> None:
+def check_native(store: Storage, tell: Callable[[Check], object], *, threads: int) -> None:
     """Look at every file, as the engine's `verify` does; ``tell`` is called with what came of each look."""
     from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
 
-    check_files(_Files(store), _manifest(store), tell, threads=threads)
+    check_files(store, _manifest(store), tell, threads=threads)
 
 
-def _tables(store: Store, manifest: Manifest) -> ChunkTables:
+def _tables(store: Storage, manifest: Manifest) -> ChunkTables:
     from vescale_fsdp.checkpoint.loading.zarr_chunks import (
         ChunkTables,  # numpy, which other sources do without
     )
 
-    return ChunkTables(_Files(store), manifest)
-
-
-class _Files:
-    """A store as `OpenRankFile` wants it."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    @property
-    def where(self) -> str:
-        return self._store.url
-
-    def open_file(self, name: str) -> FileReader:
-        return _Reader(self._store, name)
-
-
-class _Reader(FileReader):
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
-        self._size_bytes = store.required_size(name)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            self._store.read_into(self._name, offset_bytes, view)
-            offset_bytes += len(view)
-
-    def close(self) -> None:
-        """The store keeps what is open."""
+    return ChunkTables(store, manifest)
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:
@@ -155,7 +120,7 @@ def _leaf(node: Mapping[str, Any]) -> Any:
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
 
 
-def _pieces(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
+def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """The pieces of every tensor in ranks' files, each once.
 
     Where every replica stores all (a node's memory), one does, and files of other nodes may be elsewhere.
@@ -167,7 +132,7 @@ def _pieces(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
-        _require_size(store, file.name, file.total_bytes)
+        store.prove_size(file.name, file.total_bytes)
         for piece in file.pieces:
             if piece.region not in found[piece.place]:
                 found[piece.place][piece.region] = list(_chunks_of(manifest, file.name, piece))
@@ -177,33 +142,19 @@ def _pieces(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
-def _require_size(store: Store, name: str, nbytes: int) -> None:
-    size = store.required_size(name)
-    if size != nbytes:
-        raise CorruptCheckpointError(
-            explain(
-                "a file of the checkpoint has the wrong size",
-                expected=f"{nbytes} bytes",
-                got=f"{size} bytes",
-                where=f"{store.url}/{name}",
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
-        )
-
-
-def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
+def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in map(partial(RankFile, manifest), range(manifest.world_size)):
-        _require_size(store, file.name, file.total_bytes)
+        store.prove_size(file.name, file.total_bytes)
     tables = _tables(store, manifest)
     for places in manifest.places_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunk_sizes[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
-            _require_size(store, name, nbytes + CRC_BYTES)
-            where = f"tensor {name_of(split_name(entry.name))} in {store.url}/{name}"
+            store.prove_size(name, nbytes + CRC_BYTES)
+            where = f"tensor {name_of(split_name(entry.name))} in {store.where}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             run = CheckedRun(name, 0, nbytes, CRC32C, saved, where)
             strides = contiguous_strides(sizes)
@@ -215,7 +166,7 @@ def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
     return found
 
 
-def _saved_crc(tables: ChunkTables, store: Store, chunk: Chunk, nbytes: int) -> int:
+def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -> int:
     """What a chunk was written with: as its owner's file says, else as it says itself."""
     written = tables.checksum(chunk)
     if written is None:

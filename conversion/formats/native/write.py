@@ -9,7 +9,7 @@ ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +23,12 @@ from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.conversion.formats.torch_save.pickle_writer import torch_dtype
 from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
 from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
 from vescale_fsdp.conversion.state.carried_state import State
 from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
-from vescale_fsdp.conversion.store import OutputFile
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -56,7 +56,7 @@ def plan_native(state: State, num_ranks: int, granularity: GranularityRule) -> O
     tables: dict[str, _Stripes] = {}
     files = tuple(_file(manifest, rank, by_name, tables) for rank in range(num_ranks))
 
-    def wrap(name: str, out: OutputFile) -> OutputFile:
+    def wrap(name: str, out: FileWriter) -> FileWriter:
         tables[name] = _Stripes(out, manifest.stripe_bytes)
         return tables[name]
 
@@ -175,28 +175,26 @@ def _candidates(path: list[str], state: State, slots: Mapping[str, LayoutCut]) -
     return sorted(found, key=lambda item: -len(item[0]))  # the longest name is the right one
 
 
-class _Stripes(OutputFile):
-    """Passes bytes on and keeps the checksum of every stripe of them."""
+class _Stripes(FileWriter):
+    """Passes bytes on, from front to back, and keeps the checksum of every stripe of them."""
 
-    needs_order = True
-
-    def __init__(self, out: OutputFile, stripe_bytes: int) -> None:
+    def __init__(self, out: FileWriter, stripe_bytes: int) -> None:
         self._out, self._stripe_bytes = out, stripe_bytes
         self._position = 0
         self._hash = xxhash.xxh3_64()
         self._checksums: list[int] = []
 
-    def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        assert offset == self._position, f"written at {offset}, expected {self._position}"
-        self._out.write_at(offset, data)
-        view = memoryview(data).cast("B")
-        while len(view):
-            room = self._stripe_bytes - self._position % self._stripe_bytes
-            self._hash.update(view[:room])
-            self._position += min(room, len(view))
-            view = view[room:]
-            if self._position % self._stripe_bytes == 0:
-                self._close_stripe()
+    def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
+        assert offset_bytes == self._position, f"written at {offset_bytes}, expected {self._position}"
+        self._out.write_at(offset_bytes, buffers)
+        for view in [memoryview(buffer).cast("B") for buffer in buffers]:
+            while len(view):
+                room = self._stripe_bytes - self._position % self._stripe_bytes
+                self._hash.update(view[:room])
+                self._position += min(room, len(view))
+                view = view[room:]
+                if self._position % self._stripe_bytes == 0:
+                    self._close_stripe()
 
     def _close_stripe(self) -> None:
         self._checksums.append(self._hash.intdigest())
@@ -208,8 +206,8 @@ class _Stripes(OutputFile):
             self._close_stripe()
         return pack_table(self._checksums)
 
-    def finish(self) -> None:
-        self._out.finish()
+    def close(self) -> None:
+        self._out.close()
 
     def abort(self) -> None:
         self._out.abort()

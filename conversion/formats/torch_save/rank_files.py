@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.formats.torch_save.rank_parts import (
     RankPart,
@@ -24,7 +25,6 @@ from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_stat
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 
 __all__ = ["open_ranks", "rank_files"]
@@ -65,7 +65,7 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
     return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(found.items())}
 
 
-def open_ranks(store: Store, *, trust_pickle: bool = False) -> Source:
+def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
     """Open a folder of per-rank files; reads their directories and pickles.
 
     Raises:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.huggingface.read import check_index, weight_map
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.rank_parts import RankPart, is_part, stored_tensor
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = [
@@ -40,20 +40,20 @@ class StateFile:
     leaves: dict[Path, Any]  # tensors as what `is_part` knows, everything else as itself
 
 
-def is_torch_file(store: Store, file: str) -> bool:
+def is_torch_file(store: Storage, file: str) -> bool:
     """Whether a file begins like a torch.save archive (a zip)."""
     size = store.size(file)
     return size is not None and size >= 4 and store.read(file, 0, 4) == b"PK\x03\x04"
 
 
-def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
+def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
     """Read the directory and the pickle of a torch.save file.
 
     Raises:
         ConversionError: if it holds no dict, or its pickle names more than tensors need.
         CorruptCheckpointError: if it is damaged.
     """
-    where = f"{store.url}/{file}"
+    where = f"{store.where}/{file}"
     size = store.required_size(file)
     if not is_torch_file(store, file):
         raise ConversionError(
@@ -82,7 +82,7 @@ def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
     return StateFile(file, archive, flatten(content, is_part))
 
 
-def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source:
+def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Source:
     """Open a torch.save file; reads its directory and its pickle only.
 
     Raises:
@@ -102,7 +102,7 @@ def open_torch(store: Store, file: str, *, trust_pickle: bool = False) -> Source
     return Source("torch", store, tensors, values, paths, {}, trust_pickle, file=file)
 
 
-def open_bin_folder(store: Store, *, trust_pickle: bool = False) -> Source:
+def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
     """Open a Hugging Face folder with ``pytorch_model.bin``, or with an index and its shards.
 
     Raises:

@@ -19,13 +19,13 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
+from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.zarr.json_values import from_json_1
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
-from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
@@ -38,7 +38,7 @@ _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
 
 
-def open_zarr(store: Store) -> Source:
+def open_zarr(store: Storage) -> Source:
     """Open a zarr v3 group (or a single array); reads metadata and the list of files.
 
     Raises:
@@ -86,7 +86,7 @@ def _part(part: Any) -> str | int:
     return ListIndex(part[0]) if isinstance(part, list) else part
 
 
-def _metadata(store: Store, file: str) -> dict[str, Any]:
+def _metadata(store: Storage, file: str) -> dict[str, Any]:
     try:
         found = json.loads(store.read_file(file))
         if not isinstance(found, dict) or found.get("zarr_format") != 3:
@@ -96,13 +96,13 @@ def _metadata(store: Store, file: str) -> dict[str, Any]:
     return found
 
 
-def _damaged(store: Store, file: str, error: Exception) -> CorruptCheckpointError:
+def _damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
             "a zarr hierarchy cannot be used",
             expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
             got=f"{type(error).__name__}: {error}",
-            where=f"{store.url}/{file}",
+            where=f"{store.where}/{file}",
             todo="copy the hierarchy again from where it was made",
         )
     )
@@ -111,7 +111,7 @@ def _damaged(store: Store, file: str, error: Exception) -> CorruptCheckpointErro
 class _Array:
     """One array of the hierarchy."""
 
-    def __init__(self, store: Store, node: str, metadata: dict[str, Any]) -> None:
+    def __init__(self, store: Storage, node: str, metadata: dict[str, Any]) -> None:
         self._store, self._node = store, node
         attributes = metadata.get("attributes") or {}
         stored_as = dtype_from_torch(str(metadata["data_type"]))
@@ -162,7 +162,7 @@ class _Array:
             sizes = tuple(min(c, n - o) for c, n, o in zip(chunk_shape, shape, offsets, strict=True))
             file = self._chunk_file(index)
             if file in files:
-                self._check_size(file, nbytes)
+                self._store.prove_size(file, nbytes + (_CRC_BYTES if "crc32c" in self._codecs else 0))
             box, checked = Box(offsets, sizes), self._checked(file, nbytes)
             stored = StoredChunk(box, file, 0, nbytes, strides, checked=checked)
             found.append(stored if file in files else StoredChunk(box, "", 0, nbytes, strides))
@@ -176,22 +176,8 @@ class _Array:
         def saved() -> int:
             return int.from_bytes(self._store.read(file, nbytes, _CRC_BYTES), "little")
 
-        where = f"tensor {self.info.name} in {self._store.url}/{file}"
+        where = f"tensor {self.info.name} in {self._store.where}/{file}"
         return CheckedRun(file, 0, nbytes, CRC32C, saved, where)
-
-    def _check_size(self, file: str, nbytes: int) -> None:
-        expected = nbytes + (_CRC_BYTES if "crc32c" in self._codecs else 0)
-        size = self._store.required_size(file)
-        if size != expected:
-            raise CorruptCheckpointError(
-                explain(
-                    "a chunk of a zarr array has the wrong size",
-                    expected=f"{expected} bytes",
-                    got=f"{size} bytes",
-                    where=f"{self._store.url}/{file}",
-                    todo="copy the file again from where it was made",
-                )
-            )
 
     def _chunk_file(self, index: tuple[int, ...]) -> str:
         key = self._separator.join((*self._prefix, *map(str, index)))
@@ -199,7 +185,7 @@ class _Array:
 
     def reader(self) -> BoxReader:
         """Boxes as the zarr library decodes them."""
-        path = f"{self._store.url}/{self._node}" if self._node else self._store.url
+        path = f"{self._store.where}/{self._node}" if self._node else self._store.where
         try:
             import zarr  # only arrays that are not plain need it
         except ImportError as error:

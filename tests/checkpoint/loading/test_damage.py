@@ -88,7 +88,7 @@ def test_a_flipped_bit_names_the_tensor(tmp_path: Path) -> None:
     """With one stripe per tensor the error names exactly the tensor that is damaged."""
     from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
     from vescale_fsdp.checkpoint.saving.save import Saver
-    from vescale_fsdp.checkpoint.storage.base import open_storage
+    from vescale_fsdp.checkpoint.storage.open import open_storage
 
     Saver(open_storage(tmp_path / "c"), SoloCoordinator(), stripe_bytes=4096).save(_state())
     file = _data_file(tmp_path / "c")
@@ -380,7 +380,7 @@ def test_an_existing_checkpoint_is_kept(saved: Path) -> None:
 
 def test_two_jobs_one_path(tmp_path: Path) -> None:
     """While one save holds the folder, another is refused; afterwards the path is free again."""
-    from vescale_fsdp.checkpoint.storage.base import open_storage
+    from vescale_fsdp.checkpoint.storage.open import open_storage
 
     storage: Storage = open_storage(tmp_path / "c")
     with storage.lock(), pytest.raises(CheckpointError, match="Another job is saving"):

@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator, coordinat
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.saving.save import Format, Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
-from vescale_fsdp.checkpoint.storage.base import open_storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.layout.geometry import boxes_of_range
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint import verify as engine_verify
 from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.storage.base import open_storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.checks.verify import verify

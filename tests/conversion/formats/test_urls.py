@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from safetensors.torch import load, load_file, save_file
 
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import RunOptions
-from vescale_fsdp.conversion.places import open_store
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)
@@ -120,8 +125,8 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
         with pytest.raises(ConversionError, match="outside of the source"):
             _convert(f"{remote}/dcp", place, overwrite=True)
     store = open_store(f"{remote}/out")
-    store.write_file("pytorch_model.bin", b"old")
-    store.write_file("notes.txt", b"mine")
+    store.commit("pytorch_model.bin", b"old", replace=True)
+    store.commit("notes.txt", b"mine", replace=True)
     _convert(f"{remote}/dcp", f"{remote}/out", overwrite=True)
     assert open_store(f"{remote}/out").list_files() == ["model.safetensors", "notes.txt"]
     weights = load(open_store(f"{remote}/out").read_file("model.safetensors"))
@@ -200,6 +205,83 @@ def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pyte
     with pytest.raises(ConnectionError, match=r"EndpointConnectionError(.|\n)*credentials and the network"):
         open_source("s3://nowhere/x")
     fsspec.filesystem("s3").clear_instance_cache()
+
+
+class _ClientError(Exception):
+    """What a client library might raise: no OSError, and nothing that may pass."""
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, times: int) -> list[str]:
+    """Make a method of the memory file system, or of its files, fail so often before it works; lists the failures."""
+    kind = MemoryFile if method == "write" else MemoryFileSystem
+    works, failures = getattr(kind, method), list[str]()
+
+    def fails(self: object, *arguments: Any, **options: Any) -> Any:
+        if len(failures) < times:
+            failures.append(method)
+            raise error
+        return works(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, method, fails)
+    return failures
+
+
+@pytest.mark.parametrize("method", ["find", "info", "cat_file", "_open", "write", "pipe_file", "rm"])
+def test_lost_connections_are_made_again(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists, reads, uploads from their first byte, deletes: each fails a few times, and the result is the same."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    state = {f"w{i}": torch.full((300_000,), float(i)) for i in range(4)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    there = f"memory://lost-{tmp_path.name}"
+    progress: list[int] = []
+    with monkeypatch.context() as patch:
+        failures = _failing(patch, method, ConnectionResetError("reset by peer"), 3)
+        upload(str(tmp_path / "dcp"), f"{there}/hf", progress=progress.append)
+        upload(f"{there}/hf", str(tmp_path / "back"))
+    assert len(failures) == 3 and sum(progress) == 4 * 1_200_000
+    upload(str(tmp_path / "dcp"), str(tmp_path / "expected"))
+    names = sorted(os.listdir(tmp_path / "expected"))
+    assert open_store(f"{there}/hf").list_files() == names == sorted(os.listdir(tmp_path / "back"))
+    for name in names:
+        expected = (tmp_path / "expected" / name).read_bytes()
+        assert (
+            open_store(f"{there}/hf").read_file(name) == expected == (tmp_path / "back" / name).read_bytes()
+        )
+
+
+@pytest.mark.parametrize("method", ["find", "_open", "write"])
+@pytest.mark.parametrize("error", [_ClientError("who are you?"), ConnectionResetError("reset by peer")])
+def test_what_cannot_be_reached_is_one_message(
+    error: Exception, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a client library raises, at once or in the end."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = open_source(str(tmp_path / "dcp"))
+    failures = _failing(monkeypatch, method, error, 99)
+    with pytest.raises(ConnectionError, match=rf"{error}(.|\n)*memory://(.|\n)*credentials and the network"):
+        convert(source, f"memory://never-{tmp_path.name}", "hf")
+    assert len(failures) == (1 if isinstance(error, _ClientError) else 5)
+
+
+def test_a_source_that_fails_is_not_taken_for_the_target(
+    remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fails while its file is uploaded: its own error, at once, however often uploads are tried."""
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = open_source(str(tmp_path / "dcp"))
+    failures: list[str] = []
+
+    def fails(self: LocalStorage, name: str, offset: int, buffer: memoryview) -> None:
+        failures.append(name)
+        raise OSError(errno.EIO, "Input/output error", name)
+
+    monkeypatch.setattr(LocalStorage, "read_into", fails)
+    with pytest.raises(OSError, match=r"Input/output error.*distcp") as caught:
+        convert(source, f"{remote}/out", "hf")
+    assert len(failures) == 1 and caught.value.errno == errno.EIO
 
 
 def test_other_names_of_the_disk(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.local_store import LocalStore
 from vescale_fsdp.conversion.output.copy_jobs import MoveJob, jobs_by_source, steps, writes
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.file_plan import FilePlan, FixedPart, whole
@@ -52,7 +53,7 @@ def make_plan(chunks: list[list[tuple[str, int, int]]], stripes: _Stripes | None
             stored.append(StoredChunk(Box((at,), (numel,)), file, offset, numel))
             at += numel
         tensors[info.name] = StoredTensor(info, tuple(stored))
-    source = Source("test", LocalStore("."), tensors, checked=lambda _: stripes)
+    source = Source("test", LocalStorage("."), tensors, checked=lambda _: stripes)
     parts = (whole(SourceView(source, name, name)) for name in tensors)
     return FilePlan("out", (FixedPart(bytes(100)), *parts))
 
@@ -193,8 +194,8 @@ def test_small_tensors_are_read_many_at_a_time(tmp_path: Path) -> None:
 
 def test_room_is_reserved_before_anything_is_written(tmp_path: Path) -> None:
     """A created file has its blocks; one that cannot fit is refused at once and leaves nothing."""
-    store = LocalStore(tmp_path)
-    out = store.create("x", 2**20)
+    store = open_store(str(tmp_path))
+    out = store.create(".x.partial", 2**20)
     assert (tmp_path / ".x.partial").stat().st_blocks * 512 >= 2**20
     out.abort()
     with pytest.raises(OSError, match=r"(?i)no space|too large"):

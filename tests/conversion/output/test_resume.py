@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.local_store import LocalStore
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import Part, RunOptions, _Run
 from vescale_fsdp.errors import ConversionError
@@ -220,15 +220,15 @@ def test_an_old_index_never_stands_over_new_files(
     index = tmp_path / "out" / "model.safetensors.index.json"
     run(source, str(tmp_path / "out"))
     assert index.exists()
-    commit, done = LocalStore.commit, list[str]()
+    commit, done = LocalStorage.publish, list[str]()
 
-    def second_fails(store: LocalStore, name: str) -> None:
+    def second_fails(store: LocalStorage, name: str) -> None:
         if done:
             raise OSError("no more")
         done.append(name)
         commit(store, name)
 
-    monkeypatch.setattr(LocalStore, "commit", second_fails)
+    monkeypatch.setattr(LocalStorage, "publish", second_fails)
     with pytest.raises(OSError, match="no more"):
         run(source, str(tmp_path / "out"), overwrite=True)
     assert len(done) == 1 and not index.exists()
@@ -242,14 +242,14 @@ def test_settings_that_cannot_be_read_are_found_before_anything_has_its_name(
     assets.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (assets / name).write_text("{}")
-    read_into = LocalStore.read_into
+    read_into = LocalStorage.read_into
 
-    def breaks(store: LocalStore, name: str, offset: int, buffer: memoryview) -> None:
+    def breaks(store: LocalStorage, name: str, offset: int, buffer: memoryview) -> None:
         if name == "tokenizer.json":
             raise ConversionError("the tokenizer cannot be read")
         read_into(store, name, offset, buffer)
 
-    monkeypatch.setattr(LocalStore, "read_into", breaks)
+    monkeypatch.setattr(LocalStorage, "read_into", breaks)
     options = ConvertOptions(assets=str(assets), max_shard_bytes=SHARD_BYTES)
     with pytest.raises(ConversionError, match="tokenizer cannot"):
         convert(open_source(source), str(tmp_path / "out"), "hf", options)
@@ -272,14 +272,14 @@ def test_an_old_result_goes_with_its_folders(source: str, tmp_path: Path) -> Non
 KILLED_PUBLISHING = f"""
 import itertools, os, signal, sys
 from vescale_fsdp.conversion import ConvertOptions, CopyLimits, RunOptions, convert, open_source
-from vescale_fsdp.conversion.local_store import LocalStore
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 source, out, moment = sys.argv[1:]
-count, commit = itertools.count(), LocalStore.commit
+count, commit = itertools.count(), LocalStorage.publish
 def commit_or_die(store, name):
     if next(count) == int(moment):
         os.kill(os.getpid(), signal.SIGKILL)
     commit(store, name)
-LocalStore.commit = commit_or_die
+LocalStorage.publish = commit_or_die
 options = RunOptions(resume=True, limits=CopyLimits({LIMITS.memory_budget_bytes}, {LIMITS.threads}))
 convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes={SHARD_BYTES}, run=options))
 """

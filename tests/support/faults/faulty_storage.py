@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
+from tests.support.faults.passing_storage import PassingStorage
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
 
 __all__ = ["FaultyStorage", "disk_full", "read_only"]
@@ -23,7 +23,7 @@ def read_only() -> OSError:
     return OSError(errno.EROFS, "Read-only file system")
 
 
-class FaultyStorage(Storage):
+class FaultyStorage(PassingStorage):
     """Passes everything on to ``inner``; operation number ``fail_at`` and all later ones raise.
 
     Args:
@@ -43,10 +43,8 @@ class FaultyStorage(Storage):
         only: tuple[str, ...] = ("create", "write_at", "close", "commit", "sync_folder", "list_folder"),
         pause_s: float = 0.0,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.num_operations = 0
-        self.write_threads, self.read_threads = inner.write_threads, inner.read_threads
-        self.in_order = inner.in_order
         self._fail_at, self._error, self._only, self._pause_s = fail_at, error, only, pause_s
         self._lock = threading.Lock()
 
@@ -61,13 +59,6 @@ class FaultyStorage(Storage):
             time.sleep(self._pause_s)
         if self._fail_at is not None and number >= self._fail_at:
             raise self._error()
-
-    @property
-    def where(self) -> str:
-        return self.inner.where
-
-    def child(self, name: str) -> Storage:
-        return self.inner.child(name)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         self.step("create")
@@ -85,9 +76,6 @@ class FaultyStorage(Storage):
         self.step("commit")
         self.inner.commit(name, data, replace=replace)
 
-    def exists(self, name: str) -> bool:
-        return self.inner.exists(name)
-
     def list_folder(self, name: str) -> list[str]:
         self.step("list_folder")
         return self.inner.list_folder(name)
@@ -95,14 +83,6 @@ class FaultyStorage(Storage):
     def sync_folder(self, name: str) -> None:
         self.step("sync_folder")
         self.inner.sync_folder(name)
-
-    def remove(self, name: str) -> None:
-        self.inner.remove(name)
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        with self.inner.lock():
-            yield
 
 
 class _FaultyWriter(FileWriter):

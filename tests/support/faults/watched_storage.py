@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
+from tests.support.faults.passing_storage import PassingStorage
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
 
 __all__ = ["Call", "Fault", "Watch", "WatchedStorage"]
@@ -66,22 +67,17 @@ class Watch:
         raise fault.error
 
 
-class WatchedStorage(Storage):
+class WatchedStorage(PassingStorage):
     """Passes everything on to ``inner`` under the eyes of a watch."""
 
     def __init__(self, inner: Storage, watch: Watch, prefix: str = "") -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._watch = watch
         self._prefix = prefix
-        self.write_threads, self.read_threads = inner.write_threads, inner.read_threads
-        self.in_order, self.visible_is_durable = inner.in_order, inner.visible_is_durable
+        self.visible_is_durable = inner.visible_is_durable
 
     def _do(self, operation: str, name: str, work: Callable[[], T]) -> T:
         return self._watch.do(operation, f"{self._prefix}{name}", work)
-
-    @property
-    def where(self) -> str:
-        return self.inner.where
 
     def child(self, name: str) -> Storage:
         return WatchedStorage(self.inner.child(name), self._watch, f"{self._prefix}{name}/")
