@@ -212,7 +212,7 @@ def _require_text(names: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             raise ConversionError(
                 explain(
-                    "a name is no text",
+                    "A name is not valid text.",
                     expected="names of whole Unicode characters",
                     got=f"{name!r:.200}: {error.reason}",
                     todo="leave it out with --exclude, or rename it in the source",
@@ -266,4 +266,4 @@ def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, a
         from vescale_fsdp.conversion.formats.torch_save.write import plan_torch
 
         return plan_torch(state, split_file(target)[1])
-    raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))
+    raise ConversionError(explain("This target is not known.", expected=TARGETS, got=kind, todo="choose one"))

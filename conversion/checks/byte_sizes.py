@@ -25,7 +25,7 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS:
         raise ConversionError(
             explain(
-                "this is not a size",
+                "This is not a size.",
                 expected="a number and a unit such as 5GB, 512MiB or 1000000",
                 got=repr(text),
                 todo="write the size with a unit",

@@ -58,7 +58,7 @@ def draw(source: Source, number: int | None = None) -> str:
     if not layouts or (number is not None and number >= len(layouts)):
         raise ConversionError(
             explain(
-                "there is no such layout to draw",
+                "There is no such layout to draw.",
                 expected="a native checkpoint of sharded groups"
                 if not layouts
                 else f"0 to {len(layouts) - 1}",

@@ -40,7 +40,7 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     except RecursionError as error:
         raise CorruptCheckpointError(
             explain(
-                "the checkpoint cannot be read",
+                "The checkpoint cannot be read.",
                 expected="a state of some levels",
                 got="one that is nested too deeply, or holds itself",
                 where=url,
@@ -70,7 +70,7 @@ def _wrong_kind(kind: str, folder: Store, url: str) -> ConversionError | None:
         return None
     return ConversionError(
         explain(
-            "the source is not of the kind that was asked for",
+            "The source is not of the kind that was asked for.",
             expected=f"a checkpoint of kind {kind}",
             got=f"one that looks like {looks_like}",
             where=url,
@@ -131,7 +131,7 @@ def _detect(folder: Store, url: str) -> str:
     if open_store(parent).size(name) is None:
         raise ConversionError(
             explain(
-                "there is nothing to read",
+                "There is nothing to read.",
                 expected="a checkpoint folder or file",
                 got="an empty folder" if os.path.isdir(url) else "no such file or folder",
                 where=url,
@@ -205,7 +205,7 @@ def _foreign(url: str, files: list[str]) -> str | None:
             if re.fullmatch(pattern, file):
                 got = f"{whose} ({file})"
                 return explain(
-                    "this is no checkpoint that can be read",
+                    "This is not a checkpoint that can be read.",
                     expected=_READABLE,
                     got=got,
                     where=url,
@@ -221,7 +221,7 @@ _READABLE = (
 
 def _unknown(url: str, got: str) -> str:
     return explain(
-        "this is no checkpoint of a known kind",
+        "This is not a checkpoint of a known kind.",
         expected=_READABLE,
         got=got,
         where=url,

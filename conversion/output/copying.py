@@ -63,7 +63,7 @@ class CopyLimits:
         if self.memory_budget_bytes < least or self.threads < 1:
             raise ConversionError(
                 explain(
-                    "the memory budget is too small to work in",
+                    "The memory budget is too small to work in.",
                     expected=f"at least {least} bytes and one thread",
                     got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
                     todo="pass a --memory-budget of 64MB or more",

@@ -84,7 +84,7 @@ class Journal:
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
             raise ConversionError(
                 explain(
-                    "the interrupted conversion was another one",
+                    "The interrupted conversion was another one.",
                     expected=f"plan {self.fingerprint}",
                     got=f"plan {head.get('plan')} of version {head.get('version')}",
                     where=f"{self.store.url}/{self.name}",

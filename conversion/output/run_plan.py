@@ -37,7 +37,7 @@ class Part:
         if not 0 <= self.index < self.count:
             raise ConversionError(
                 explain(
-                    "there is no such part",
+                    "There is no such part.",
                     expected="--part I/N with 0 <= I < N",
                     got=f"{self.index}/{self.count}",
                     todo="number the parts from 0",
@@ -50,7 +50,7 @@ class Part:
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None:
             raise ConversionError(
-                explain("this is not a part", expected="I/N", got=repr(text), todo="write for example 0/4")
+                explain("This is not a part.", expected="I/N", got=repr(text), todo="write for example 0/4")
             )
         return cls(int(match[1]), int(match[2]))
 

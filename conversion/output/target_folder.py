@@ -71,7 +71,7 @@ def is_leftover(name: str) -> bool:
 
 
 def _refusal(url: str, expected: str, got: str, todo: str) -> str:
-    return explain("cannot write the result there", expected=expected, got=got, where=url, todo=todo)
+    return explain("The result cannot be written there.", expected=expected, got=got, where=url, todo=todo)
 
 
 def _refuse_overlap(url: str, source_url: str, *, single_file: bool) -> None:

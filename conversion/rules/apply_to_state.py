@@ -105,7 +105,7 @@ class _Made:
         if name in self._origins:
             raise ConversionError(
                 explain(
-                    "two entries would get one name",
+                    "Two entries would get one name.",
                     expected="rules that make each name once, and none that another entry has",
                     got=f"{self._origins[name]} and {origin} become {name}",
                     todo="correct the rules, or leave one of the two out with --exclude",
@@ -134,7 +134,7 @@ def _require_no_numbers(state: State, name: str, own: Collection[str]) -> None:
     if key is not None and key.split(".", 1)[0].isdecimal():
         raise ConversionError(
             explain(
-                "optimizer state does not say which parameter it belongs to",
+                "Optimizer state does not say which parameter it belongs to.",
                 expected="names of parameters, since key rules change names and order",
                 got=f"number {key}",
                 where=name,
@@ -197,7 +197,7 @@ def _apply_to_slot(
         if view.info.shape != model[fqn].info.shape:
             raise ConversionError(
                 explain(
-                    "optimizer state does not follow its parameter",
+                    "Optimizer state does not follow its parameter.",
                     expected=f"shape {model[fqn].info.shape}, as {fqn} has",
                     got=f"shape {view.info.shape}",
                     where=view.info.name,
@@ -225,7 +225,7 @@ def _renamed(names: Any, applied: Applied) -> Any:
     if unknown := [str(name) for name in names if name not in known]:
         raise ConversionError(
             explain(
-                "a group of the optimizer has parameters that the model lacks",
+                "A group of the optimizer has parameters that the model lacks.",
                 expected="names of the model's parameters, since key rules change names and order",
                 got=some_names(unknown),
                 todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",

@@ -232,7 +232,9 @@ class _Application:
     def _bad(self, expected: str, got: object, todo: str) -> ConversionError:
         where = f"{self._rules.name}, {'to' if self._to_hf else 'from'} Hugging Face"
         return ConversionError(
-            explain("the key rules do not fit the source", expected=expected, got=got, where=where, todo=todo)
+            explain(
+                "The key rules do not fit the source.", expected=expected, got=got, where=where, todo=todo
+            )
         )
 
 

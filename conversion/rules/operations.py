@@ -64,7 +64,7 @@ def _require_size(view: TensorView, dim: int, size: int, text: str) -> None:
     if dim >= len(shape) or shape[dim] != size:
         raise ConversionError(
             explain(
-                "a tensor does not have the size that the rule says",
+                "A tensor does not have the size that the rule says.",
                 expected=f"{size} in dim {dim} ({text})",
                 got=f"shape {shape}",
                 where=view.info.name,
@@ -121,7 +121,7 @@ class _Interleave(_EachTensor):
         if place >= len(self.groups) > 1:
             raise ConversionError(
                 explain(
-                    "a rule gives numbers of heads or groups for fewer tensors than it has names",
+                    "A rule gives numbers of heads or groups for fewer tensors than it has names.",
                     expected="one number for all names, or one for each",
                     got=f"{list(self.groups)}",
                     where=view.info.name,
@@ -166,7 +166,7 @@ class _Concat(Operation):
         if len(bundle) != len(self.sizes):
             raise ConversionError(
                 explain(
-                    "a rule joins another number of tensors than it gives sizes for",
+                    "A rule joins more or fewer tensors than it gives sizes for.",
                     expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
                     got=f"{len(bundle)} names",
                     todo="write one size for each name of the rule",
@@ -228,7 +228,7 @@ class Stack(Operation):
             if len(node) != count:
                 raise ConversionError(
                     explain(
-                        "a list of tensors is not complete",
+                        "A list of tensors is incomplete.",
                         expected=f"{count} tensors ({self.count})",
                         got=f"{len(node)}, from {node[0].info.name}",
                         todo="check that the source holds all of them, or pass its own config.json",
@@ -271,7 +271,7 @@ def parse_operation(data: Mapping[str, Any], *, where: str) -> Operation:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConversionError(
             explain(
-                "a rule has an operation that does not exist or is incomplete",
+                "A rule has an operation that does not exist or is incomplete.",
                 expected=f"one of {', '.join(_PARSERS)}, with its fields",
                 got=f"{data} ({type(error).__name__}: {error})",
                 where=where,

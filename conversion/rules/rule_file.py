@@ -107,7 +107,7 @@ class KeyRule:
         if not self.hf or not self.ours or not alike or is_open:
             raise ConversionError(
                 explain(
-                    "the two sides of a rule do not fit together",
+                    "The two sides of a rule do not fit together.",
                     expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
                     got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
                     todo="correct the rule",
@@ -244,7 +244,7 @@ def load_rules(name: str) -> RuleSet:
 def _bad(name: str, expected: str, got: object) -> ConversionError:
     return ConversionError(
         explain(
-            "the key rules cannot be read", expected=expected, got=got, where=name, todo="correct --rules"
+            "The key rules cannot be read.", expected=expected, got=got, where=name, todo="correct --rules"
         )
     )
 

@@ -135,7 +135,7 @@ class CheckedRuns:
         if crc != saved:
             raise CorruptCheckpointError(
                 explain(
-                    "the data of a checkpoint is not what was saved",
+                    "The data of a checkpoint is not what was saved.",
                     expected=f"bytes with the checksum {saved:08x}",
                     got=f"{crc:08x}",
                     where=f"{run.where}, bytes {run.start} to {run.stop}",

@@ -159,7 +159,7 @@ class Source:
         if not is_same:
             raise ConversionError(
                 explain(
-                    "the source was changed while it was read",
+                    "The source was changed while it was read.",
                     expected="files of the sizes and times of change that they had at the start",
                     got="others",
                     where=self.url,
@@ -183,7 +183,7 @@ class Source:
         if name not in self.tensors:
             raise ConversionError(
                 explain(
-                    "the source has no such tensor",
+                    "The source has no such tensor.",
                     expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
                     got=name,
                     where=self.url,
@@ -319,7 +319,7 @@ class Source:
         if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
             raise CorruptCheckpointError(
                 explain(
-                    "a data file does not hold what the metadata says",
+                    "A data file does not hold what the metadata says.",
                     expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
                     got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
                     where=where,

@@ -53,7 +53,7 @@ class TensorInfo:
         except ValueError as error:
             raise CorruptCheckpointError(
                 explain(
-                    "a tensor cannot have this shape",
+                    "A tensor cannot have this shape.",
                     expected="whole numbers, and fewer than 2**63 bytes",
                     got=f"{self.shape!r:.80}",
                     where=f"tensor {self.name}",
@@ -131,7 +131,7 @@ class StoredTensor:
 
     def _bad_tiling(self, got: str) -> str:
         return explain(
-            "the chunks of a tensor do not tile it",
+            "The chunks of a tensor do not tile it.",
             expected=f"boxes that hold every element of shape {self.info.shape} exactly once",
             got=got,
             where=f"tensor {self.info.name}",

@@ -82,7 +82,7 @@ def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bo
 
 def _no_match(pattern: str, names: Sequence[str]) -> str:
     return explain(
-        "a name pattern leaves nothing to do",
+        "A name pattern leaves nothing to do.",
         expected=f"patterns that match names such as {', '.join(names[:3])}",
         got=pattern,
         todo="list the names with: vescale-convert inspect SRC",
@@ -120,7 +120,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     if len(set(names.values())) != len(names):
         raise ConversionError(
             explain(
-                "two entries would get the same name",
+                "Two entries would get the same name.",
                 expected="a prefix that no other entry has",
                 got=new_prefix,
                 todo="choose another --prefix",

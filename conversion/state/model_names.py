@@ -58,7 +58,7 @@ class ModelNames:
         if self.rivals:
             raise ConversionError(
                 explain(
-                    "the source holds several models",
+                    "The source holds several models.",
                     expected=f"one model: {reason}",
                     got=_some(self.rivals, 8),
                     where=where,
@@ -93,7 +93,7 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
     if not names:
         raise ConversionError(
             explain(
-                "no model weights found in the source",
+                "No model weights were found in the source.",
                 expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
                 got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
                 where=source.url,

@@ -42,7 +42,7 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
         if name in names:
             raise ConversionError(
                 explain(
-                    "two entries of the state have the same flattened name",
+                    "Two entries of the state have the same flattened name.",
                     expected="names that differ when their keys are joined by dots",
                     got=f"{names[name]} and {path}",
                     todo="rename one of the keys in the source",
@@ -81,7 +81,7 @@ def claim_name(name: str, taken: Collection[str]) -> None:
     if name in taken:
         raise ConversionError(
             explain(
-                "two tensors would have one name",
+                "Two tensors would have one name.",
                 expected="keys that differ when they are joined, as text",
                 got=f"two times {name!r}",
                 todo="leave one of them out with --exclude, or rename it in the source",
@@ -103,7 +103,7 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
             if not isinstance(node, dict):
                 raise ConversionError(
                     explain(
-                        "an entry of the state lies inside another",
+                        "An entry of the state lies inside another.",
                         expected="values at the ends of paths only",
                         got=path,
                         todo="leave one of the entries out with --exclude",

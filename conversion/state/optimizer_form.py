@@ -138,7 +138,7 @@ def _nested(entries: _Parts, fqns: list[str]) -> _Parts:
         if fqn is None:
             raise ConversionError(
                 explain(
-                    "an optimizer entry belongs to no parameter",
+                    "An optimizer entry belongs to no parameter.",
                     expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
                     got=name,
                     todo="keep the form (--optimizer keep), or leave the entry out with --exclude",

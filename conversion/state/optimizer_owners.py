@@ -136,7 +136,7 @@ def _alike(left: frozenset[str], right: frozenset[str]) -> bool:
 def _unclear(home: Path, owners: list[Path]) -> ConversionError:
     return ConversionError(
         explain(
-            "it is not clear which model an optimizer belongs to",
+            "It is not clear which model an optimizer belongs to.",
             expected="an optimizer with the parameters of one model, beside it, or named after it",
             got=f"{name_of(home) or 'one at the root'}, which may belong to "
             + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),

@@ -55,7 +55,7 @@ class CastRules:
             if dtype is None or dtype.kind != "float":
                 raise ConversionError(
                     explain(
-                        "weights cannot be cast to this type",
+                        "Weights cannot be cast to this type.",
                         expected="float16, bfloat16, float32 or float64",
                         got=name,
                         todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
@@ -99,7 +99,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "floa
 
 def _bad(expected: str, got: str) -> str:
     return explain(
-        "a --dtype pattern cannot be applied",
+        "A --dtype pattern cannot be applied.",
         expected=expected,
         got=got,
         todo="correct the pattern; names are listed by: vescale-convert inspect SRC",

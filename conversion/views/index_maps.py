@@ -142,8 +142,8 @@ class ConcatView(_ManyInputs):
     def __post_init__(self) -> None:
         first = self.parts[0].info
         if self.dim >= len(first.shape):
-            raise _refuse("tensors cannot be joined", f"a dim {self.dim}", first.shape, first)
-        self._require_alike("tensors cannot be joined", lambda shape: _replace(shape, self.dim, 0))
+            raise _refuse("Tensors cannot be joined.", f"a dim {self.dim}", first.shape, first)
+        self._require_alike("Tensors cannot be joined.", lambda shape: _replace(shape, self.dim, 0))
 
     def _shape(self, first: tuple[int, ...]) -> tuple[int, ...]:
         return _replace(first, self.dim, sum(part.info.shape[self.dim] for part in self.parts))
@@ -175,7 +175,7 @@ class SliceView(_OneInput):
 
     def __post_init__(self) -> None:
         stop = self.start + self.size
-        self._require(self.dim, lambda n: n >= stop, "a tensor is too small to be cut", f"at least {stop}")
+        self._require(self.dim, lambda n: n >= stop, "A tensor is too small to be cut.", f"at least {stop}")
 
     def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
         return _replace(inner, self.dim, self.size)
@@ -198,8 +198,8 @@ class StackView(_ManyInputs):
     def __post_init__(self) -> None:
         first = self.parts[0].info
         if self.dim > len(first.shape):
-            raise _refuse("tensors cannot be stacked", f"{self.dim} dims or more", first.shape, first)
-        self._require_alike("tensors cannot be stacked", lambda shape: shape)
+            raise _refuse("Tensors cannot be stacked.", f"{self.dim} dims or more", first.shape, first)
+        self._require_alike("Tensors cannot be stacked.", lambda shape: shape)
 
     def _shape(self, first: tuple[int, ...]) -> tuple[int, ...]:
         return (*first[: self.dim], len(self.parts), *first[self.dim :])
@@ -224,7 +224,7 @@ class IndexView(_OneInput):
     index: int
 
     def __post_init__(self) -> None:
-        problem = "a tensor is too small to be taken apart"
+        problem = "A tensor is too small to be taken apart."
         self._require(self.dim, lambda n: n > self.index, problem, f"at least {self.index + 1}")
 
     def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ class PermuteView(_OneInput):
     def __post_init__(self) -> None:
         info = self.inner.info
         if sorted(self.dims) != list(range(len(info.shape))):
-            raise _refuse("dims cannot be put in this order", f"{len(info.shape)} dims", self.dims, info)
+            raise _refuse("Dims cannot be put in this order.", f"{len(info.shape)} dims", self.dims, info)
 
     @cached_property
     def _back(self) -> tuple[int, ...]:
@@ -278,7 +278,7 @@ class ReshapeView(_OneInput):
     def __post_init__(self) -> None:
         info = self.inner.info
         if math.prod(self.shape) != info.numel or info.dtype.is_packed:
-            raise _refuse("a tensor cannot have this shape", self.shape, info.shape, info)
+            raise _refuse("A tensor cannot have this shape.", self.shape, info.shape, info)
 
     def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
         return self.shape
@@ -319,7 +319,7 @@ class InterleaveView(_OneInput):
 
     def __post_init__(self) -> None:
         runs, expected = self.groups * self.parts, f"a multiple of {self.groups} x {self.parts}"
-        problem = "a tensor cannot be interleaved"
+        problem = "A tensor cannot be interleaved."
         self._require(self.dim, lambda n: runs > 0 and n % runs == 0, problem, expected)
 
     def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:
@@ -389,7 +389,7 @@ class PadView(_OneInput):
     size: int
 
     def __post_init__(self) -> None:
-        problem, expected = "a tensor is too large to be padded", f"at most {self.size}"
+        problem, expected = "A tensor is too large to be padded.", f"at most {self.size}"
         self._require(self.dim, lambda n: n <= self.size, problem, expected)
 
     def _shape(self, inner: tuple[int, ...]) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
     if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
         raise ConversionError(
             explain(
-                "the folder holds several checkpoints",
+                "The folder holds several checkpoints.",
                 expected="one, or one of a model and one of its optimizer",
                 got=", ".join(folder.rstrip("/") for folder in folders[:6]),
                 where=store.url,
@@ -59,7 +59,7 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
     if doubles := sides[0].keys() & sides[1].keys():
         raise CorruptCheckpointError(
             explain(
-                "the model's checkpoint and its optimizer's have entries of one name",
+                "The model's checkpoint and its optimizer's have entries of one name.",
                 expected="names under model and under optimizer",
                 got=min(doubles),
                 where=store.url,
@@ -92,7 +92,7 @@ def _open_folder(store: Store, folder: str, *, trust_pickle: bool) -> Source:
     except _DAMAGE as error:
         raise CorruptCheckpointError(
             explain(
-                "the checkpoint's metadata is damaged",
+                "The checkpoint's metadata is damaged.",
                 expected="the records torch.distributed.checkpoint writes",
                 got=f"{type(error).__name__}: {error}",
                 where=where,
@@ -156,7 +156,7 @@ class _MetadataReader:
         if info is None:
             raise CorruptCheckpointError(
                 explain(
-                    "the checkpoint's metadata does not say where an entry is stored",
+                    "The checkpoint's metadata does not say where an entry is stored.",
                     expected=f"a storage record for {name} at {offsets}",
                     got="none",
                     where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
@@ -166,7 +166,7 @@ class _MetadataReader:
         if getattr(info, "transform_descriptors", None):
             raise ConversionError(
                 explain(
-                    "the checkpoint's data files are transformed",
+                    "The checkpoint's data files are transformed.",
                     expected="plain .distcp data",
                     got=f"transforms {list(info.transform_descriptors)}",
                     where=f"{name} in {self._store.url}/{info.relative_path}",
@@ -177,7 +177,7 @@ class _MetadataReader:
         if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:
             raise CorruptCheckpointError(
                 explain(
-                    "a data file of the checkpoint is truncated",
+                    "A data file of the checkpoint is truncated.",
                     expected=f"at least {info.offset + info.length} bytes (for {name})",
                     got=f"{self.sizes[file]} bytes",
                     where=f"{self._store.url}/{file}",
@@ -193,7 +193,7 @@ class _MetadataReader:
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
                     explain(
-                        "the checkpoint's metadata points outside of its folder",
+                        "The checkpoint's metadata points outside of its folder.",
                         expected="a file name inside the checkpoint",
                         got=file,
                         where=f"{self._store.url}/{self._folder}{METADATA_FILE}",

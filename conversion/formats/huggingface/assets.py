@@ -57,7 +57,7 @@ class Assets:
         if not found:
             raise ConversionError(
                 explain(
-                    "there are no settings files to carry over",
+                    "There are no settings files to carry over.",
                     expected="a folder with config.json, tokenizer files and so on",
                     got="an empty or missing folder",
                     where=url,
@@ -82,7 +82,7 @@ class Assets:
         if not isinstance(loaded, dict):
             raise ConversionError(
                 explain(
-                    "config.json cannot be read",
+                    "The settings in config.json cannot be read.",
                     expected="a JSON object",
                     got=loaded,
                     where=f"{url}/{CONFIG_FILE}",
@@ -109,7 +109,7 @@ class Assets:
 
 def _no_match(pattern: str, files: Sequence[str], url: str) -> str:
     return explain(
-        "a pattern of --include-asset matches no file",
+        "A pattern of --include-asset matches no file.",
         expected=f"patterns that match files such as {', '.join(files[:6]) or 'none'}",
         got=pattern,
         where=url,

@@ -51,7 +51,7 @@ def open_hf_folder(store: Store) -> Source:
     if has_index and SINGLE_FILE in files:
         raise ConversionError(
             explain(
-                "the folder holds two models",
+                "The folder holds two models.",
                 expected=f"either {SINGLE_FILE} or {INDEX_FILE}",
                 got="both",
                 where=store.url,
@@ -66,7 +66,7 @@ def open_hf_folder(store: Store) -> Source:
     elif len(files) != 1:
         raise ConversionError(
             explain(
-                "the folder has several safetensors files but no index",
+                "The folder has several safetensors files but no index.",
                 expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
                 got=", ".join(files[:4]) or "no safetensors file",
                 where=store.url,
@@ -100,7 +100,7 @@ def open_shards(store: Store) -> Source:
     if whole := [file for file in listed if is_weight_file(file) and file not in files]:
         raise ConversionError(
             explain(
-                "the folder holds two models",
+                "The folder holds two models.",
                 expected="either the files of the ranks or whole weights",
                 got=f"{files[0]} and {whole[0]}",
                 where=store.url,
@@ -149,7 +149,7 @@ def _saved_offsets(store: Store, file: str, metadata: Mapping[str, str]) -> dict
 def _odd_shard(store: Store, file: str, expected: str, got: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
-            "the files of the ranks do not fit together",
+            "The files of the ranks do not fit together.",
             expected=expected,
             got=got,
             where=f"{store.url}/{file}",
@@ -187,7 +187,7 @@ def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             explain(
-                "the index cannot be read",
+                "The index cannot be read.",
                 expected="JSON with a weight_map",
                 got=f"{type(error).__name__}: {error}",
                 where=f"{store.url}/{index_file}",
@@ -203,7 +203,7 @@ def weight_map(store: Store, index_file: str = INDEX_FILE) -> dict[str, str]:
 def _disagree(store: Store, index_file: str, name: str, expected: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
-            "the index disagrees with the files",
+            "The index disagrees with the files.",
             expected=f"{name} {expected}",
             got=got,
             where=f"{store.url}/{index_file}",

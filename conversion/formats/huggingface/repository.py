@@ -67,7 +67,7 @@ def plan_shards(infos: Iterable[TensorInfo], max_shard_bytes: int) -> tuple[Shar
     if max_shard_bytes <= 0:
         raise ConversionError(
             explain(
-                "the shard size limit cannot be met",
+                "The shard size limit cannot be met.",
                 expected="a positive number of bytes",
                 got=max_shard_bytes,
                 todo="pass a --max-shard-size such as 5GB",
@@ -105,7 +105,7 @@ def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
     if len(data) > MAX_INDEX_BYTES:
         raise ConversionError(
             explain(
-                "the index of this model would be too large for Hugging Face loaders",
+                "The index of this model would be too large for Hugging Face loaders.",
                 expected=f"at most {MAX_INDEX_BYTES} bytes",
                 got=f"{len(data)} bytes for {len(weight_map)} tensors",
                 todo="use one file: --max-shard-size 1000GB",

@@ -58,7 +58,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
         if info.name in table:
             raise ConversionError(
                 explain(
-                    "a tensor has a name that safetensors files keep for themselves",
+                    "A tensor has a name that safetensors files keep for themselves.",
                     expected="names other than __metadata__, each once",
                     got=info.name,
                     todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
@@ -67,7 +67,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
         if info.dtype.code is None:
             raise ConversionError(
                 explain(
-                    "safetensors has no such element type",
+                    "The safetensors format has no such element type.",
                     expected="a type of the safetensors format",
                     got=info.dtype.name,
                     where=f"tensor {info.name}",
@@ -86,7 +86,7 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     if len(text) > MAX_HEADER_BYTES:
         raise ConversionError(
             explain(
-                "too many tensors for one safetensors file",
+                "There are too many tensors for one safetensors file.",
                 expected=f"a header of at most {MAX_HEADER_BYTES} bytes",
                 got=f"{len(text)} bytes for {len(starts)} tensors",
                 todo="choose a smaller --max-shard-size",

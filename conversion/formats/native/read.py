@@ -194,7 +194,7 @@ def _require_size(store: Store, name: str, nbytes: int) -> None:
     if size != nbytes:
         raise CorruptCheckpointError(
             explain(
-                "a file of the checkpoint has the wrong size",
+                "A file of the checkpoint has the wrong size.",
                 expected=f"{nbytes} bytes",
                 got=f"{size} bytes",
                 where=f"{store.url}/{name}",

@@ -205,7 +205,7 @@ class TorchArchive:
     def _damaged(self, expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             explain(
-                "a torch.save archive cannot be read",
+                "A torch.save archive cannot be read.",
                 expected=expected,
                 got=got,
                 where=self._where,

@@ -356,7 +356,7 @@ class _AllowListUnpickler(pickle.Unpickler):
             return self._names[module, name]
         raise ConversionError(
             explain(
-                "the checkpoint's pickle names something that is not needed to read tensors",
+                "The checkpoint's pickle names something that is not needed to read tensors.",
                 expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
                 got=f"{module}.{name}",
                 where=self._where,
@@ -381,7 +381,7 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
     except _NotDenseError as error:
         raise ConversionError(
             explain(
-                "the checkpoint holds a tensor that cannot be converted",
+                "The checkpoint holds a tensor that cannot be converted.",
                 expected="dense tensors of torch's plain types",
                 got=error,
                 where=where,
@@ -391,7 +391,7 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
     except _DAMAGE as error:
         raise CorruptCheckpointError(
             explain(
-                f"{what} cannot be read",
+                f"{what} cannot be read.",
                 expected="a complete pickle",
                 got=f"{type(error).__name__}: {error}",
                 where=where,
@@ -408,11 +408,11 @@ def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False) -> Record
         CorruptCheckpointError: if it is damaged or something else than such a record.
     """
     unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust)
-    loaded = _load(unpickler, "the checkpoint's metadata", where)
+    loaded = _load(unpickler, "The checkpoint's metadata", where)
     if type(loaded).__name__ != "Metadata":
         raise CorruptCheckpointError(
             explain(
-                "the checkpoint's metadata is not what DCP writes",
+                "The checkpoint's metadata is not what DCP writes.",
                 expected="a Metadata record",
                 got=type(loaded).__name__,
                 where=where,
@@ -430,7 +430,7 @@ def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False) -> Any:
         ConversionError: if the pickle names anything outside the allow-list and is not trusted.
         CorruptCheckpointError: if it is damaged.
     """
-    return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "a torch.save pickle", where)
+    return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "A torch.save pickle", where)
 
 
 def load_plain_pickle(data: bytes, *, where: str) -> Any:
@@ -440,4 +440,4 @@ def load_plain_pickle(data: bytes, *, where: str) -> Any:
         LookupError: if the pickle names anything else.
         CorruptCheckpointError: if it is damaged.
     """
-    return _load(_PlainUnpickler(io.BytesIO(data)), "a stored value", where)
+    return _load(_PlainUnpickler(io.BytesIO(data)), "A stored value", where)

@@ -76,7 +76,7 @@ def torch_dtype(dtype: DType) -> Global:
     if dtype.torch_name is None:
         raise ConversionError(
             explain(
-                "torch has no such element type",
+                "PyTorch has no such element type.",
                 expected="a type of torch",
                 got=dtype.name,
                 todo="leave these tensors out with --exclude",
@@ -146,7 +146,7 @@ class _Writer:
         else:
             raise ConversionError(
                 explain(
-                    "a value cannot be written in this format",
+                    "A value cannot be written in this format.",
                     expected="numbers, strings, bytes, lists, tuples and dicts",
                     got=f"{type(value).__module__}.{type(value).__qualname__}",
                     where=self._where,

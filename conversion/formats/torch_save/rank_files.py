@@ -56,7 +56,7 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
             raise CorruptCheckpointError(
                 explain(
-                    "files of some ranks are missing",
+                    "Files of some ranks are missing.",
                     expected=f"{worlds[name]} files like {min(ranks.values())}",
                     got=f"none for rank {', '.join(map(str, missing[:8]))}",
                     todo="copy the files of all ranks into one folder",
@@ -82,7 +82,8 @@ def open_ranks(store: Store, *, trust_pickle: bool = False) -> Source:
             if container in ("model", "optimizer"):
                 raise
             joined.omitted.append(container)
-            joined.warnings.append(f"{container} is left out: {str(error).splitlines()[0]} ({files[0]})")
+            problem = str(error).splitlines()[0]
+            joined.warnings.append(f"{container} ({files[0]}) is left out. {problem}")
             continue
         joined.add(container, states)
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
@@ -132,7 +133,7 @@ class _Joined:
 
 def _no_place(name: str, file: str, first: str) -> str:
     return explain(
-        "the ranks hold plain tensors that differ, and nothing says which part of a whole each is",
+        "The ranks hold plain tensors that differ, and nothing says which part of a whole each is.",
         expected="DTensors or ShardedTensors, or the same tensors on every rank",
         got=f"another {name} in {file} than in {first}",
         todo=f"save with torch.distributed.checkpoint; if {first} alone is the whole state, pass that file",

@@ -107,7 +107,7 @@ def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
     if box.sizes != part.local.shape:
         raise CorruptCheckpointError(
             explain(
-                "a rank's part does not have the shape that its place in the mesh gives",
+                "A rank's part does not have the shape that its place in the mesh gives.",
                 expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
                 got=f"shape {part.local.shape}",
                 where=f"{name} in {file}",
@@ -140,7 +140,7 @@ def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> lis
 
 def _unplaced(name: str, file: str, expected: str, got: object) -> str:
     return explain(
-        "a tensor's placement does not say where its parts belong",
+        "A tensor's placement does not say where its parts belong.",
         expected=expected,
         got=got,
         where=f"{name} in {file}",

@@ -58,7 +58,7 @@ def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
     if not is_torch_file(store, file):
         raise ConversionError(
             explain(
-                "this torch.save file cannot be read by range",
+                "This torch.save file cannot be read by range.",
                 expected="the zip format that torch has written since 1.6",
                 got="another format",
                 where=where,
@@ -72,7 +72,7 @@ def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
     if not isinstance(content, Mapping):
         raise ConversionError(
             explain(
-                "the file holds no state dict",
+                "The file holds no state dict.",
                 expected="a dict of tensors, nested or not",
                 got="a tensor" if is_part(content) else type(content).__name__,
                 where=where,

@@ -36,7 +36,7 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
         first_line = (str(error).splitlines() or [""])[0]
         raise ConversionError(
             explain(
-                "a stored value cannot be read safely",
+                "A stored value cannot be read safely.",
                 expected="numbers, strings, lists and dicts",
                 got=f"{type(error).__name__}: {first_line}",
                 where=where,

@@ -107,6 +107,6 @@ def from_json_1(data: Any) -> Any:
             return {from_json_1(key): from_json_1(value) for key, value in pairs}
     raise CorruptCheckpointError(
         explain(
-            "a stored value is damaged", expected="a known marker", got=data["$"], todo="use another copy"
+            "A stored value is damaged.", expected="a known marker", got=data["$"], todo="use another copy"
         )
     )

@@ -99,7 +99,7 @@ def _metadata(store: Store, file: str) -> dict[str, Any]:
 def _damaged(store: Store, file: str, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         explain(
-            "a zarr hierarchy cannot be used",
+            "A zarr hierarchy cannot be used.",
             expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
             got=f"{type(error).__name__}: {error}",
             where=f"{store.url}/{file}",
@@ -185,7 +185,7 @@ class _Array:
         if size != expected:
             raise CorruptCheckpointError(
                 explain(
-                    "a chunk of a zarr array has the wrong size",
+                    "A chunk of a zarr array has the wrong size.",
                     expected=f"{expected} bytes",
                     got=f"{size} bytes",
                     where=f"{self._store.url}/{file}",
@@ -205,7 +205,7 @@ class _Array:
         except ImportError as error:
             raise ConversionError(
                 explain(
-                    "an array is compressed or sharded, which the zarr library decodes",
+                    "An array is compressed or sharded, which the zarr library decodes.",
                     expected="the package zarr (3 or later)",
                     got=str(error),
                     where=path,
