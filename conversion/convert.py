@@ -13,11 +13,11 @@ from typing import Any
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
 from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.output.output_plan import OutputPlan
+from vescale_fsdp.conversion.output.plan import OutputPlan
 from vescale_fsdp.conversion.output.run_plan import Outcome, RunOptions, run_plan
 from vescale_fsdp.conversion.places import split_file
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.state.carried_state import State, model_state, whole_state
+from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.errors import ConversionError, explain
 
 __all__ = ["OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "ConvertReport", "convert"]
@@ -70,7 +70,7 @@ class ConvertReport:
     source: Source
     target: str
     plan: OutputPlan
-    state: State
+    state: CarriedState
     outcome: Outcome
     tied: dict[str, str]  # name left out -> name that holds its bytes
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
@@ -197,7 +197,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     return ConvertReport(source, target, plan, state, Outcome(), tied, changed, uncast, left, told, dry_run)
 
 
-def _find_quantized(state: State, assets: Assets, source: Source) -> frozenset[str]:
+def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:
     from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
@@ -221,8 +221,8 @@ def _require_text(names: Sequence[str]) -> None:
 
 
 def _with_casts(
-    state: State, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
-) -> tuple[State, dict[str, tuple[str, str]]]:
+    state: CarriedState, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
+) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
     """The state with floats cast, the settings told, and the types before and after."""
     from vescale_fsdp.conversion.views.casting import CastRules
 
@@ -234,7 +234,9 @@ def _with_casts(
     return cast, {name: (old.name, new.name) for name, (old, new) in types.items() if old != new}
 
 
-def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[str, Any]) -> State:
+def _with_rules(
+    state: CarriedState, kind: str, options: ConvertOptions, config: dict[str, Any]
+) -> CarriedState:
     from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
     from vescale_fsdp.conversion.rules.rule_file import load_rules
 
@@ -243,7 +245,9 @@ def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[s
     return state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
 
 
-def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, assets: Assets) -> OutputPlan:
+def _plan_files(
+    state: CarriedState, target: str, kind: str, options: ConvertOptions, assets: Assets
+) -> OutputPlan:
     """The files of one format, planned by its own module."""
     if kind == "hf":
         from vescale_fsdp.conversion.formats.huggingface.write import plan_hf

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE
-from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.layout.foreign_json import parse_json
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 
-__all__ = ["VerifyReport", "verify"]
+__all__ = ["CheckReport", "verify"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB
 _THREADS = 2  # one hashes while the other waits for the disk
@@ -33,7 +33,7 @@ _SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class CheckReport:
     """What was found.
 
     Args:
@@ -49,7 +49,7 @@ class VerifyReport:
     problems: tuple[str, ...]
 
 
-def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: None) -> VerifyReport:
+def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: None) -> CheckReport:
     """Check an opened source; problems are collected, not raised.
 
     Args:
@@ -66,10 +66,10 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
     for name, value in source.values.items():
         checked.guard(name, value)
     problems += _folder_problems(source)
-    return VerifyReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
+    return CheckReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
 
 
-def _verify_native(source: Source, progress: Progress) -> VerifyReport:
+def _verify_native(source: Source, progress: Progress) -> CheckReport:
     """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
     from vescale_fsdp.conversion.formats.native.read import array_problems, rank_files
 
@@ -98,7 +98,7 @@ def _verify_native(source: Source, progress: Progress) -> VerifyReport:
         if nbytes:
             done.append(nbytes)
             progress(nbytes)
-    return VerifyReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
+    return CheckReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
 
 
 @contextmanager
@@ -121,7 +121,7 @@ class _Checker:
             check()
 
     def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
-        runs = [self._source.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
+        runs = self._source.checked_runs(tensor)
         if not deep:
             return
         for run in runs:

@@ -53,7 +53,7 @@ class _Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class _Place(click.ParamType[str]):
+class _Location(click.ParamType[str]):
     """A path or URL; ``~`` is the home folder, which shells leave as it is in ``--assets=~/x`` and in quotes."""
 
     name = "path"
@@ -98,14 +98,14 @@ _model_prefix_option = click.option(
 _TOLERANCE = click.FloatRange(0)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _convert_options = _options(
-    click.argument("src", type=_Place()),
-    click.argument("out", type=_Place()),
+    click.argument("src", type=_Location()),
+    click.argument("out", type=_Location()),
     _source_options,
     _model_prefix_option,
     click.option(
         "--assets",
         "--config",
-        type=_Place(),
+        type=_Location(),
         help="Folder with config.json, tokenizer, ...: goes along to-hf; key rules take sizes from it.",
     ),
     click.option("--include", multiple=True, metavar="PATTERN", help="Only matching names (repeatable)."),
@@ -116,7 +116,7 @@ _convert_options = _options(
         metavar="[PATTERN=]TYPE",
         help="Cast floats of the model; a pattern wins over the global type (repeatable).",
     ),
-    click.option("--rules", cls=_RulesOption, type=_Place(), metavar="NAME|FILE"),
+    click.option("--rules", cls=_RulesOption, type=_Location(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="The side of the rules OUT shall be."),
     click.option(
         "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Limit per data file."
@@ -153,10 +153,10 @@ _state_options = _options(
 
 
 @cli.command("inspect")
-@click.argument("src", type=_Place())
+@click.argument("src", type=_Location())
 @_source_options
 @_json_option
-@click.option("--svg", type=_Place(), help="Draw how a group is sharded, to this file.")
+@click.option("--svg", type=_Location(), help="Draw how a group is sharded, to this file.")
 @click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
 def inspect_command(
     src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
@@ -176,7 +176,7 @@ def inspect_command(
 
 
 @cli.command("verify")
-@click.argument("src", type=_Place())
+@click.argument("src", type=_Location())
 @_source_options
 @click.option("--quick", is_flag=True, help="Headers and metadata only; do not read the data.")
 @_json_option
@@ -201,8 +201,8 @@ def verify_command(
 
 
 @cli.command("diff")
-@click.argument("a", type=_Place())
-@click.argument("b", type=_Place())
+@click.argument("a", type=_Location())
+@click.argument("b", type=_Location())
 @click.option("--rtol", type=_TOLERANCE, default=0.0, help="Relative tolerance; bitwise without one.")
 @click.option("--atol", type=_TOLERANCE, default=0.0, help="Absolute tolerance.")
 @click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
@@ -245,14 +245,14 @@ def diff_command(
 
 
 @cli.command("plan")
-@click.argument("src", type=_Place())
+@click.argument("src", type=_Location())
 @_source_options
 @_model_prefix_option
 @click.option("--shards", required=True, metavar="N,N,..", help="Sizes of the sharding mesh axis.")
 @_granularity_option
 @click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
 @click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
-@click.option("--out", type=_Place(), metavar="FOLDER", help="Write tables and pictures here.")
+@click.option("--out", type=_Location(), metavar="FOLDER", help="Write tables and pictures here.")
 @_json_option
 def plan_command(
     src: str,

@@ -102,9 +102,10 @@ def _open(found: str, folder: Store, url: str, *, trust_pickle: bool) -> Source:
 
         return open_shards(folder)
     if found == "bin":
-        from vescale_fsdp.conversion.formats.torch_save.read import open_bin_folder
+        from vescale_fsdp.conversion.formats.huggingface.read_bin import open_bin_folder
+        from vescale_fsdp.conversion.formats.torch_save.read import open_torch
 
-        return open_bin_folder(folder, trust_pickle=trust_pickle)
+        return open_bin_folder(folder, lambda file: open_torch(folder, file, trust_pickle=trust_pickle))
     if found == "zarr":
         from vescale_fsdp.conversion.formats.zarr.read import open_zarr
 
@@ -155,8 +156,8 @@ def _folder_kind(files: list[str]) -> str | None:
     if METADATA_FILE in files:
         return "dcp"
     from vescale_fsdp.conversion.formats.huggingface.read import is_shard_file
+    from vescale_fsdp.conversion.formats.huggingface.read_bin import BIN_FILE, BIN_INDEX_FILE
     from vescale_fsdp.conversion.formats.torch_save.rank_files import rank_files
-    from vescale_fsdp.conversion.formats.torch_save.read import BIN_FILE, BIN_INDEX_FILE
 
     if ZARR_NAME in files:
         return "zarr"

@@ -15,9 +15,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 
 import xxhash
 
@@ -30,7 +28,7 @@ from vescale_fsdp.conversion.output.copy_jobs import (
     steps,
     writes,
 )
-from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart
+from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes
 from vescale_fsdp.conversion.output.prove_sources import prove_whole
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.store import OutputFile
@@ -90,7 +88,7 @@ class _WorkingFile:
         self.plan, self.out = plan, out
         self._left = num_jobs
         self._lock = threading.Lock()
-        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # part -> (byte offset, crc, bytes)
+        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
 
     def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
@@ -105,10 +103,10 @@ class _WorkingFile:
 
         from vescale_fsdp.conversion.views.tensor_view import read_range
 
-        view = self.plan.tensor(segment.part).view
+        view = self.plan.tensor(segment.content).view
         array = np.frombuffer(buffer, dtype=np.uint8)
         data = read_range(view, segment.start, segment.stop, array).data
-        self._write(segment.place(self.plan)[0], data, segment.part)
+        self._write(segment.place(self.plan)[0], data, segment.content)
         return len(data)
 
     def _move(self, job: MoveJob, buffer: memoryview) -> int:
@@ -123,36 +121,38 @@ class _WorkingFile:
                 stripe.update(data)
             for move in moves:
                 at = move.offset - start
-                self._write(move.target, data[at : at + move.nbytes], move.part)
+                self._write(move.target, data[at : at + move.nbytes], move.content)
                 nbytes += move.nbytes
         checked = job.source.checked(job.file)
         if checked is not None and job.stripe is not None:
             checked.prove_stripe(job.stripe, stripe.intdigest())
         return nbytes
 
-    def _write(self, offset: int, data: memoryview, part: int) -> None:
+    def _write(self, offset: int, data: memoryview, content: int) -> None:
         self.out.write_at(offset, data)
         digest = xxhash.xxh3_64_intdigest(data)
-        kind = self.plan.tensor(part).crc
+        kind = self.plan.tensor(content).crc
         crc = kind.of(data) if kind else 0
         with self._lock:
             self._digests.append((offset, digest))
             if kind:
-                self._crcs.setdefault(part, []).append((offset, crc, len(data)))
+                self._crcs.setdefault(content, []).append((offset, crc, len(data)))
 
     def write_known(self, first: int, stop: int) -> None:
-        """Write fixed and computed parts among parts [first, stop)."""
-        for index in range(first, stop):
-            part = self.plan.parts[index]
-            if isinstance(part, FixedPart):
-                self.out.write_at(self.plan.offsets[index], part.data)
-            elif isinstance(part, ComputedPart):
-                data = part.make(self._part_crcs())
-                assert len(data) == part.nbytes, f"{self.plan.name}: {len(data)} bytes, planned {part.nbytes}"
-                self.out.write_at(self.plan.offsets[index], data)
+        """Write fixed and computed bytes among contents [first, stop)."""
+        for offset, content in zip(
+            self.plan.offsets[first:stop], self.plan.contents[first:stop], strict=True
+        ):
+            if isinstance(content, FixedBytes):
+                self.out.write_at(offset, content.data)
+            elif isinstance(content, ComputedBytes):
+                data = content.make(self._tensor_crcs())
+                planned = content.nbytes
+                assert len(data) == planned, f"{self.plan.name}: {len(data)} bytes, planned {planned}"
+                self.out.write_at(offset, data)
 
-    def _part_crcs(self) -> dict[int, int]:
-        found = {i: 0 for i, part in enumerate(self.plan.parts) if isinstance(part, TensorPart)}
+    def _tensor_crcs(self) -> dict[int, int]:
+        found = {index: 0 for index, _ in self.plan.tensors}
         for index, pieces in self._crcs.items():
             kind = self.plan.tensor(index).crc
             assert kind is not None
@@ -160,8 +160,11 @@ class _WorkingFile:
                 found[index] = kind.combine(found[index], piece_crc, nbytes)
         return found
 
-    def digest(self) -> str:
-        """One checksum of all writes, in file order; `written_digest` finds the same in the written file."""
+    def finish(self) -> str:
+        """Write what is left and close the file; returns one checksum of all writes, in file order, which
+        `written_digest` finds again in the written file."""
+        prove_whole(self.plan)
+        self.out.finish()
         return _join_digests(digest for _, digest in sorted(self._digests))
 
 
@@ -169,16 +172,13 @@ def _join_digests(digests: Iterable[int]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
-def _jobs(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Job]:
-    return (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
-
-
 def written_digest(
     plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
 ) -> str:
     """The checksum a finished file was recorded with, from its bytes as they are now."""
-    places = writes(plan, _jobs(plan, buffer_bytes, in_order=in_order), buffer_bytes)
-    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in places)
+    jobs = (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
+    written = writes(plan, jobs, buffer_bytes)
+    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in written)
 
 
 @dataclass
@@ -190,61 +190,51 @@ class _Copier:
     progress: Progress
     on_finished: Callable[[FilePlan, str], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
-    buffers: SimpleQueue[memoryview] = field(default_factory=SimpleQueue)
 
-    def __post_init__(self) -> None:
-        for _ in range(self.limits.usable_threads):  # pages that are never touched cost nothing
-            self.buffers.put(memoryview(mmap.mmap(-1, self.limits.buffer_bytes)))
+    def buffer(self) -> memoryview:
+        """A thread's own; pages that are never touched cost nothing."""
+        return memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
 
-    @contextmanager
-    def buffer(self) -> Iterator[memoryview]:
-        """One of the buffers, as long as a thread works."""
-        buffer = self.buffers.get()
-        try:
-            yield buffer
-        finally:
-            self.buffers.put(buffer)
-
-    def close(self, file: _WorkingFile) -> None:
-        prove_whole(file.plan)
-        file.out.finish()
+    def finish(self, file: _WorkingFile) -> None:
+        """All tensors of a file are written."""
+        digest = file.finish()
         with self.lock:
-            self.on_finished(file.plan, file.digest())
+            self.on_finished(file.plan, digest)
 
     def jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
         """The work on files that take it in any order; each file is created when its first job is taken."""
         for plan in plans:
-            jobs = list(_jobs(plan, self.limits.buffer_bytes, in_order=False))
+            jobs = list(jobs_by_source(plan, self.limits.buffer_bytes))
             file = _WorkingFile(plan, self.create(plan), len(jobs))
             if not jobs:
-                file.write_known(0, len(plan.parts))
-                self.close(file)
+                file.write_known(0, len(plan.contents))
+                self.finish(file)
             for job in jobs:
                 yield file, job
 
     def work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
         """Do jobs until there are none."""
-        with self.buffer() as buffer:
-            for file, job in jobs:
-                nbytes, is_last = file.do(job, buffer)
-                self.progress(nbytes)
-                if is_last:
-                    file.write_known(0, len(file.plan.parts))
-                    self.close(file)
+        buffer = self.buffer()
+        for file, job in jobs:
+            nbytes, is_last = file.do(job, buffer)
+            self.progress(nbytes)
+            if is_last:
+                file.write_known(0, len(file.plan.contents))
+                self.finish(file)
 
     def stream(self, plans: Shared[FilePlan]) -> None:
         """Write whole files front to back, one after the other; a file is finished only if complete."""
-        with self.buffer() as buffer:
-            for plan in plans:
-                file, known = _WorkingFile(plan, self.create(plan), 0), 0
-                for segment in jobs_in_order(plan, self.limits.buffer_bytes):
-                    if plans.is_stopped:
-                        return
-                    file.write_known(known, segment.part)
-                    known = segment.part
-                    self.progress(file.do(segment, buffer)[0])
-                file.write_known(known, len(plan.parts))
-                self.close(file)
+        buffer = self.buffer()
+        for plan in plans:
+            file, known = _WorkingFile(plan, self.create(plan), 0), 0
+            for segment in jobs_in_order(plan, self.limits.buffer_bytes):
+                if plans.is_stopped:
+                    return
+                file.write_known(known, segment.content)
+                known = segment.content
+                self.progress(file.do(segment, buffer)[0])
+            file.write_known(known, len(plan.contents))
+            self.finish(file)
 
 
 def copy_files(

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from vescale_fsdp.conversion.output.copying import CopyLimits, Progress, copy_files, written_digest
-from vescale_fsdp.conversion.output.file_plan import FilePlan
 from vescale_fsdp.conversion.output.journal import Journal
-from vescale_fsdp.conversion.output.output_plan import OutputPlan
+from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.output.prove_sources import prove_cut, prove_unchanged
 from vescale_fsdp.conversion.output.target_folder import check_target, is_leftover, open_target
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
@@ -101,21 +100,21 @@ def run_plan(
             behind, except that finished files of a run that was short of space or stopped by hand are kept
             for ``--resume`` (under their partial names).
     """
-    is_part = options.part.count > 1
+    is_tensor_ref = options.part.count > 1
     old_files = check_target(
         url,
         source_url=source_url,
         single_file=plan.single_file,
         overwrite=options.overwrite,
-        resume=options.resume or is_part,
+        resume=options.resume or is_tensor_ref,
     )
     if options.dry_run:
         return Outcome()
     store, name = open_target(url, single_file=plan.single_file)
-    return _Run(plan, store, name or "", options, old_files, progress).run()
+    return _Execution(plan, store, name or "", options, old_files, progress).run()
 
 
-class _Run:
+class _Execution:
     """One process's share of one plan."""
 
     def __init__(

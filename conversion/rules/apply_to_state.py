@@ -1,7 +1,7 @@
 """Key rules on a whole training state: the model's tensors, and the optimizer's state that belongs to them.
 
 Moments have their parameter's shape and take the same rules. Step counters are one number per parameter: a
-result gets the counter of the first tensor it was made from. State of any other shape (row factors,
+result gets the counter of the first tensor it was made from. CarriedState of any other shape (row factors,
 quantised blocks) does not follow its parameter's items, so it is refused rather than guessed.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules, some_names
 from vescale_fsdp.conversion.rules.rule_file import RuleSet
 from vescale_fsdp.conversion.source.source import StoredValue
-from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of, other_models, own_optimizer, parameter_key
 from vescale_fsdp.conversion.views.index_maps import RenameView
@@ -27,7 +27,7 @@ __all__ = ["state_with_rules"]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OptimizerEntry:
     """Where an optimizer entry speaks of a parameter: the path with the parameter's name cut out."""
 
     fqn: str
@@ -35,7 +35,9 @@ class _Place:
     slot: str  # equal for entries that differ in the parameter only
 
 
-def state_with_rules(state: State, rules: RuleSet, config: Mapping[str, Any], *, to_hf: bool) -> State:
+def state_with_rules(
+    state: CarriedState, rules: RuleSet, config: Mapping[str, Any], *, to_hf: bool
+) -> CarriedState:
     """The same state in the other side's names and layouts.
 
     Raises:
@@ -50,9 +52,9 @@ def state_with_rules(state: State, rules: RuleSet, config: Mapping[str, Any], *,
     for fqn, view in applied.views.items():
         made.add_view((*container, fqn), view, some_names(applied.origins.get(fqn, ("[[zeros]]",))))
     is_model = frozenset(made.views)
-    places = _find_places(state, own, model)
+    places = _find_entries(state, own, model)
     moments: dict[str, dict[str, TensorView]] = defaultdict(dict)
-    slots: dict[str, _Place] = {}
+    slots: dict[str, _OptimizerEntry] = {}
     for name, view in state.views.items():
         if name in state.is_model:
             continue
@@ -115,7 +117,7 @@ class _Made:
         return name
 
 
-def _container(state: State) -> Path:
+def _container(state: CarriedState) -> Path:
     """Where the model sits in the nested state."""
     name, fqn = next(iter(state.model.names.items()))
     prefix = name.removesuffix(fqn).rstrip(".")
@@ -124,7 +126,7 @@ def _container(state: State) -> Path:
     return next((head for head in heads if name_of(head) == prefix), (prefix,))
 
 
-def _require_no_numbers(state: State, name: str, own: Collection[str]) -> None:
+def _require_no_numbers(state: CarriedState, name: str, own: Collection[str]) -> None:
     """Refuse moments of a parameter that is a number: rules move tensors, and nothing says which it is."""
     path = state.path(name)
     home = home_of(path) if name in own else None
@@ -143,41 +145,43 @@ def _require_no_numbers(state: State, name: str, own: Collection[str]) -> None:
         )
 
 
-def _find_places(state: State, own: Collection[str], fqns: Iterable[str]) -> dict[str, _Place]:
+def _find_entries(
+    state: CarriedState, own: Collection[str], fqns: Iterable[str]
+) -> dict[str, _OptimizerEntry]:
     """Optimizer entries that belong to one parameter, nested (a part of the path) or flattened (inside
     one)."""
     longest_first = sorted(fqns, key=lambda fqn: -len(fqn))
     known = set(longest_first)
-    found: dict[str, _Place] = {}
+    found: dict[str, _OptimizerEntry] = {}
     for name in (*state.views, *state.values):
         if name not in own:
             continue
         path = state.path(name)
         at = next((i for i, part in enumerate(path) if part in known), None)
         if at is not None:
-            found[name] = _nested_place(path, at)
+            found[name] = _nested_entry(path, at)
             continue
         last = str(path[-1])
         fqn = next((f for f in longest_first if f".{f}." in f".{last}"), None)
         if fqn is not None:
-            found[name] = _flat_place(path, last, fqn)
+            found[name] = _flat_entry(path, last, fqn)
     return found
 
 
-def _nested_place(path: Path, at: int) -> _Place:
+def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
     slot = name_of((*path[:at], "*", *path[at + 1 :]))
-    return _Place(str(path[at]), lambda fqn: (*path[:at], fqn, *path[at + 1 :]), slot)
+    return _OptimizerEntry(str(path[at]), lambda fqn: (*path[:at], fqn, *path[at + 1 :]), slot)
 
 
-def _flat_place(path: Path, last: str, fqn: str) -> _Place:
+def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
     before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
     before, after = (before and f"{before}."), f".{after.lstrip('.')}"
     slot = name_of((*path[:-1], f"{before}*{after}"))
-    return _Place(fqn, lambda new: (*path[:-1], f"{before}{new}{after}"), slot)
+    return _OptimizerEntry(fqn, lambda new: (*path[:-1], f"{before}{new}{after}"), slot)
 
 
 def _apply_to_slot(
-    place: _Place,
+    place: _OptimizerEntry,
     views: dict[str, TensorView],
     model: Mapping[str, TensorView],
     applied: Applied,
@@ -209,7 +213,9 @@ def _apply_to_slot(
         made.add_view(place.rebuild(fqn), view, f"{place.slot} of {fqn}")
 
 
-def _add_value(path: Path, value: StoredValue, place: _Place | None, applied: Applied, made: _Made) -> None:
+def _add_value(
+    path: Path, value: StoredValue, place: _OptimizerEntry | None, applied: Applied, made: _Made
+) -> None:
     if place is not None:  # an option of one parameter, in flattened form
         for fqn, _ in applied.made_from({place.fqn}):
             made.add_value(place.rebuild(fqn), value, name_of(path))

@@ -12,13 +12,13 @@ from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["State", "model_state", "whole_state"]
+__all__ = ["CarriedState", "model_state", "whole_state"]
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class State:
+class CarriedState:
     """Tensors and values by flattened name.
 
     Args:
@@ -44,7 +44,7 @@ class State:
         """Where the entry sits in the nested state."""
         return self.paths.get(name, (name,))
 
-    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> State:
+    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
         """Only names that match an ``include`` pattern (if any are given) and no ``exclude`` pattern.
 
         Raises:
@@ -64,12 +64,12 @@ class State:
             left_out=(*self.left_out, *(n for n in names if n not in kept)),
         )
 
-    def without(self, names: Iterable[str]) -> State:
+    def without(self, names: Iterable[str]) -> CarriedState:
         """All but these tensors."""
         dropped = set(names)
         return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
 
-    def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> State:
+    def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
         """The model's tensors replaced one for one by what ``change`` makes of them (names kept)."""
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
@@ -89,17 +89,17 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
     )
 
 
-def model_state(source: Source, prefix: str | None = None) -> State:
+def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     """The model alone, under its own names."""
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository holds no more", source.url)
     views = {new: SourceView(source, old, new) for old, new in model.names.items()}
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
-    return State(views, {}, {}, own, frozenset(views), left_out)
+    return CarriedState(views, {}, {}, own, frozenset(views), left_out)
 
 
-def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> State:
+def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
     """Everything in the source; the model's container renamed to ``new_prefix`` if that is given."""
     model = find_model(source, prefix)
     if new_prefix is not None:
@@ -129,4 +129,4 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}
     own = replace(model, names={names[name]: short for name, short in model.names.items()})
-    return State(views, values, paths, own, frozenset(own.names), source.omitted)
+    return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.conversion.source.source import ByteRun, Source
+from vescale_fsdp.conversion.source.source import ByteRange, Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
 
@@ -34,7 +34,7 @@ class TensorView(ABC):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         """Fill ``out`` (shape ``box.sizes``, raw type, any strides) with a box. Safe from several threads."""
 
-    def runs(self, start: int, stop: int) -> list[ByteRun] | None:
+    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
         """Where items [start, stop) of the flattened tensor lie byte for byte; None if they are computed."""
         return None
 
@@ -63,8 +63,8 @@ class SourceView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)
 
-    def runs(self, start: int, stop: int) -> list[ByteRun] | None:
-        return self.source.runs(self.source_name, start, stop)
+    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
+        return self.source.byte_ranges(self.source_name, start, stop)
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         yield self.source, self.source_name

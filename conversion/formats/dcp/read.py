@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, load_dcp_metadata
+from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, TensorRef, load_dcp_metadata
 from vescale_fsdp.conversion.formats.torch_save.values import load_torch_bytes
 from vescale_fsdp.conversion.source.source import Source, StoredValue
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -100,7 +102,31 @@ def _open_folder(store: Store, folder: str, *, trust_pickle: bool) -> Source:
             )
         ) from error
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
-    return Source("dcp", store, tensors, values, paths, facts, trust_pickle)
+    locate = partial(_locate, store, trust_pickle)
+    return Source("dcp", store, tensors, values, paths, facts, locate=locate)
+
+
+def _locate(store: Store, trust_pickle: bool, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+    """A chunk inside the torch.save archive that holds it."""
+    where = f"tensor {info.name} in {store.url}/{chunk.file} at byte {chunk.offset}"
+    archive = TorchArchive(
+        lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
+        chunk.nbytes,
+        where=where,
+        trust=trust_pickle,
+    )
+    ref = archive.content
+    if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
+        raise CorruptCheckpointError(
+            explain(
+                "A data file does not hold what the metadata says.",
+                expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
+                got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
+                where=where,
+                todo="the files are from different saves: copy the checkpoint again as one",
+            )
+        )
+    return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
 
 
 def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
@@ -137,7 +163,7 @@ class _MetadataReader:
             if not box.numel:
                 continue  # an empty box has no bytes, and may share its offset with a neighbour
             file, offset, nbytes = self._place(name, box.offsets)
-            chunks.append(StoredChunk(box, file, offset, nbytes, is_archive=True))
+            chunks.append(StoredChunk(box, file, offset, nbytes))
         return StoredTensor(info, tuple(chunks))
 
     def _value(self, name: str) -> StoredValue:

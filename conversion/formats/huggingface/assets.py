@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
-from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.places import open_store
 from vescale_fsdp.conversion.store import Store
 from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.layout.foreign_json import parse_json
 
 __all__ = ["CONFIG_FILE", "Assets"]
 

@@ -18,8 +18,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     plan_shards,
 )
 from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
-from vescale_fsdp.conversion.output.file_plan import FilePlan, FixedPart, whole
-from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
+from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 __all__ = ["plan_hf"]
@@ -43,4 +42,4 @@ def plan_hf(views: Sequence[TensorView], assets: Assets, max_shard_bytes: int) -
 
 def _file(shard: ShardPlan, views: dict[str, TensorView]) -> FilePlan:
     header = make_header(shard.infos)
-    return FilePlan(shard.file, (FixedPart(header.data), *(whole(views[name]) for name in header.offsets)))
+    return FilePlan(shard.file, (FixedBytes(header.data), *(whole(views[name]) for name in header.offsets)))

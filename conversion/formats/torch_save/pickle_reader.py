@@ -18,6 +18,7 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
 
 __all__ = [
+    "STORAGE_TYPES",
     "PiecesRef",
     "Record",
     "ShardRef",
@@ -216,7 +217,7 @@ def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
     return data
 
 
-_STORAGE_TYPES = {
+STORAGE_TYPES = {  # torch's class of a storage -> type of its items
     "BoolStorage": "bool",
     "ByteStorage": "uint8",
     "CharStorage": "int8",
@@ -230,17 +231,17 @@ _STORAGE_TYPES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-_TORCH_NAMES: dict[tuple[str, str], Any] = {
-    **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("collections", "OrderedDict"): OrderedDict,
-}
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
     ("_codecs", "encode"): _encode,
     ("builtins", "set"): set,
+}
+_TORCH_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
 }
 _METADATA_NAMES: dict[tuple[str, str], Any] = {
     **_TORCH_NAMES,
@@ -267,8 +268,9 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
 }
 _TENSOR_NAMES: dict[tuple[str, str], Any] = {
+    **_PLAIN_NAMES,
     **_TORCH_NAMES,
-    **{("torch", name): dtype_from_torch(dtype) for name, dtype in _STORAGE_TYPES.items()},
+    **{("torch", name): dtype_from_torch(dtype) for name, dtype in STORAGE_TYPES.items()},
     ("torch.storage", "UntypedStorage"): None,
     ("torch", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
@@ -276,12 +278,9 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,  # it has attributes
     ("torch", "Tensor"): type("Tensor", (Record,), {}),  # of one with attributes
-    ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
-    ("_codecs", "encode"): _encode,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
     ("torch", "device"): _path,
-    ("builtins", "set"): set,
     **{
         (module, name): type(name, (Record,), {})
         for module, names in {

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.formats.torch_save.rank_parts import (
-    RankPart,
+    HeldTensor,
     differing_files,
-    is_part,
+    is_tensor_ref,
     stored_tensor,
 )
 from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
@@ -83,7 +83,7 @@ def open_ranks(store: Store, *, trust_pickle: bool = False) -> Source:
                 raise
             joined.omitted.append(container)
             problem = str(error).splitlines()[0]
-            joined.warnings.append(f"{container} ({files[0]}) is left out. {problem}")
+            joined.warnings.append(f"{container} is left out because of {files[0]}. {problem}")
             continue
         joined.add(container, states)
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
@@ -94,7 +94,6 @@ def open_ranks(store: Store, *, trust_pickle: bool = False) -> Source:
         joined.values,
         joined.paths,
         facts,
-        trust_pickle,
         omitted=tuple(joined.omitted),
         warnings=tuple(joined.warnings),
     )
@@ -116,8 +115,8 @@ class _Joined:
         for path in dict.fromkeys(path for state in states for path in state.leaves):
             name = name_of((container, *path))
             self.paths[name] = (container, *path)
-            held = [RankPart(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
-            if not is_part(held[0].ref):
+            held = [HeldTensor(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
+            if not is_tensor_ref(held[0].ref):
                 self.values[name] = constant(held[0].ref)
                 continue
             self.tensors[name] = stored_tensor(name, held)

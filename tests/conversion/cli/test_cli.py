@@ -212,8 +212,8 @@ def test_plan_refuses_shards_that_are_no_numbers(source: str, shards: str) -> No
 # Sends itself Ctrl-C when the first file is finished, and TIMES - 1 more when the process has seen it.
 INTERRUPTED = """
 import os, signal, time
-from vescale_fsdp.conversion import journal
-from vescale_fsdp.conversion.cli import main
+from vescale_fsdp.conversion.output import journal
+from vescale_fsdp.conversion.cli.main import main
 record, left = journal.Journal.record, TIMES
 def interrupt(self, *args):
     global left

@@ -15,7 +15,7 @@ from vescale_fsdp.checkpoint import save
 
 RUN = """
 import sys
-from vescale_fsdp.conversion.cli import cli
+from vescale_fsdp.conversion.cli.main import cli
 try:
     cli(sys.argv[1:], prog_name="vescale-convert")
 except SystemExit as stop:

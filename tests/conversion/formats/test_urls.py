@@ -155,7 +155,7 @@ def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_p
 # Uploads, and kills itself in the middle of the segment of that number.
 KILLED = """
 import itertools, os, signal, sys
-from tests.test_conversion_urls import upload
+from tests.conversion.formats.test_urls import upload
 count = itertools.count()
 def progress(nbytes):
     if next(count) == 3:

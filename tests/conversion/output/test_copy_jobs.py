@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.local_store import LocalStore
 from vescale_fsdp.conversion.output.copy_jobs import MoveJob, jobs_by_source, steps, writes
 from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.file_plan import FilePlan, FixedPart, whole
+from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, whole
 from vescale_fsdp.conversion.output.run_plan import RunOptions
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -54,7 +54,7 @@ def make_plan(chunks: list[list[tuple[str, int, int]]], stripes: _Stripes | None
         tensors[info.name] = StoredTensor(info, tuple(stored))
     source = Source("test", LocalStore("."), tensors, checked=lambda _: stripes)
     parts = (whole(SourceView(source, name, name)) for name in tensors)
-    return FilePlan("out", (FixedPart(bytes(100)), *parts))
+    return FilePlan("out", (FixedBytes(bytes(100)), *parts))
 
 
 def moved(plan: FilePlan) -> dict[int, tuple[str, int]]:
