@@ -32,7 +32,7 @@ from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBy
 from vescale_fsdp.conversion.output.prove_sources import prove_whole
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.store import OutputFile
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["CopyLimits", "Progress", "copy_files", "written_digest"]
 
@@ -60,12 +60,10 @@ class CopyLimits:
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
         if self.memory_budget_bytes < least or self.threads < 1:
             raise ConversionError(
-                explain(
-                    "The memory budget is too small to work in.",
-                    expected=f"at least {least} bytes and one thread",
-                    got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
-                    todo="pass a --memory-budget of 64MB or more",
-                )
+                "The memory budget is too small to work in.",
+                expected=f"at least {least} bytes and one thread",
+                got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
+                todo="pass a --memory-budget of 64MB or more",
             )
 
     @property

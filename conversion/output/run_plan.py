@@ -20,7 +20,7 @@ from vescale_fsdp.conversion.output.prove_sources import prove_cut, prove_unchan
 from vescale_fsdp.conversion.output.target_folder import check_target, is_leftover, open_target
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.store import OutputFile, StagedFile, Store, partial_name
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 __all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
 
@@ -35,12 +35,10 @@ class Part:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             raise ConversionError(
-                explain(
-                    "There is no such part.",
-                    expected="--part I/N with 0 <= I < N",
-                    got=f"{self.index}/{self.count}",
-                    todo="number the parts from 0",
-                )
+                "There is no such part.",
+                expected="--part I/N with 0 <= I < N",
+                got=f"{self.index}/{self.count}",
+                todo="number the parts from 0",
             )
 
     @classmethod
@@ -49,7 +47,7 @@ class Part:
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None:
             raise ConversionError(
-                explain("This is not a part.", expected="I/N", got=repr(text), todo="write for example 0/4")
+                "This is not a part.", expected="I/N", got=repr(text), todo="write for example 0/4"
             )
         return cls(int(match[1]), int(match[2]))
 

@@ -19,9 +19,8 @@ from vescale_fsdp.conversion.source.source import StoredValue
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of, other_models, own_optimizer, parameter_key
-from vescale_fsdp.conversion.views.index_maps import RenameView
-from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["state_with_rules"]
 
@@ -97,7 +96,7 @@ class _Made:
 
     def add_view(self, path: Path, view: TensorView, origin: str) -> None:
         name = self._add(path, origin)
-        self.views[name] = RenameView(view, name)
+        self.views[name] = RenamedView(view, name)
 
     def add_value(self, path: Path, value: StoredValue, origin: str) -> None:
         self.values[self._add(path, origin)] = value
@@ -106,12 +105,10 @@ class _Made:
         name = name_of(path)
         if name in self._origins:
             raise ConversionError(
-                explain(
-                    "Two entries would get one name.",
-                    expected="rules that make each name once, and none that another entry has",
-                    got=f"{self._origins[name]} and {origin} become {name}",
-                    todo="correct the rules, or leave one of the two out with --exclude",
-                )
+                "Two entries would get one name.",
+                expected="rules that make each name once, and none that another entry has",
+                got=f"{self._origins[name]} and {origin} become {name}",
+                todo="correct the rules, or leave one of the two out with --exclude",
             )
         self._origins[name], self.paths[name] = origin, path
         return name
@@ -135,13 +132,11 @@ def _require_no_numbers(state: CarriedState, name: str, own: Collection[str]) ->
     key = parameter_key(path, home)
     if key is not None and key.split(".", 1)[0].isdecimal():
         raise ConversionError(
-            explain(
-                "Optimizer state does not say which parameter it belongs to.",
-                expected="names of parameters, since key rules change names and order",
-                got=f"number {key}",
-                where=name,
-                todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
-            )
+            "Optimizer state does not say which parameter it belongs to.",
+            expected="names of parameters, since key rules change names and order",
+            got=f"number {key}",
+            where=name,
+            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
         )
 
 
@@ -200,13 +195,11 @@ def _apply_to_slot(
     for fqn, view in views.items():
         if view.info.shape != model[fqn].info.shape:
             raise ConversionError(
-                explain(
-                    "Optimizer state does not follow its parameter.",
-                    expected=f"shape {model[fqn].info.shape}, as {fqn} has",
-                    got=f"shape {view.info.shape}",
-                    where=view.info.name,
-                    todo="leave the optimizer out: --exclude 'optimizer.*'",
-                )
+                "Optimizer state does not follow its parameter.",
+                expected=f"shape {model[fqn].info.shape}, as {fqn} has",
+                got=f"shape {view.info.shape}",
+                where=view.info.name,
+                todo="leave the optimizer out: --exclude 'optimizer.*'",
             )
     kept = {fqn: view for fqn, view in views.items() if fqn not in applied.dropped}
     for fqn, view in apply_rules(rules, kept, config, to_hf=to_hf, partial=True).views.items():
@@ -230,12 +223,10 @@ def _renamed(names: Any, applied: Applied) -> Any:
     known = {*chain.from_iterable(applied.origins.values()), *applied.dropped}
     if unknown := [str(name) for name in names if name not in known]:
         raise ConversionError(
-            explain(
-                "A group of the optimizer has parameters that the model lacks.",
-                expected="names of the model's parameters, since key rules change names and order",
-                got=some_names(unknown),
-                todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
-            )
+            "A group of the optimizer has parameters that the model lacks.",
+            expected="names of the model's parameters, since key rules change names and order",
+            got=some_names(unknown),
+            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
         )
     places = {name: place for place, name in enumerate(names)}
     made = sorted(applied.made_from(places), key=lambda pair: places[pair[1]])

@@ -17,7 +17,7 @@ import xxhash
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
 
 if TYPE_CHECKING:
@@ -146,13 +146,11 @@ class Source:
             is_same = False
         if not is_same:
             raise ConversionError(
-                explain(
-                    "The source was changed while it was read.",
-                    expected="files of the sizes and times of change that they had at the start",
-                    got="others",
-                    where=self.url,
-                    todo="convert again when nobody writes there",
-                )
+                "The source was changed while it was read.",
+                expected="files of the sizes and times of change that they had at the start",
+                got="others",
+                where=self.url,
+                todo="convert again when nobody writes there",
             )
 
     def _find_fingerprint(self) -> str:
@@ -170,13 +168,11 @@ class Source:
         """
         if name not in self.tensors:
             raise ConversionError(
-                explain(
-                    "The source has no such tensor.",
-                    expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
-                    got=name,
-                    where=self.url,
-                    todo="list the names with: vescale-convert inspect SRC",
-                )
+                "The source has no such tensor.",
+                expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
+                got=name,
+                where=self.url,
+                todo="list the names with: vescale-convert inspect SRC",
             )
         return self.tensors[name].info
 

@@ -35,13 +35,11 @@ class TensorInfo:
             whole_numbers((*whole_numbers(self.shape), self.nbytes))
         except ValueError as error:
             raise CorruptCheckpointError(
-                explain(
-                    "A tensor cannot have this shape.",
-                    expected="whole numbers, and fewer than 2**63 bytes",
-                    got=f"{self.shape!r:.80}",
-                    where=f"tensor {self.name}",
-                    todo="copy the checkpoint again from where it was made",
-                )
+                "A tensor cannot have this shape.",
+                expected="whole numbers, and fewer than 2**63 bytes",
+                got=f"{self.shape!r:.80}",
+                where=f"tensor {self.name}",
+                todo="copy the checkpoint again from where it was made",
             ) from error
 
     @cached_property

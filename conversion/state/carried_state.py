@@ -119,12 +119,10 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         paths[names[name]] = path
     if len(set(names.values())) != len(names):
         raise ConversionError(
-            explain(
-                "Two entries would get the same name.",
-                expected="a prefix that no other entry has",
-                got=new_prefix,
-                todo="choose another --prefix",
-            )
+            "Two entries would get the same name.",
+            expected="a prefix that no other entry has",
+            got=new_prefix,
+            todo="choose another --prefix",
         )
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}

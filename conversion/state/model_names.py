@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["ModelNames", "find_model"]
 
@@ -57,14 +57,12 @@ class ModelNames:
         """
         if self.rivals:
             raise ConversionError(
-                explain(
-                    "The source holds several models.",
-                    expected=f"one model: {reason}",
-                    got=_some(self.rivals, 8),
-                    where=where,
-                    todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
-                    "they are one model",
-                )
+                "The source holds several models.",
+                expected=f"one model: {reason}",
+                got=_some(self.rivals, 8),
+                where=where,
+                todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
+                "they are one model",
             )
 
 
@@ -92,13 +90,11 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
     names = {name: name[len(prefix) :] for name in rest if name.startswith(prefix)}
     if not names:
         raise ConversionError(
-            explain(
-                "No model weights were found in the source.",
-                expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
-                got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
-                where=source.url,
-                todo="pass --model-prefix with what the names of the model's weights begin with",
-            )
+            "No model weights were found in the source.",
+            expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
+            got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
+            where=source.url,
+            todo="pass --model-prefix with what the names of the model's weights begin with",
         )
     taken = {*names, *optimizer}
     others = tuple(name for name in everything if name not in taken)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["ListIndex", "claim_name", "flatten", "name_of", "nest"]
 
@@ -41,12 +41,10 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
         name = name_of(path)
         if name in names:
             raise ConversionError(
-                explain(
-                    "Two entries of the state have the same flattened name.",
-                    expected="names that differ when their keys are joined by dots",
-                    got=f"{names[name]} and {path}",
-                    todo="rename one of the keys in the source",
-                )
+                "Two entries of the state have the same flattened name.",
+                expected="names that differ when their keys are joined by dots",
+                got=f"{names[name]} and {path}",
+                todo="rename one of the keys in the source",
             )
         names[name] = path
     return found
@@ -80,12 +78,10 @@ def claim_name(name: str, taken: Collection[str]) -> None:
     """
     if name in taken:
         raise ConversionError(
-            explain(
-                "Two tensors would have one name.",
-                expected="keys that differ when they are joined, as text",
-                got=f"two times {name!r}",
-                todo="leave one of them out with --exclude, or rename it in the source",
-            )
+            "Two tensors would have one name.",
+            expected="keys that differ when they are joined, as text",
+            got=f"two times {name!r}",
+            todo="leave one of them out with --exclude, or rename it in the source",
         )
 
 
@@ -102,12 +98,10 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
             node = node.setdefault(_key(part), {})
             if not isinstance(node, dict):
                 raise ConversionError(
-                    explain(
-                        "An entry of the state lies inside another.",
-                        expected="values at the ends of paths only",
-                        got=path,
-                        todo="leave one of the entries out with --exclude",
-                    )
+                    "An entry of the state lies inside another.",
+                    expected="values at the ends of paths only",
+                    got=path,
+                    todo="leave one of the entries out with --exclude",
                 )
         node[_key(path[-1])] = leaf
     closed: dict[Any, Any] = _close_lists(root)

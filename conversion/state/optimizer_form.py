@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.source.source import StoredValue
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["with_optimizer_form"]
 
@@ -137,12 +137,10 @@ def _nested(entries: _Entries, fqns: list[str]) -> _Entries:
         fqn = next((fqn for fqn in fqns if rest.startswith(f"{fqn}.")), None)
         if fqn is None:
             raise ConversionError(
-                explain(
-                    "An optimizer entry belongs to no parameter.",
-                    expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
-                    got=name,
-                    todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
-                )
+                "An optimizer entry belongs to no parameter.",
+                expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
+                got=name,
+                todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
             )
         last = rest[len(fqn) + 1 :]
         if kind == "state":

@@ -15,7 +15,7 @@ from itertools import takewhile
 
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["home_of", "other_models", "own_optimizer", "parameter_key"]
 
@@ -137,11 +137,9 @@ def _alike(left: frozenset[str], right: frozenset[str]) -> bool:
 
 def _unclear(home: Path, owners: list[Path]) -> ConversionError:
     return ConversionError(
-        explain(
-            "It is not clear which model an optimizer belongs to.",
-            expected="an optimizer with the parameters of one model, beside it, or named after it",
-            got=f"{name_of(home) or 'one at the root'}, which may belong to "
-            + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),
-            todo="leave the optimizers out with --optimizer drop",
-        )
+        "It is not clear which model an optimizer belongs to.",
+        expected="an optimizer with the parameters of one model, beside it, or named after it",
+        got=f"{name_of(home) or 'one at the root'}, which may belong to "
+        + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),
+        todo="leave the optimizers out with --optimizer drop",
     )

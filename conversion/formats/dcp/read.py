@@ -21,7 +21,7 @@ from vescale_fsdp.conversion.source.source import Source, StoredValue
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
 __all__ = ["METADATA_FILE", "dcp_folders", "open_dcp"]
@@ -46,13 +46,11 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
     stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
     if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
         raise ConversionError(
-            explain(
-                "The folder holds several checkpoints.",
-                expected="one, or one of a model and one of its optimizer",
-                got=", ".join(folder.rstrip("/") for folder in folders[:6]),
-                where=store.url,
-                todo="pass one of these folders",
-            )
+            "The folder holds several checkpoints.",
+            expected="one, or one of a model and one of its optimizer",
+            got=", ".join(folder.rstrip("/") for folder in folders[:6]),
+            where=store.url,
+            todo="pass one of these folders",
         )
     found = [_open_folder(store, folder, trust_pickle=trust_pickle) for folder in folders]
     if len(found) == 1:
@@ -60,13 +58,11 @@ def open_dcp(store: Store, *, trust_pickle: bool = False) -> Source:
     sides = [{**source.tensors, **source.values} for source in found]
     if doubles := sides[0].keys() & sides[1].keys():
         raise CorruptCheckpointError(
-            explain(
-                "The model's checkpoint and its optimizer's have entries of one name.",
-                expected="names under model and under optimizer",
-                got=min(doubles),
-                where=store.url,
-                todo="pass one of the two folders",
-            )
+            "The model's checkpoint and its optimizer's have entries of one name.",
+            expected="names under model and under optimizer",
+            got=min(doubles),
+            where=store.url,
+            todo="pass one of the two folders",
         )
     return replace(
         found[0],
@@ -93,13 +89,11 @@ def _open_folder(store: Store, folder: str, *, trust_pickle: bool) -> Source:
         paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
     except _DAMAGE as error:
         raise CorruptCheckpointError(
-            explain(
-                "The checkpoint's metadata is damaged.",
-                expected="the records torch.distributed.checkpoint writes",
-                got=f"{type(error).__name__}: {error}",
-                where=where,
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            "The checkpoint's metadata is damaged.",
+            expected="the records torch.distributed.checkpoint writes",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
     locate = partial(_locate, store, trust_pickle)
@@ -118,13 +112,11 @@ def _locate(store: Store, trust_pickle: bool, info: TensorInfo, chunk: StoredChu
     ref = archive.content
     if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
         raise CorruptCheckpointError(
-            explain(
-                "A data file does not hold what the metadata says.",
-                expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
-                got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
-                where=where,
-                todo="the files are from different saves: copy the checkpoint again as one",
-            )
+            "A data file does not hold what the metadata says.",
+            expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
+            got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
+            where=where,
+            todo="the files are from different saves: copy the checkpoint again as one",
         )
     return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
 
@@ -181,34 +173,28 @@ class _MetadataReader:
         info = self._places.get((name, offsets))
         if info is None:
             raise CorruptCheckpointError(
-                explain(
-                    "The checkpoint's metadata does not say where an entry is stored.",
-                    expected=f"a storage record for {name} at {offsets}",
-                    got="none",
-                    where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
-                    todo="save the checkpoint again; its save did not finish or lost items",
-                )
+                "The checkpoint's metadata does not say where an entry is stored.",
+                expected=f"a storage record for {name} at {offsets}",
+                got="none",
+                where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
+                todo="save the checkpoint again; its save did not finish or lost items",
             )
         if getattr(info, "transform_descriptors", None):
             raise ConversionError(
-                explain(
-                    "The checkpoint's data files are transformed.",
-                    expected="plain .distcp data",
-                    got=f"transforms {list(info.transform_descriptors)}",
-                    where=f"{name} in {self._store.url}/{info.relative_path}",
-                    todo="load it with the program that saved it and save it without stream transforms",
-                )
+                "The checkpoint's data files are transformed.",
+                expected="plain .distcp data",
+                got=f"transforms {list(info.transform_descriptors)}",
+                where=f"{name} in {self._store.url}/{info.relative_path}",
+                todo="load it with the program that saved it and save it without stream transforms",
             )
         file = self._checked_name(info.relative_path)
         if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:
             raise CorruptCheckpointError(
-                explain(
-                    "A data file of the checkpoint is truncated.",
-                    expected=f"at least {info.offset + info.length} bytes (for {name})",
-                    got=f"{self.sizes[file]} bytes",
-                    where=f"{self._store.url}/{file}",
-                    todo="copy the file again from where it was saved, or use an older checkpoint",
-                )
+                "A data file of the checkpoint is truncated.",
+                expected=f"at least {info.offset + info.length} bytes (for {name})",
+                got=f"{self.sizes[file]} bytes",
+                where=f"{self._store.url}/{file}",
+                todo="copy the file again from where it was saved, or use an older checkpoint",
             )
         return file, info.offset, info.length
 
@@ -218,13 +204,11 @@ class _MetadataReader:
         if file not in self.sizes:
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
-                    explain(
-                        "The checkpoint's metadata points outside of its folder.",
-                        expected="a file name inside the checkpoint",
-                        got=file,
-                        where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
-                        todo="do not use this checkpoint: it was made by hand",
-                    )
+                    "The checkpoint's metadata points outside of its folder.",
+                    expected="a file name inside the checkpoint",
+                    got=file,
+                    where=f"{self._store.url}/{self._folder}{METADATA_FILE}",
+                    todo="do not use this checkpoint: it was made by hand",
                 )
             self.sizes[file] = self._store.required_size(file)
         return file

@@ -56,13 +56,11 @@ class Assets:
         found = self._store.list_files()
         if not found:
             raise ConversionError(
-                explain(
-                    "There are no settings files to carry over.",
-                    expected="a folder with config.json, tokenizer files and so on",
-                    got="an empty or missing folder",
-                    where=url,
-                    todo="check the path given with --assets",
-                )
+                "There are no settings files to carry over.",
+                expected="a folder with config.json, tokenizer files and so on",
+                got="an empty or missing folder",
+                where=url,
+                todo="check the path given with --assets",
             )
         candidates = sorted((file for file in found if _may_go(file)), key=natural_key)
         for pattern in include:
@@ -81,13 +79,11 @@ class Assets:
             loaded = f"{type(error).__name__}: {error}"
         if not isinstance(loaded, dict):
             raise ConversionError(
-                explain(
-                    "The settings in config.json cannot be read.",
-                    expected="a JSON object",
-                    got=loaded,
-                    where=f"{url}/{CONFIG_FILE}",
-                    todo="correct the file, or leave it out of --assets",
-                )
+                "The settings in config.json cannot be read.",
+                expected="a JSON object",
+                got=loaded,
+                where=f"{url}/{CONFIG_FILE}",
+                todo="correct the file, or leave it out of --assets",
             )
         return loaded
 

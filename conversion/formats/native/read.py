@@ -23,7 +23,7 @@ from vescale_fsdp.conversion.source.source import CheckedFile, Source, StoredVal
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
@@ -193,13 +193,11 @@ def _require_size(store: Store, name: str, nbytes: int) -> None:
     size = store.required_size(name)
     if size != nbytes:
         raise CorruptCheckpointError(
-            explain(
-                "A file of the checkpoint has the wrong size.",
-                expected=f"{nbytes} bytes",
-                got=f"{size} bytes",
-                where=f"{store.url}/{name}",
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            "A file of the checkpoint has the wrong size.",
+            expected=f"{nbytes} bytes",
+            got=f"{size} bytes",
+            where=f"{store.url}/{name}",
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         )
 
 

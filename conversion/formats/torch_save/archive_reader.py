@@ -20,7 +20,7 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef, 
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
 __all__ = ["ReadRange", "TorchArchive"]
@@ -210,13 +210,11 @@ class TorchArchive:
 
     def _damaged(self, expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            explain(
-                "A torch.save archive cannot be read.",
-                expected=expected,
-                got=got,
-                where=self._where,
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            "A torch.save archive cannot be read.",
+            expected=expected,
+            got=got,
+            where=self._where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         )
 
 

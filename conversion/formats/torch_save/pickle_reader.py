@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
 
 __all__ = [
@@ -354,13 +354,11 @@ class _AllowListUnpickler(pickle.Unpickler):
         if (module, name) in self._names:
             return self._names[module, name]
         raise ConversionError(
-            explain(
-                "The checkpoint's pickle names something that is not needed to read tensors.",
-                expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
-                got=f"{module}.{name}",
-                where=self._where,
-                todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
-            )
+            "The checkpoint's pickle names something that is not needed to read tensors.",
+            expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
+            got=f"{module}.{name}",
+            where=self._where,
+            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
         )
 
     def persistent_load(self, pid: Any) -> _StorageRef:
@@ -379,23 +377,19 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
         return unpickler.load()
     except _NotDenseError as error:
         raise ConversionError(
-            explain(
-                "The checkpoint holds a tensor that cannot be converted.",
-                expected="dense tensors of torch's plain types",
-                got=error,
-                where=where,
-                todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
-            )
+            "The checkpoint holds a tensor that cannot be converted.",
+            expected="dense tensors of torch's plain types",
+            got=error,
+            where=where,
+            todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
         ) from error
     except _DAMAGE as error:
         raise CorruptCheckpointError(
-            explain(
-                f"{what} cannot be read.",
-                expected="a complete pickle",
-                got=f"{type(error).__name__}: {error}",
-                where=where,
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            f"{what} cannot be read.",
+            expected="a complete pickle",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
 
 
@@ -410,13 +404,11 @@ def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False) -> Record
     loaded = _load(unpickler, "The checkpoint's metadata", where)
     if type(loaded).__name__ != "Metadata":
         raise CorruptCheckpointError(
-            explain(
-                "The checkpoint's metadata is not what DCP writes.",
-                expected="a Metadata record",
-                got=type(loaded).__name__,
-                where=where,
-                todo="check that the folder was written by torch.distributed.checkpoint",
-            )
+            "The checkpoint's metadata is not what DCP writes.",
+            expected="a Metadata record",
+            got=type(loaded).__name__,
+            where=where,
+            todo="check that the folder was written by torch.distributed.checkpoint",
         )
     assert isinstance(loaded, Record)
     return loaded

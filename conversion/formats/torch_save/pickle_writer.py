@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import STORAGE_TYPES
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
@@ -120,13 +120,11 @@ class _Writer:
             self._out += b"Q"
         else:
             raise ConversionError(
-                explain(
-                    "A value cannot be written in this format.",
-                    expected="numbers, strings, bytes, lists, tuples and dicts",
-                    got=f"{type(value).__module__}.{type(value).__qualname__}",
-                    where=self._where,
-                    todo="leave the value out with --exclude",
-                )
+                "A value cannot be written in this format.",
+                expected="numbers, strings, bytes, lists, tuples and dicts",
+                got=f"{type(value).__module__}.{type(value).__qualname__}",
+                where=self._where,
+                todo="leave the value out with --exclude",
             )
 
     def _put_marked(self, before: bytes, items: Any, after: bytes) -> None:

@@ -55,12 +55,10 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
     for name, ranks in found.items():
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
             raise CorruptCheckpointError(
-                explain(
-                    "Files of some ranks are missing.",
-                    expected=f"{worlds[name]} files like {min(ranks.values())}",
-                    got=f"none for rank {', '.join(map(str, missing[:8]))}",
-                    todo="copy the files of all ranks into one folder",
-                )
+                "Files of some ranks are missing.",
+                expected=f"{worlds[name]} files like {min(ranks.values())}",
+                got=f"none for rank {', '.join(map(str, missing[:8]))}",
+                todo="copy the files of all ranks into one folder",
             )
     return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(found.items())}
 

@@ -103,13 +103,11 @@ def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
         box = box.chunk(part.placements[axis].dim, axes[axis], part.coordinates[axis])
     if box.sizes != part.local.shape:
         raise CorruptCheckpointError(
-            explain(
-                "A rank's part does not have the shape that its place in the mesh gives.",
-                expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
-                got=f"shape {part.local.shape}",
-                where=f"{name} in {file}",
-                todo="check that the files of all ranks are there, and from one save",
-            )
+            "A rank's part does not have the shape that its place in the mesh gives.",
+            expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
+            got=f"shape {part.local.shape}",
+            where=f"{name} in {file}",
+            todo="check that the files of all ranks are there, and from one save",
         )
     return box
 

@@ -12,7 +12,7 @@ from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["StateFile", "is_torch_file", "open_state_file", "open_torch"]
 
@@ -43,13 +43,11 @@ def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
     size = store.required_size(file)
     if not is_torch_file(store, file):
         raise ConversionError(
-            explain(
-                "This torch.save file cannot be read by range.",
-                expected="the zip format that torch has written since 1.6",
-                got="another format",
-                where=where,
-                todo="load it with torch and save it again",
-            )
+            "This torch.save file cannot be read by range.",
+            expected="the zip format that torch has written since 1.6",
+            got="another format",
+            where=where,
+            todo="load it with torch and save it again",
         )
     archive = TorchArchive(
         lambda offset, nbytes: store.read(file, offset, nbytes), size, where=where, trust=trust
@@ -57,13 +55,11 @@ def open_state_file(store: Store, file: str, *, trust: bool) -> StateFile:
     content = archive.content
     if not isinstance(content, Mapping):
         raise ConversionError(
-            explain(
-                "The file holds no state dict.",
-                expected="a dict of tensors, nested or not",
-                got="a tensor" if is_tensor_ref(content) else type(content).__name__,
-                where=where,
-                todo="save model.state_dict() or a dict that contains it",
-            )
+            "The file holds no state dict.",
+            expected="a dict of tensors, nested or not",
+            got="a tensor" if is_tensor_ref(content) else type(content).__name__,
+            where=where,
+            todo="save model.state_dict() or a dict that contains it",
         )
     return StateFile(file, archive, flatten(content, is_tensor_ref))
 

@@ -24,7 +24,7 @@ from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.store import Store
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
@@ -108,9 +108,7 @@ def _from_json_1(data: Any) -> Any:
         case ["dict", list(pairs)]:
             return {_from_json_1(key): _from_json_1(value) for key, value in pairs}
     raise CorruptCheckpointError(
-        explain(
-            "A stored value is damaged.", expected="a known marker", got=data["$"], todo="use another copy"
-        )
+        "A stored value is damaged.", expected="a known marker", got=data["$"], todo="use another copy"
     )
 
 
@@ -130,13 +128,11 @@ def _metadata(store: Store, file: str) -> dict[str, Any]:
 
 def _damaged(store: Store, file: str, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        explain(
-            "A zarr hierarchy cannot be used.",
-            expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
-            got=f"{type(error).__name__}: {error}",
-            where=f"{store.url}/{file}",
-            todo="copy the hierarchy again from where it was made",
-        )
+        "A zarr hierarchy cannot be used.",
+        expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
+        got=f"{type(error).__name__}: {error}",
+        where=f"{store.url}/{file}",
+        todo="copy the hierarchy again from where it was made",
     )
 
 
@@ -218,13 +214,11 @@ class _Array:
         size = self._store.required_size(file)
         if size != expected:
             raise CorruptCheckpointError(
-                explain(
-                    "A chunk of a zarr array has the wrong size.",
-                    expected=f"{expected} bytes",
-                    got=f"{size} bytes",
-                    where=f"{self._store.url}/{file}",
-                    todo="copy the file again from where it was made",
-                )
+                "A chunk of a zarr array has the wrong size.",
+                expected=f"{expected} bytes",
+                got=f"{size} bytes",
+                where=f"{self._store.url}/{file}",
+                todo="copy the file again from where it was made",
             )
 
     def _chunk_file(self, index: tuple[int, ...]) -> str:
@@ -238,13 +232,11 @@ class _Array:
             import zarr  # only arrays that are not plain need it
         except ImportError as error:
             raise ConversionError(
-                explain(
-                    "An array is compressed or sharded, which the zarr library decodes.",
-                    expected="the package zarr (3 or later)",
-                    got=str(error),
-                    where=path,
-                    todo="pip install zarr",
-                )
+                "An array is compressed or sharded, which the zarr library decodes.",
+                expected="the package zarr (3 or later)",
+                got=str(error),
+                where=path,
+                todo="pip install zarr",
             ) from error
         array = zarr.open_array(path, mode="r")
         raw = self.info.dtype.raw

@@ -168,13 +168,13 @@ def test_a_native_source_is_proven_while_it_is_read(
 
 
 def test_transposed_storage_is_not_moved(tmp_path: Path) -> None:
-    """Bytes that lie in another order than the tensor's are computed, not moved (the control of `runs`)."""
+    """Bytes that lie in another order than the tensor's are computed, not moved (the control of `byte_ranges`)."""
     x = torch.arange(12.0).view(3, 4)
     torch.save({"t": x.t(), "x": x}, tmp_path / "x.pt")
     source = open_source(str(tmp_path / "x.pt"))
 
-    assert source.runs("t", 0, 12) is None
-    assert [run.nbytes for run in source.runs("x", 2, 9) or ()] == [28]
+    assert source.byte_ranges("t", 0, 12) is None
+    assert [run.nbytes for run in source.byte_ranges("x", 2, 9) or ()] == [28]
     convert(source, str(tmp_path / "out"), "hf", ConvertOptions())
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t"], x.t())
 
