@@ -35,6 +35,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype, itemsize_of
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 
@@ -208,7 +209,7 @@ class Manifest:
                 data["user"],
                 data["stripe_bytes"],
                 data["split_bytes"],
-                tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
+                tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
                 data["version"],
             )
             _prove(manifest, where)

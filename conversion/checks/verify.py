@@ -71,8 +71,9 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
 
 def _verify_native(source: Source, progress: Progress) -> CheckReport:
     """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
-    from vescale_fsdp.conversion.formats.native.read import array_problems, rank_files
+    from vescale_fsdp.conversion.formats.native.read import array_problems, rank_files, read_manifest
 
+    manifest = read_manifest(source.store)
     problems: list[str] = []
     done: list[int] = []  # bytes of each stripe of tensors
 
@@ -87,13 +88,13 @@ def _verify_native(source: Source, progress: Progress) -> CheckReport:
                 progress(stop - start)
 
     def stripes() -> Iterator[tuple[OpenRankFile, int]]:
-        for name, open_file in rank_files(source.store).items():
+        for name, open_file in rank_files(source.store, manifest).items():
             with _noting(problems, name):
                 opened = open_file()
                 yield from ((opened, index) for index in range(opened.file.num_stripes))
 
     in_threads(_THREADS, check, stripes())
-    for name, problem, nbytes in array_problems(source.store):
+    for name, problem, nbytes in array_problems(source.store, manifest):
         problems += [] if problem is None else [f"{name}: {problem}"]
         if nbytes:
             done.append(nbytes)
@@ -121,7 +122,8 @@ class _Checker:
             check()
 
     def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
-        runs = self._source.checked_runs(tensor)
+        chunks = [chunk for chunk in tensor.chunks if chunk.file]
+        runs = [self._source.located(tensor.info, chunk).checked for chunk in chunks]
         if not deep:
             return
         for run in runs:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.conversion.output.plan import FilePlan, TensorItems
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.source import CheckedFile, Source
 
 __all__ = ["Job", "Move", "MoveJob", "Segment", "jobs_by_source", "jobs_in_order", "steps", "writes"]
 
@@ -56,7 +56,7 @@ class MoveJob(NamedTuple):
 
     Attributes:
         moves: by offset; they may overlap, and there may be gaps between them.
-        stripe: number of the checksummed stripe that the bytes are; None if the file has no checksums.
+        checked: the file's checksums, of which the bytes are one stripe; None if it has none.
     """
 
     source: Source
@@ -64,7 +64,7 @@ class MoveJob(NamedTuple):
     start: int
     stop: int
     moves: tuple[Move, ...]
-    stripe: int | None
+    checked: CheckedFile | None
 
 
 Job = Segment | MoveJob
@@ -113,7 +113,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
     for cell in sorted(cells):
         if checked is not None:
             stop = min((cell + 1) * size, checked.checked_bytes)
-            yield MoveJob(source, file, cell * size, stop, tuple(cells[cell]), cell)
+            yield MoveJob(source, file, cell * size, stop, tuple(cells[cell]), checked)
         else:
             for start, stop, group in _without_gaps(cells[cell]):
                 yield MoveJob(source, file, start, stop, tuple(group), None)

@@ -1,6 +1,6 @@
 """Moving bytes: the jobs of many files, by a few threads with one fixed buffer each.
 
-A thread takes a job (see `jobs`), reads or computes its bytes into its buffer and writes them where the plan
+A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer and writes them where the plan
 says; nothing else is held, so memory is the buffers, whatever the size of the model or of its largest tensor.
 
     512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
@@ -21,7 +21,6 @@ import xxhash
 
 from vescale_fsdp.conversion.output.copy_jobs import (
     Job,
-    MoveJob,
     Segment,
     jobs_by_source,
     jobs_in_order,
@@ -91,7 +90,24 @@ class _WorkingFile:
 
     def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
         """Do one job; returns its bytes and whether it was the last of the file."""
-        nbytes = self._compute(job, buffer) if isinstance(job, Segment) else self._move(job, buffer)
+        nbytes = 0
+        if isinstance(job, Segment):
+            nbytes = self._compute(job, buffer)
+        else:
+            stripe = xxhash.xxh3_64()
+            for start, stop, moves in steps(job, len(buffer)):
+                data = buffer[: stop - start]
+                if job.checked is None:
+                    job.source.read_bytes(job.file, start, data)
+                else:  # read once, and proven at the stripe's end
+                    job.source.store.read_into(job.file, start, data)
+                    stripe.update(data)
+                for move in moves:
+                    at = move.offset - start
+                    self._write(move.target, data[at : at + move.nbytes], move.content)
+                    nbytes += move.nbytes
+            if job.checked is not None:
+                job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0
@@ -106,25 +122,6 @@ class _WorkingFile:
         data = read_range(view, segment.start, segment.stop, array).data
         self._write(segment.place(self.plan)[0], data, segment.content)
         return len(data)
-
-    def _move(self, job: MoveJob, buffer: memoryview) -> int:
-        stripe = xxhash.xxh3_64()
-        nbytes = 0
-        for start, stop, moves in steps(job, len(buffer)):
-            data = buffer[: stop - start]
-            if job.stripe is None:
-                job.source.read_bytes(job.file, start, data)
-            else:  # read once, and proven at the stripe's end
-                job.source.store.read_into(job.file, start, data)
-                stripe.update(data)
-            for move in moves:
-                at = move.offset - start
-                self._write(move.target, data[at : at + move.nbytes], move.content)
-                nbytes += move.nbytes
-        checked = job.source.checked(job.file)
-        if checked is not None and job.stripe is not None:
-            checked.prove_stripe(job.stripe, stripe.intdigest())
-        return nbytes
 
     def _write(self, offset: int, data: memoryview, content: int) -> None:
         self.out.write_at(offset, data)
@@ -158,11 +155,9 @@ class _WorkingFile:
                 found[index] = kind.combine(found[index], piece_crc, nbytes)
         return found
 
-    def finish(self) -> str:
-        """Write what is left and close the file; returns one checksum of all writes, in file order, which
-        `written_digest` finds again in the written file."""
-        prove_whole(self.plan)
-        self.out.finish()
+    @property
+    def digest(self) -> str:
+        """One checksum of all writes, in file order; `written_digest` finds the same in the written file."""
         return _join_digests(digest for _, digest in sorted(self._digests))
 
 
@@ -189,15 +184,12 @@ class _Copier:
     on_finished: Callable[[FilePlan, str], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def buffer(self) -> memoryview:
-        """A thread's own; pages that are never touched cost nothing."""
-        return memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
-
     def finish(self, file: _WorkingFile) -> None:
-        """All tensors of a file are written."""
-        digest = file.finish()
+        """All of a file is written."""
+        prove_whole(file.plan)
+        file.out.finish()
         with self.lock:
-            self.on_finished(file.plan, digest)
+            self.on_finished(file.plan, file.digest)
 
     def jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
         """The work on files that take it in any order; each file is created when its first job is taken."""
@@ -212,7 +204,7 @@ class _Copier:
 
     def work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
         """Do jobs until there are none."""
-        buffer = self.buffer()
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # untouched pages cost nothing
         for file, job in jobs:
             nbytes, is_last = file.do(job, buffer)
             self.progress(nbytes)
@@ -222,7 +214,7 @@ class _Copier:
 
     def stream(self, plans: Shared[FilePlan]) -> None:
         """Write whole files front to back, one after the other; a file is finished only if complete."""
-        buffer = self.buffer()
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # untouched pages cost nothing
         for plan in plans:
             file, known = _WorkingFile(plan, self.create(plan), 0), 0
             for segment in jobs_in_order(plan, self.limits.buffer_bytes):

@@ -1,6 +1,6 @@
 """A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
 
-A `Source` is mostly data (see `tensors.py`): the readers of each format only find out what lies where. One
+A `Source` is mostly data (see `stored_tensor.py`): the readers of each format only find out what lies where. One
 routine then reads boxes of any format (`box_reading.py`).
 """
 
@@ -132,7 +132,9 @@ class Source:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when files of the source are replaced: their names, sizes and times of change."""
-        return self._find_fingerprint()
+        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        stamps = [f"{file} {self.store.stamp(file)}" for file in sorted({c.file for c in chunks if c.file})]
+        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
     def require_unchanged(self) -> None:
         """Refuse a source whose files were replaced since its `fingerprint` was taken.
@@ -140,8 +142,9 @@ class Source:
         Raises:
             ConversionError: if they were, or are gone: what was read may be of two checkpoints.
         """
+        before = self.__dict__.pop("fingerprint", None)
         try:
-            is_same = self._find_fingerprint() == self.fingerprint
+            is_same = before is None or self.fingerprint == before
         except CorruptCheckpointError:
             is_same = False
         if not is_same:
@@ -152,13 +155,6 @@ class Source:
                 where=self.url,
                 todo="convert again when nobody writes there",
             )
-
-    def _find_fingerprint(self) -> str:
-        files = sorted(
-            {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks if chunk.file}
-        )
-        stamps = [f"{file} {self.store.stamp(file)}" for file in files]
-        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
     def info(self, name: str) -> TensorInfo:
         """Name, shape and type of a tensor.
@@ -218,13 +214,10 @@ class Source:
         Raises:
             CorruptCheckpointError: if bytes are not those that were saved.
         """
-        for run in self.checked_runs(self.tensors[name]):
-            if run is not None:
+        info = self.tensors[name].info
+        for chunk in self.tensors[name].chunks:
+            if chunk.file and (run := self.located(info, chunk).checked) is not None:
                 self.prove_run(run)
-
-    def checked_runs(self, tensor: StoredTensor) -> list[CheckedRun | None]:
-        """The run with a checksum that holds each stored chunk of a tensor, if there is one."""
-        return [self.located(tensor.info, chunk).checked for chunk in tensor.chunks if chunk.file]
 
     def prove_run(self, run: CheckedRun) -> None:
         """Read what nobody has read yet of a run with a checksum; raises as `prove`."""

@@ -50,6 +50,8 @@ class CarriedState:
         Raises:
             ConversionError: for a pattern that matches nothing, or if nothing is left.
         """
+        if not include and not exclude:
+            return self
         names = [*self.views, *self.values]
         for pattern in (*include, *exclude):
             if not any(fnmatchcase(name, pattern) for name in names):

@@ -9,7 +9,7 @@ which was which: a plain int in a path is a key of a dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from vescale_fsdp.errors import ConversionError
@@ -35,7 +35,20 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
         ConversionError: if two leaves would get one name.
     """
     found: dict[Path, Any] = {}
-    _flatten(state, (), is_tensor, found)
+
+    def add(value: Any, path: Path) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
+            if not value and path:
+                found[path] = {}
+        elif isinstance(value, (list, tuple)) and _is_entered(value, is_tensor):
+            for index, inner in enumerate(value):
+                add(inner, (*path, ListIndex(index)))
+        else:
+            found[path] = value
+
+    add(state, ())
     names: dict[str, Path] = {}
     for path in found:
         name = name_of(path)
@@ -48,22 +61,6 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
             )
         names[name] = path
     return found
-
-
-def _flatten(value: Any, path: Path, is_tensor: Callable[[Any], bool], found: dict[Path, Any]) -> None:
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[str | int, Any]] = (
-            (key if isinstance(key, (str, int)) else str(key), inner) for key, inner in value.items()
-        )
-        if not value and path:
-            found[path] = {}
-    elif isinstance(value, (list, tuple)) and _is_entered(value, is_tensor):
-        items = ((ListIndex(index), inner) for index, inner in enumerate(value))
-    else:
-        found[path] = value
-        return
-    for key, inner in items:
-        _flatten(inner, (*path, key), is_tensor, found)
 
 
 def _is_entered(value: Any, is_tensor: Callable[[Any], bool]) -> bool:

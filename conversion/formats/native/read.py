@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
-from vescale_fsdp.conversion.source.source import CheckedFile, Source, StoredValue, constant
+from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of
 from vescale_fsdp.conversion.store import Store
@@ -30,7 +30,7 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 
-__all__ = ["array_problems", "open_native", "rank_files"]
+__all__ = ["array_problems", "open_native", "rank_files", "read_manifest"]
 
 _MAX_OPEN_FILES = 64
 _CRC_BYTES = 4
@@ -51,7 +51,7 @@ def open_native(store: Store) -> Source:
         CheckpointError: if a newer version wrote it.
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
-    manifest = _manifest(store)
+    manifest = read_manifest(store)
     chunks = _pieces(store, manifest) if manifest.chunks is None else _array_chunks(store, manifest)
     state = decode(manifest.structure.tree, _leaf, store.url)
     nested = state if isinstance(state, Mapping) else {"state": state}
@@ -72,7 +72,9 @@ def open_native(store: Store) -> Source:
             values[name] = constant(leaf)
     form = "native" if manifest.chunks is None else "zarr"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
-    layouts = manifest.structure.layouts
+    # Files are opened when read; few are kept, since each holds its header and checksums.
+    files = rank_files(store, manifest)
+    checked = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]() if name in files else None)
     return Source(
         "native",
         store,
@@ -81,39 +83,28 @@ def open_native(store: Store) -> Source:
         paths,
         facts,
         omitted=tuple(omitted),
-        layouts=layouts,
-        checked=_checked(store, manifest),
+        layouts=manifest.structure.layouts,
+        checked=checked,
     )
 
 
-def _manifest(store: Store) -> Manifest:
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of a native checkpoint; raises as `open_native`."""
     return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.url}/{MANIFEST_NAME}")
 
 
-def rank_files(store: Store, manifest: Manifest | None = None) -> dict[str, Callable[[], OpenRankFile]]:
-    """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes.
-
-    Raises:
-        CheckpointError, CorruptCheckpointError: as `open_native`; from the callables also.
-    """
-    found = manifest or _manifest(store)
+def rank_files(store: Store, manifest: Manifest) -> dict[str, Callable[[], OpenRankFile]]:
+    """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes."""
 
     def open_rank(rank: int) -> OpenRankFile:
-        return OpenRankFile(_Files(store), RankFile(found, rank))
+        return OpenRankFile(_Files(store), RankFile(manifest, rank))
 
-    return {found.file_name(rank): partial(open_rank, rank) for rank in range(found.world_size)}
-
-
-def _checked(store: Store, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
-    """Rank files by name, opened when read; few are kept, since each holds its header and checksums."""
-    files = rank_files(store, manifest)
-    return lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]() if name in files else None)
+    return {manifest.file_name(rank): partial(open_rank, rank) for rank in range(manifest.world_size)}
 
 
-def array_problems(store: Store) -> Iterator[tuple[str, str | None, int]]:
+def array_problems(store: Store, manifest: Manifest) -> Iterator[tuple[str, str | None, int]]:
     """Every file of the zarr form's arrays, what is wrong with it, and bytes that were checked; nothing for the native
     form."""
-    manifest = _manifest(store)
     if manifest.chunks is not None:
         from vescale_fsdp.checkpoint.loading.zarr_chunks import verify_arrays
 
@@ -121,9 +112,7 @@ def array_problems(store: Store) -> Iterator[tuple[str, str | None, int]]:
 
 
 def _tables(store: Store, manifest: Manifest) -> ChunkTables:
-    from vescale_fsdp.checkpoint.loading.zarr_chunks import (
-        ChunkTables,  # numpy, which other sources do without
-    )
+    from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
 
     return ChunkTables(_Files(store), manifest)
 
@@ -179,26 +168,29 @@ def _pieces(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
-        _require_size(store, file.name, file.total_bytes)
+        if store.required_size(file.name) != file.total_bytes:
+            raise _wrong_size(store, file.name, file.total_bytes)
         for piece in file.pieces:
-            if piece.region not in found[piece.place]:
-                found[piece.place][piece.region] = list(_chunks_of(manifest, file.name, piece))
+            itemsize = manifest.entries[piece.place].itemsize
+            if piece.region not in found[piece.place]:  # the boxes of a piece follow each other in the file
+                found[piece.place][piece.region] = [
+                    StoredChunk(box, file.name, piece.start_bytes + first * itemsize, box.numel * itemsize)
+                    for box, first in piece.region.pieces()
+                ]
     for file in lost:
         if any(piece.region not in found[piece.place] for piece in file.pieces):
             store.required_size(file.name)  # says that it is missing
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
-def _require_size(store: Store, name: str, nbytes: int) -> None:
-    size = store.required_size(name)
-    if size != nbytes:
-        raise CorruptCheckpointError(
-            "A file of the checkpoint has the wrong size.",
-            expected=f"{nbytes} bytes",
-            got=f"{size} bytes",
-            where=f"{store.url}/{name}",
-            todo="copy the file again from where it was saved, or use an older checkpoint",
-        )
+def _wrong_size(store: Store, name: str, nbytes: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "A file of the checkpoint has the wrong size.",
+        expected=f"{nbytes} bytes",
+        got=f"{store.size(name)} bytes",
+        where=f"{store.url}/{name}",
+        todo="copy the file again from where it was saved, or use an older checkpoint",
+    )
 
 
 def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
@@ -206,14 +198,16 @@ def _array_chunks(store: Store, manifest: Manifest) -> list[list[StoredChunk]]:
     assert manifest.chunks is not None
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in map(partial(RankFile, manifest), range(manifest.world_size)):
-        _require_size(store, file.name, file.total_bytes)
+        if store.required_size(file.name) != file.total_bytes:
+            raise _wrong_size(store, file.name, file.total_bytes)
     tables = _tables(store, manifest)
     for places in manifest.places_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunks[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
         for box in chunk_boxes(entry.shape, sizes):
             name = chunk_file(manifest, places[0], box)
-            _require_size(store, name, nbytes + _CRC_BYTES)
+            if store.required_size(name) != nbytes + _CRC_BYTES:
+                raise _wrong_size(store, name, nbytes + _CRC_BYTES)
             where = f"tensor {name_of(split_name(entry.name))} in {store.url}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
             run = CheckedRun(name, 0, nbytes, CRC32C, saved, where)
@@ -233,10 +227,3 @@ def _saved_crc(tables: ChunkTables, store: Store, chunk: Chunk, nbytes: int) -> 
         file = chunk_file(tables.manifest, *chunk)
         written = int.from_bytes(store.read(file, nbytes, _CRC_BYTES), "little")
     return written
-
-
-def _chunks_of(manifest: Manifest, file: str, piece: FilePiece) -> Iterator[StoredChunk]:
-    """The boxes of one piece; in the file they follow each other."""
-    itemsize = manifest.entries[piece.place].itemsize
-    for box, first in piece.region.pieces():
-        yield StoredChunk(box, file, piece.start_bytes + first * itemsize, box.numel * itemsize)
