@@ -13,7 +13,7 @@ from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.checks.diff import Difference, Tolerance, diff
-    from vescale_fsdp.conversion.checks.verify import VerifyReport, verify
+    from vescale_fsdp.conversion.checks.verify import CheckReport, verify
     from vescale_fsdp.conversion.convert import TARGETS, ConvertOptions, ConvertReport, convert
     from vescale_fsdp.conversion.formats.detect import KINDS, open_source
     from vescale_fsdp.conversion.output.copying import CopyLimits
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KINDS",
     "TARGETS",
+    "CheckReport",
     "ConvertOptions",
     "ConvertReport",
     "CopyLimits",
@@ -33,7 +34,6 @@ __all__ = [
     "RunOptions",
     "Source",
     "Tolerance",
-    "VerifyReport",
     "convert",
     "diff",
     "load_rules",
@@ -52,6 +52,6 @@ lazily_export(
         "vescale_fsdp.conversion.rules.rule_file": "RuleSet load_rules shipped_rules",
         "vescale_fsdp.conversion.formats.detect": "KINDS open_source",
         "vescale_fsdp.conversion.source.source": "Source",
-        "vescale_fsdp.conversion.checks.verify": "VerifyReport verify",
+        "vescale_fsdp.conversion.checks.verify": "CheckReport verify",
     },
 )

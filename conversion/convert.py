@@ -7,59 +7,20 @@ small conversion takes less time than the imports of them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
+from vescale_fsdp.conversion.formats.table import TARGETS, ConvertOptions
 from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.output.output_plan import OutputPlan
-from vescale_fsdp.conversion.output.run_plan import Outcome, RunOptions, run_plan
+from vescale_fsdp.conversion.output.plan import OutputPlan
+from vescale_fsdp.conversion.output.run_plan import Outcome, run_plan
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.state.carried_state import State, model_state, whole_state
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
+from vescale_fsdp.errors import ConversionError
 
-__all__ = ["OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "ConvertReport", "convert"]
-
-TARGETS = ("hf", "dcp", "torch", "zarr", "native")
-OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """What the result shall be.
-
-    Args:
-        assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
-            it is a Hugging Face folder.
-        include_asset: patterns of files there that go along although they are no settings.
-        model_prefix: what the model's names begin with in the source; None to detect it.
-        prefix: what the model's names shall begin with in the result; None to keep the source's.
-        dtype: casts, as texts for `CastRules.parse`.
-        include, exclude: name patterns of the result.
-        optimizer: one of `OPTIMIZER_FORMS`.
-        rules: key rules: a shipped set's name or a TOML file; None to keep all names.
-        rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
-        max_shard_bytes: limit of tensor bytes per data file.
-        ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
-            as `fully_shard` of a layer knows them.
-        run: overwrite, resume, part, memory and threads.
-    """
-
-    assets: str | None = None
-    include_asset: Sequence[str] = ()
-    model_prefix: str | None = None
-    prefix: str | None = None
-    dtype: Sequence[str] = ()
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    optimizer: str = "keep"
-    rules: str | None = None
-    rules_to: str | None = None
-    max_shard_bytes: int = 5 * 10**9
-    ranks: int = 1
-    granularity: Sequence[str] = ()
-    run: RunOptions = field(default_factory=RunOptions)
+__all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +30,7 @@ class ConvertReport:
     source: Source
     target: str
     plan: OutputPlan
-    state: State
+    state: CarriedState
     outcome: Outcome
     tied: dict[str, str]  # name left out -> name that holds its bytes
     casts: dict[str, tuple[str, str]]  # name -> (type before, type after)
@@ -155,6 +116,10 @@ def _own_config(source: Source) -> dict[str, Any]:
 
 
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
+    if kind not in TARGETS:
+        raise ConversionError(
+            "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
+        )
     assets = Assets(options.assets or _own_assets(source, kind), options.include_asset)
     warnings = list(source.warnings)
     tied: dict[str, str] = {}
@@ -189,14 +154,14 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
             f"safetensors files do not keep the order of a model's parameters: a start on {options.ranks} ranks may "
             "have to move pieces between them, which only costs time"
         )
-    plan = _plan_files(state, target, kind, options, assets)
+    plan = TARGETS[kind].plan(state, options, assets, target.rpartition("/")[2])
     dry_run = options.run.dry_run
     left = assets.left if kind == "hf" else ()
     told = tuple(warnings)
     return ConvertReport(source, target, plan, state, Outcome(), tied, changed, uncast, left, told, dry_run)
 
 
-def _find_quantized(state: State, assets: Assets, source: Source) -> frozenset[str]:
+def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:
     from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
@@ -210,18 +175,16 @@ def _require_text(names: Sequence[str]) -> None:
             name.encode()
         except UnicodeEncodeError as error:
             raise ConversionError(
-                explain(
-                    "a name is no text",
-                    expected="names of whole Unicode characters",
-                    got=f"{name!r:.200}: {error.reason}",
-                    todo="leave it out with --exclude, or rename it in the source",
-                )
+                "A name is not valid text.",
+                expected="names of whole Unicode characters",
+                got=f"{name!r:.200}: {error.reason}",
+                todo="leave it out with --exclude, or rename it in the source",
             ) from error
 
 
 def _with_casts(
-    state: State, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
-) -> tuple[State, dict[str, tuple[str, str]]]:
+    state: CarriedState, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
+) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
     """The state with floats cast, the settings told, and the types before and after."""
     from vescale_fsdp.conversion.views.casting import CastRules
 
@@ -233,36 +196,12 @@ def _with_casts(
     return cast, {name: (old.name, new.name) for name, (old, new) in types.items() if old != new}
 
 
-def _with_rules(state: State, kind: str, options: ConvertOptions, config: dict[str, Any]) -> State:
+def _with_rules(
+    state: CarriedState, kind: str, options: ConvertOptions, config: dict[str, Any]
+) -> CarriedState:
     from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
     from vescale_fsdp.conversion.rules.rule_file import load_rules
 
     assert options.rules is not None
     to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
     return state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
-
-
-def _plan_files(state: State, target: str, kind: str, options: ConvertOptions, assets: Assets) -> OutputPlan:
-    """The files of one format, planned by its own module."""
-    if kind == "hf":
-        from vescale_fsdp.conversion.formats.huggingface.write import plan_hf
-
-        return plan_hf(list(state.views.values()), assets, options.max_shard_bytes)
-    if kind == "dcp":
-        from vescale_fsdp.conversion.formats.dcp.write import plan_dcp
-
-        return plan_dcp(state, options.max_shard_bytes)
-    if kind == "native":
-        from vescale_fsdp.conversion.formats.native.write import plan_native
-        from vescale_fsdp.layout.granularity import parse_granularities
-
-        return plan_native(state, options.ranks, parse_granularities(options.granularity))
-    if kind == "zarr":
-        from vescale_fsdp.conversion.formats.zarr.write import plan_zarr
-
-        return plan_zarr(state)
-    if kind == "torch":
-        from vescale_fsdp.conversion.formats.torch_save.write import plan_torch
-
-        return plan_torch(state, target.rpartition("/")[2])
-    raise ConversionError(explain("unknown target", expected=TARGETS, got=kind, todo="choose one"))

@@ -38,7 +38,21 @@ __all__ = [
 
 
 class VescaleError(Exception):
-    """Base of every error raised by vescale_fsdp."""
+    """Base of every error raised by vescale_fsdp: one sentence, and the parts of `explain` if they are given."""
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        expected: object = None,
+        got: object = None,
+        where: object = None,
+        todo: str | None = None,
+    ) -> None:
+        is_explained = expected is not None
+        super().__init__(
+            explain(problem, expected=expected, got=got, where=where, todo=todo) if is_explained else problem
+        )
 
     @classmethod
     def explained(

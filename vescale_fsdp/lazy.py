@@ -14,12 +14,12 @@ this binding for the names it exports, so that the name means the function in wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazily_export"]
+__all__ = ["lazily_export", "lazy_function"]
 
 
 class _LazyPackage(ModuleType):
@@ -54,3 +54,8 @@ def lazily_export(package: str, names: Mapping[str, str]) -> None:
         name: source for source, public in names.items() for name in public.split()
     }
     module.__class__ = _LazyPackage  # documented: "Customizing module attribute access"
+
+
+def lazy_function(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when the function is called."""
+    return lambda *args, **kwargs: getattr(import_module(module), name)(*args, **kwargs)

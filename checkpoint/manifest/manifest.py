@@ -36,6 +36,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
 __all__ = [
@@ -210,7 +211,7 @@ class Manifest:
                 data["user"],
                 data["stripe_bytes"],
                 data["split_bytes"],
-                tuple(tuple(map(int, sizes)) for sizes in data["chunks"]) if "chunks" in data else None,
+                tuple(whole_numbers(sizes) for sizes in data["chunks"]) if "chunks" in data else None,
                 data["version"],
             )
             _prove(manifest, where)

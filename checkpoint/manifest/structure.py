@@ -22,6 +22,7 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
+from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 
@@ -83,7 +84,8 @@ class Entry:
         if not (isinstance(name, str) and isinstance(dtype, str)):
             raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
-        return cls(name, dtype, tuple(map(int, data["shape"])), int(data["axes"]), cuts)
+        axes = whole_numbers([data["axes"]])[0]
+        return cls(name, dtype, whole_numbers(data["shape"]), axes, cuts)
 
 
 @dataclass(frozen=True)

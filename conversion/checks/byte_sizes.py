@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["format_bytes", "parse_bytes"]
 
@@ -24,12 +24,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise ConversionError(
-            explain(
-                "this is not a size",
-                expected="a number and a unit such as 5GB, 512MiB or 1000000",
-                got=repr(text),
-                todo="write the size with a unit",
-            )
+            "This is not a size.",
+            expected="a number and a unit such as 5GB, 512MiB or 1000000",
+            got=repr(text),
+            todo="write the size with a unit",
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

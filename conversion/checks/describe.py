@@ -9,7 +9,7 @@ from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["describe", "draw", "format_description"]
 
@@ -57,15 +57,11 @@ def draw(source: Source, number: int | None = None) -> str:
     layouts = source.layouts
     if not layouts or (number is not None and number >= len(layouts)):
         raise ConversionError(
-            explain(
-                "there is no such layout to draw",
-                expected="a native checkpoint of sharded groups"
-                if not layouts
-                else f"0 to {len(layouts) - 1}",
-                got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
-                where=source.url,
-                todo="convert it first: vescale-convert to-vescale SRC OUT --ranks N",
-            )
+            "There is no such layout to draw.",
+            expected="a native checkpoint of sharded groups" if not layouts else f"0 to {len(layouts) - 1}",
+            got=f"{len(layouts)} layouts in a {source.kind} checkpoint",
+            where=source.url,
+            todo="convert it first: vescale-convert to-vescale SRC OUT --ranks N",
         )
     chosen = number if number is not None else max(range(len(layouts)), key=lambda i: layouts[i].numel)
     return layout_svg(layouts[chosen], f"layout {chosen} of {source.url}")

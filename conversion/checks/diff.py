@@ -12,9 +12,9 @@ from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
-from vescale_fsdp.conversion.views.rounding import cast_array
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.views.rounding import cast_array
 
 __all__ = ["Difference", "Tolerance", "diff"]
 

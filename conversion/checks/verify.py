@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE
-from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.layout.foreign_json import parse_json
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.file_checks import Check
 
-__all__ = ["VerifyReport", "verify"]
+__all__ = ["CheckReport", "verify"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB
 _THREADS = 2  # one hashes while the other waits for the disk
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class CheckReport:
     """What was found.
 
     Args:
@@ -47,7 +47,7 @@ class VerifyReport:
     problems: tuple[str, ...]
 
 
-def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: None) -> VerifyReport:
+def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: None) -> CheckReport:
     """Check an opened source; problems are collected, not raised.
 
     Args:
@@ -64,10 +64,10 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
     for name, value in source.values.items():
         checked.guard(name, value)
     problems += _folder_problems(source)
-    return VerifyReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
+    return CheckReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
 
 
-def _verify_native(source: Source, progress: Progress) -> VerifyReport:
+def _verify_native(source: Source, progress: Progress) -> CheckReport:
     """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
     from vescale_fsdp.conversion.formats.native.read import check_native
 
@@ -82,7 +82,7 @@ def _verify_native(source: Source, progress: Progress) -> VerifyReport:
             progress(check.num_bytes)
 
     check_native(source.store, tell, threads=_THREADS)
-    return VerifyReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
+    return CheckReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
 
 
 @contextmanager
@@ -105,7 +105,8 @@ class _Checker:
             check()
 
     def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
-        runs = [self._source.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]
+        chunks = [chunk for chunk in tensor.chunks if chunk.file]
+        runs = [self._source.located(tensor.info, chunk).checked for chunk in chunks]
         if not deep:
             return
         for run in runs:

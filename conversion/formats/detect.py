@@ -1,24 +1,19 @@
-"""Finding out what a path or URL holds, and opening it.
-
-Each format's reader is imported when a checkpoint of that format is opened, so that looking at a DCP folder
-does not wait for the libraries that other formats need.
-"""
+"""Finding out what a path or URL holds, and opening it."""
 
 from __future__ import annotations
 
 import os
 import re
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
+from vescale_fsdp.conversion.formats.table import FORMATS, KINDS
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
 __all__ = ["KINDS", "open_source"]
-
-KINDS = ("native", "dcp", "hf", "safetensors", "shards", "torch", "bin", "zarr", "ranks")
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -34,139 +29,70 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         CorruptCheckpointError: if something known is there but damaged.
     """
     url = url.rstrip("/") if len(url) > 1 else url
+    folder = open_store(url)
     try:
         with gc_paused():
-            return _open_as(kind, open_store(url), url, trust_pickle=trust_pickle)
+            found = kind or _detect(folder, url)
+            if found not in FORMATS:
+                raise ConversionError(_unknown(url, f"kind {found}"))
+            where = open_parent(url) if FORMATS[found].is_file else (folder, "")
+            source = FORMATS[found].open(*where, trust_pickle)
     except RecursionError as error:
         raise CorruptCheckpointError(
-            explain(
-                "the checkpoint cannot be read",
-                expected="a state of some levels",
-                got="one that is nested too deeply, or holds itself",
-                where=url,
-                todo="save it again as dicts and lists of tensors, or use another copy",
-            )
+            "The checkpoint cannot be read.",
+            expected="a state of some levels",
+            got="one that is nested too deeply, or holds itself",
+            where=url,
+            todo="save it again as dicts and lists of tensors, or use another copy",
         ) from error
-
-
-def _open_as(kind: str | None, folder: Storage, url: str, *, trust_pickle: bool) -> Source:
-    if kind is None:
-        return _open(_detect(folder, url), folder, url, trust_pickle=trust_pickle)
-    try:
-        source = _open(kind, folder, url, trust_pickle=trust_pickle)
     except VescaleError as error:
-        if wrong := _wrong_kind(kind, folder, url):
-            raise wrong from error
+        if kind in FORMATS:
+            _refuse_wrong_kind(kind, folder, url, error)
         raise
-    if not source.tensors and (wrong := _wrong_kind(kind, folder, url)):
-        raise wrong
+    if kind is not None and not source.tensors:
+        _refuse_wrong_kind(kind, folder, url, None)
     return source
 
 
-def _wrong_kind(kind: str, folder: Storage, url: str) -> ConversionError | None:
-    """If looking finds another kind than the one that was asked for."""
+def _refuse_wrong_kind(kind: str, folder: Storage, url: str, error: VescaleError | None) -> None:
+    """Say so if looking finds another kind than the one that was asked for."""
     looks_like = _detect(folder, url)
-    if looks_like == kind:
-        return None
-    return ConversionError(
-        explain(
-            "the source is not of the kind that was asked for",
+    if looks_like != kind:
+        raise ConversionError(
+            "The source is not of the kind that was asked for.",
             expected=f"a checkpoint of kind {kind}",
             got=f"one that looks like {looks_like}",
             where=url,
             todo=f"leave out --from {kind}, or pass another source",
-        )
-    )
-
-
-def _open(found: str, folder: Storage, url: str, *, trust_pickle: bool) -> Source:
-    if found == "native":
-        from vescale_fsdp.conversion.formats.native.read import open_native
-
-        return open_native(folder)
-    if found == "dcp":
-        from vescale_fsdp.conversion.formats.dcp.read import open_dcp
-
-        return open_dcp(folder, trust_pickle=trust_pickle)
-    if found == "hf":
-        from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
-
-        return open_hf_folder(folder)
-    if found == "safetensors":
-        from vescale_fsdp.conversion.formats.huggingface.read import open_safetensors
-
-        return open_safetensors(*open_parent(url))
-    if found == "shards":
-        from vescale_fsdp.conversion.formats.huggingface.read import open_shards
-
-        return open_shards(folder)
-    if found == "bin":
-        from vescale_fsdp.conversion.formats.torch_save.read import open_bin_folder
-
-        return open_bin_folder(folder, trust_pickle=trust_pickle)
-    if found == "zarr":
-        from vescale_fsdp.conversion.formats.zarr.read import open_zarr
-
-        return open_zarr(folder)
-    if found == "ranks":
-        from vescale_fsdp.conversion.formats.torch_save.rank_files import open_ranks
-
-        return open_ranks(folder, trust_pickle=trust_pickle)
-    if found == "torch":
-        from vescale_fsdp.conversion.formats.torch_save.read import open_torch
-
-        return open_torch(*open_parent(url), trust_pickle=trust_pickle)
-    raise ConversionError(_unknown(url, f"kind {found}"))
+        ) from error
 
 
 def _detect(folder: Storage, url: str) -> str:
     files = folder.list_files()
-    if found := _folder_kind(files):
-        return found
+    for kind, form in FORMATS.items():
+        if not form.is_file and any(re.fullmatch(form.file, file) for file in files):
+            return kind
+    if any(re.fullmatch(f"[^/]+/{FORMATS['dcp'].file}", file) for file in files):
+        return "dcp"  # a model and its optimizer as two checkpoints
     if files:
         raise ConversionError(_foreign(url, files) or _unknown(url, f"a folder with {', '.join(files[:4])}"))
     parent, name = open_parent(url)
     if parent.size(name) is None:
         raise ConversionError(
-            explain(
-                "there is nothing to read",
-                expected="a checkpoint folder or file",
-                got="an empty folder" if os.path.isdir(url) else "no such file or folder",
-                where=url,
-                todo="check the path",
-            )
+            "There is nothing to read.",
+            expected="a checkpoint folder or file",
+            got="an empty folder" if os.path.isdir(url) else "no such file or folder",
+            where=url,
+            todo="check the path",
         )
-    if name.endswith(".safetensors"):
-        return "safetensors"
+    for kind, form in FORMATS.items():
+        if form.is_file and re.fullmatch(form.file, name):
+            return kind
     from vescale_fsdp.conversion.formats.torch_save.read import is_torch_file
 
-    if is_torch_file(parent, name) or name.endswith((".pt", ".pth", ".bin", ".ckpt")):
+    if is_torch_file(parent, name):
         return "torch"
     raise ConversionError(_foreign(url, [name]) or _unknown(url, f"a file {name}"))
-
-
-def _folder_kind(files: list[str]) -> str | None:
-    if MANIFEST_NAME in files:
-        return "native"
-    from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE, dcp_folders
-
-    if METADATA_FILE in files:
-        return "dcp"
-    from vescale_fsdp.conversion.formats.huggingface.read import is_shard_file
-    from vescale_fsdp.conversion.formats.torch_save.rank_files import rank_files
-    from vescale_fsdp.conversion.formats.torch_save.read import BIN_FILE, BIN_INDEX_FILE
-
-    if ZARR_NAME in files:
-        return "zarr"
-    if any(is_shard_file(file) for file in files):
-        return "shards"
-    if any(file.endswith((".safetensors", ".safetensors.index.json")) and "/" not in file for file in files):
-        return "hf"
-    if BIN_FILE in files or BIN_INDEX_FILE in files:
-        return "bin"
-    if rank_files(files):
-        return "ranks"
-    return "dcp" if dcp_folders(files) else None
 
 
 # Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.
@@ -203,7 +129,7 @@ def _foreign(url: str, files: list[str]) -> str | None:
             if re.fullmatch(pattern, file):
                 got = f"{whose} ({file})"
                 return explain(
-                    "this is no checkpoint that can be read",
+                    "This is not a checkpoint that can be read.",
                     expected=_READABLE,
                     got=got,
                     where=url,
@@ -219,7 +145,7 @@ _READABLE = (
 
 def _unknown(url: str, got: str) -> str:
     return explain(
-        "this is no checkpoint of a known kind",
+        "This is not a checkpoint of a known kind.",
         expected=_READABLE,
         got=got,
         where=url,

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vescale_fsdp.conversion.output.file_plan import FilePlan, TensorPart
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.output.plan import FilePlan, TensorItems
+from vescale_fsdp.conversion.source.source import CheckedFile, Source
 
 __all__ = ["Job", "Move", "MoveJob", "Segment", "jobs_by_source", "jobs_in_order", "steps", "writes"]
 
@@ -28,28 +28,27 @@ _MAX_GAP_BYTES = 64 * 2**10  # 64 KiB: reading over less costs less than another
 
 
 class Segment(NamedTuple):
-    """Items [start, stop) of the tensor that is part number ``part``."""
+    """Items [start, stop) of the tensor that is content number ``content``."""
 
-    part: int
+    content: int
     start: int
     stop: int
 
     def place(self, plan: FilePlan) -> tuple[int, int]:
         """(byte offset in the output, bytes)."""
-        part = plan.tensor(self.part)
-        itemsize = part.view.info.dtype.itemsize
-        return plan.offsets[self.part] + (self.start - part.start) * itemsize, (
-            self.stop - self.start
-        ) * itemsize
+        items = plan.tensor(self.content)
+        itemsize = items.view.info.dtype.itemsize
+        offset = plan.offsets[self.content] + (self.start - items.start) * itemsize
+        return offset, (self.stop - self.start) * itemsize
 
 
 class Move(NamedTuple):
-    """A run of bytes that goes as it is from a source file to the output; part of tensor part ``part``."""
+    """A run of bytes that goes as it is from a source file to the output; of content number ``content``."""
 
     offset: int  # in the source file
     target: int  # in the output
     nbytes: int
-    part: int
+    content: int
 
 
 class MoveJob(NamedTuple):
@@ -57,7 +56,7 @@ class MoveJob(NamedTuple):
 
     Attributes:
         moves: by offset; they may overlap, and there may be gaps between them.
-        stripe: number of the checksummed stripe that the bytes are; None if the file has no checksums.
+        checked: the file's checksums, of which the bytes are one stripe; None if it has none.
     """
 
     source: Source
@@ -65,7 +64,7 @@ class MoveJob(NamedTuple):
     start: int
     stop: int
     moves: tuple[Move, ...]
-    stripe: int | None
+    checked: CheckedFile | None
 
 
 Job = Segment | MoveJob
@@ -73,39 +72,35 @@ Job = Segment | MoveJob
 
 def jobs_in_order(plan: FilePlan, buffer_bytes: int) -> Iterator[Segment]:
     """All of a file, front to back, for outputs that are streams."""
-    for index, part in enumerate(plan.parts):
-        if isinstance(part, TensorPart):
-            yield from _segments(index, part, buffer_bytes)
+    for index, items in plan.tensors:
+        yield from _segments(index, items, buffer_bytes)
 
 
 def jobs_by_source(plan: FilePlan, buffer_bytes: int) -> Iterator[Job]:
     """All of a file, in the order that suits the source."""
     sources: dict[tuple[int, str], Source] = {}
     moves: dict[tuple[int, str], list[Move]] = {}
-    computed: list[tuple[int, TensorPart]] = []
-    for index, part in enumerate(plan.parts):
-        if not isinstance(part, TensorPart):
-            continue
-        runs = part.view.runs(part.start, part.stop)
-        if runs is None:
-            computed.append((index, part))
+    computed: list[tuple[int, TensorItems]] = []
+    for index, items in plan.tensors:
+        ranges = items.view.byte_ranges(items.start, items.stop)
+        if ranges is None:
+            computed.append((index, items))
             continue
         target = plan.offsets[index]
-        for run in runs:
-            key = (id(run.source), run.file)
-            sources[key] = run.source
-            moves.setdefault(key, []).append(Move(run.offset, target, run.nbytes, index))
-            target += run.nbytes
+        for source, file, offset, nbytes in ranges:
+            sources[id(source), file] = source
+            moves.setdefault((id(source), file), []).append(Move(offset, target, nbytes, index))
+            target += nbytes
     for key, found in moves.items():
         yield from _move_jobs(sources[key], key[1], sorted(found), min(_CELL_BYTES, buffer_bytes))
-    for index, part in computed:
-        yield from _segments(index, part, buffer_bytes)
+    for index, items in computed:
+        yield from _segments(index, items, buffer_bytes)
 
 
-def _segments(index: int, part: TensorPart, buffer_bytes: int) -> Iterator[Segment]:
-    step = buffer_bytes // part.view.info.dtype.itemsize
-    for start in range(part.start, part.stop, step):
-        yield Segment(index, start, min(start + step, part.stop))
+def _segments(index: int, items: TensorItems, buffer_bytes: int) -> Iterator[Segment]:
+    step = buffer_bytes // items.view.info.dtype.itemsize
+    for start in range(items.start, items.stop, step):
+        yield Segment(index, start, min(start + step, items.stop))
 
 
 def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) -> Iterator[MoveJob]:
@@ -118,7 +113,7 @@ def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) ->
     for cell in sorted(cells):
         if checked is not None:
             stop = min((cell + 1) * size, checked.checked_bytes)
-            yield MoveJob(source, file, cell * size, stop, tuple(cells[cell]), cell)
+            yield MoveJob(source, file, cell * size, stop, tuple(cells[cell]), checked)
         else:
             for start, stop, group in _without_gaps(cells[cell]):
                 yield MoveJob(source, file, start, stop, tuple(group), None)
@@ -129,7 +124,7 @@ def _cut(move: Move, size: int) -> Iterator[Move]:
     offset, stop = move.offset, move.offset + move.nbytes
     while offset < stop:
         end = min(stop, (offset // size + 1) * size)
-        yield Move(offset, move.target + offset - move.offset, end - offset, move.part)
+        yield Move(offset, move.target + offset - move.offset, end - offset, move.content)
         offset = end
 
 
@@ -160,7 +155,7 @@ def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move
                 break
             low, high = max(start, move.offset), min(stop, move.offset + move.nbytes)
             if low < high:
-                found.append(Move(low, move.target + low - move.offset, high - low, move.part))
+                found.append(Move(low, move.target + low - move.offset, high - low, move.content))
         yield start, stop, found
 
 

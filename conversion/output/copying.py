@@ -1,6 +1,6 @@
 """Moving bytes: the jobs of many files, by a few threads with one fixed buffer each.
 
-A thread takes a job (see `jobs`), reads or computes its bytes into its buffer and writes them where the plan
+A thread takes a job (see `copy_jobs`), reads or computes its bytes into its buffer and writes them where the plan
 says; nothing else is held, so memory is the buffers, whatever the size of the model or of its largest tensor.
 
     512 MiB budget, 4 threads -> 4 buffers of 8 MiB      64 MiB budget, 8 threads -> 8 buffers of 2 MiB
@@ -25,17 +25,16 @@ import xxhash
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.conversion.output.copy_jobs import (
     Job,
-    MoveJob,
     Segment,
     jobs_by_source,
     jobs_in_order,
     steps,
     writes,
 )
-from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart
+from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes
 from vescale_fsdp.conversion.output.prove_sources import prove_whole
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["CopyLimits", "Progress", "copy_files", "written_digest"]
 
@@ -63,12 +62,10 @@ class CopyLimits:
         least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
         if self.memory_budget_bytes < least or self.threads < 1:
             raise ConversionError(
-                explain(
-                    "the memory budget is too small to work in",
-                    expected=f"at least {least} bytes and one thread",
-                    got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
-                    todo="pass a --memory-budget of 64MB or more",
-                )
+                "The memory budget is too small to work in.",
+                expected=f"at least {least} bytes and one thread",
+                got=f"{self.memory_budget_bytes} bytes, {self.threads} threads",
+                todo="pass a --memory-budget of 64MB or more",
             )
 
     @property
@@ -91,12 +88,29 @@ class _WorkingFile:
         self.plan, self.out = plan, out
         self._left = num_jobs
         self._lock = threading.Lock()
-        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # part -> (byte offset, crc, bytes)
+        self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
 
     def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
         """Do one job; returns its bytes and whether it was the last of the file."""
-        nbytes = self._compute(job, buffer) if isinstance(job, Segment) else self._move(job, buffer)
+        nbytes = 0
+        if isinstance(job, Segment):
+            nbytes = self._compute(job, buffer)
+        else:
+            stripe = xxhash.xxh3_64()
+            for start, stop, moves in steps(job, len(buffer)):
+                data = buffer[: stop - start]
+                if job.checked is None:
+                    job.source.read_bytes(job.file, start, data)
+                else:  # read once, and proven at the stripe's end
+                    job.source.store.read_into(job.file, start, data)
+                    stripe.update(data)
+                for move in moves:
+                    at = move.offset - start
+                    self._write(move.target, data[at : at + move.nbytes], move.content)
+                    nbytes += move.nbytes
+            if job.checked is not None:
+                job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0
@@ -106,55 +120,38 @@ class _WorkingFile:
 
         from vescale_fsdp.conversion.views.tensor_view import read_range
 
-        view = self.plan.tensor(segment.part).view
+        view = self.plan.tensor(segment.content).view
         array = np.frombuffer(buffer, dtype=np.uint8)
         with reading_source():
             data = read_range(view, segment.start, segment.stop, array).data
-        self._write(segment.place(self.plan)[0], data, segment.part)
+        self._write(segment.place(self.plan)[0], data, segment.content)
         return len(data)
 
-    def _move(self, job: MoveJob, buffer: memoryview) -> int:
-        stripe = xxhash.xxh3_64()
-        nbytes = 0
-        for start, stop, moves in steps(job, len(buffer)):
-            data = buffer[: stop - start]
-            if job.stripe is None:
-                job.source.read_bytes(job.file, start, data)
-            else:  # read once, and proven at the stripe's end
-                job.source.store.read_into(job.file, start, data)
-                stripe.update(data)
-            for move in moves:
-                at = move.offset - start
-                self._write(move.target, data[at : at + move.nbytes], move.part)
-                nbytes += move.nbytes
-        checked = job.source.checked(job.file)
-        if checked is not None and job.stripe is not None:
-            checked.prove_stripe(job.stripe, stripe.intdigest())
-        return nbytes
-
-    def _write(self, offset: int, data: memoryview, part: int) -> None:
+    def _write(self, offset: int, data: memoryview, content: int) -> None:
         self.out.write_at(offset, [data])
         digest = xxhash.xxh3_64_intdigest(data)
-        kind = self.plan.tensor(part).crc
+        kind = self.plan.tensor(content).crc
         crc = kind.of(data) if kind else 0
         with self._lock:
             self._digests.append((offset, digest))
             if kind:
-                self._crcs.setdefault(part, []).append((offset, crc, len(data)))
+                self._crcs.setdefault(content, []).append((offset, crc, len(data)))
 
     def write_known(self, first: int, stop: int) -> None:
-        """Write fixed and computed parts among parts [first, stop)."""
-        for index in range(first, stop):
-            part = self.plan.parts[index]
-            if isinstance(part, FixedPart):
-                self.out.write_at(self.plan.offsets[index], [part.data])
-            elif isinstance(part, ComputedPart):
-                data = part.make(self._part_crcs())
-                assert len(data) == part.nbytes, f"{self.plan.name}: {len(data)} bytes, planned {part.nbytes}"
-                self.out.write_at(self.plan.offsets[index], [data])
+        """Write fixed and computed bytes among contents [first, stop)."""
+        for offset, content in zip(
+            self.plan.offsets[first:stop], self.plan.contents[first:stop], strict=True
+        ):
+            if isinstance(content, FixedBytes):
+                self.out.write_at(offset, [content.data])
+            elif isinstance(content, ComputedBytes):
+                data = content.make(self._tensor_crcs())
+                planned = content.nbytes
+                assert len(data) == planned, f"{self.plan.name}: {len(data)} bytes, planned {planned}"
+                self.out.write_at(offset, [data])
 
-    def _part_crcs(self) -> dict[int, int]:
-        found = {i: 0 for i, part in enumerate(self.plan.parts) if isinstance(part, TensorPart)}
+    def _tensor_crcs(self) -> dict[int, int]:
+        found = {index: 0 for index, _ in self.plan.tensors}
         for index, pieces in self._crcs.items():
             kind = self.plan.tensor(index).crc
             assert kind is not None
@@ -162,6 +159,7 @@ class _WorkingFile:
                 found[index] = kind.combine(found[index], piece_crc, nbytes)
         return found
 
+    @property
     def digest(self) -> str:
         """One checksum of all writes, in file order; `written_digest` finds the same in the written file."""
         return _join_digests(digest for _, digest in sorted(self._digests))
@@ -171,16 +169,13 @@ def _join_digests(digests: Iterable[int]) -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(digest.to_bytes(8, "little") for digest in digests))
 
 
-def _jobs(plan: FilePlan, buffer_bytes: int, *, in_order: bool) -> Iterator[Job]:
-    return (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
-
-
 def written_digest(
     plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
 ) -> str:
     """The checksum a finished file was recorded with, from its bytes as they are now."""
-    places = writes(plan, _jobs(plan, buffer_bytes, in_order=in_order), buffer_bytes)
-    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in places)
+    jobs = (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
+    written = writes(plan, jobs, buffer_bytes)
+    return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in written)
 
 
 @dataclass
@@ -214,28 +209,28 @@ class _Copier:
             prove_whole(file.plan)
         file.out.close()
         with self.lock:
-            self.on_finished(file.plan, file.digest())
+            self.on_finished(file.plan, file.digest)
 
     def jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
         """The work on files that take it in any order; each file is created when its first job is taken."""
         for plan in plans:
-            jobs = list(_jobs(plan, self.limits.buffer_bytes, in_order=False))
+            jobs = list(jobs_by_source(plan, self.limits.buffer_bytes))
             file = _WorkingFile(plan, self.create(plan), len(jobs))
             if not jobs:
-                file.write_known(0, len(plan.parts))
+                file.write_known(0, len(plan.contents))
                 self.close(file)
             for job in jobs:
                 yield file, job
 
     def work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
         """Do jobs until there are none."""
-        with self.buffer() as buffer:
-            for file, job in jobs:
-                nbytes, is_last = file.do(job, buffer)
-                self.progress(nbytes)
-                if is_last:
-                    file.write_known(0, len(file.plan.parts))
-                    self.close(file)
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # untouched pages cost nothing
+        for file, job in jobs:
+            nbytes, is_last = file.do(job, buffer)
+            self.progress(nbytes)
+            if is_last:
+                file.write_known(0, len(file.plan.contents))
+                self.close(file)
 
     def stream(self, plans: Shared[FilePlan]) -> None:
         """Write whole files front to back, one after the other; a file is finished only if complete."""
@@ -250,12 +245,12 @@ class _Copier:
             for segment in jobs_in_order(plan, self.limits.buffer_bytes):
                 if plans.is_stopped:
                     return
-                file.write_known(known, segment.part)
-                known = segment.part
+                file.write_known(known, segment.content)
+                known = segment.content
                 nbytes = file.do(segment, buffer)[0]
                 self.progress(nbytes)
                 done += nbytes
-            file.write_known(known, len(plan.parts))
+            file.write_known(known, len(plan.contents))
             self.close(file)
         except Exception:  # the file may be tried again from its start
             self.progress(-done)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["Journal", "is_journal"]
 
@@ -82,13 +82,11 @@ class Journal:
         head = lines[0]
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
             raise ConversionError(
-                explain(
-                    "the interrupted conversion was another one",
-                    expected=f"plan {self.fingerprint}",
-                    got=f"plan {head.get('plan')} of version {head.get('version')}",
-                    where=f"{self.store.where}/{self.name}",
-                    todo="repeat the options of the interrupted run, or start anew with --overwrite",
-                )
+                "The interrupted conversion was another one.",
+                expected=f"plan {self.fingerprint}",
+                got=f"plan {head.get('plan')} of version {head.get('version')}",
+                where=f"{self.store.where}/{self.name}",
+                todo="repeat the options of the interrupted run, or start anew with --overwrite",
             )
         self.is_started = True
         files = [line for line in lines if "file" in line]

@@ -15,13 +15,12 @@ from functools import cached_property
 
 from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage, partial_name
 from vescale_fsdp.conversion.output.copying import CopyLimits, Progress, copy_files, written_digest
-from vescale_fsdp.conversion.output.file_plan import FilePlan
 from vescale_fsdp.conversion.output.journal import Journal
-from vescale_fsdp.conversion.output.output_plan import OutputPlan
+from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.output.prove_sources import prove_cut, prove_unchanged
-from vescale_fsdp.conversion.output.target_folder import check_target, is_leftover, open_target
+from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 __all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
 
@@ -36,12 +35,10 @@ class Part:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             raise ConversionError(
-                explain(
-                    "there is no such part",
-                    expected="--part I/N with 0 <= I < N",
-                    got=f"{self.index}/{self.count}",
-                    todo="number the parts from 0",
-                )
+                "There is no such part.",
+                expected="--part I/N with 0 <= I < N",
+                got=f"{self.index}/{self.count}",
+                todo="number the parts from 0",
             )
 
     @classmethod
@@ -50,7 +47,7 @@ class Part:
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None:
             raise ConversionError(
-                explain("this is not a part", expected="I/N", got=repr(text), todo="write for example 0/4")
+                "This is not a part.", expected="I/N", got=repr(text), todo="write for example 0/4"
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -101,21 +98,20 @@ def run_plan(
             behind, except that finished files of a run that was short of space or stopped by hand are kept
             for ``--resume`` (under their partial names).
     """
-    is_part = options.part.count > 1
-    old_files = check_target(
+    is_shared = options.part.count > 1
+    store, stem, old_files = open_target(
         url,
         source_url=source_url,
         single_file=plan.single_file,
         overwrite=options.overwrite,
-        resume=options.resume or is_part,
+        resume=options.resume or is_shared,
     )
     if options.dry_run:
         return Outcome()
-    store, name = open_target(url, single_file=plan.single_file)
-    return _Run(plan, store, name or "", options, old_files, progress).run()
+    return _Execution(plan, store, stem, options, old_files, progress).run()
 
 
-class _Run:
+class _Execution:
     """One process's share of one plan."""
 
     def __init__(
@@ -129,20 +125,17 @@ class _Run:
     ) -> None:
         self._plan, self._store, self._options = plan, store, options
         self._old_files, self._progress = old_files, progress
-        self._journals = [self._journal(i, stem) for i in range(options.part.count)]
+        count, fingerprint = options.part.count, plan.fingerprint()
+        stems = [stem] if count == 1 else [f"{stem}part-{index}-of-{count}" for index in range(count)]
+        self._journals = [Journal(store, each, fingerprint) for each in stems]
         self._mine = self._journals[options.part.index]
         self._files = plan.files[options.part.index :: options.part.count]
         self._outputs: dict[str, FileWriter] = {}
 
-    def _journal(self, index: int, stem: str) -> Journal:
-        count = self._options.part.count
-        name = stem if count == 1 else f"{stem}part-{index}-of-{count}"
-        return Journal(self._store, name, self._plan.fingerprint())
-
     def run(self) -> Outcome:
         if self._options.resume and self._mine.name in self._old_files and self._is_published():
             return Outcome(published=True)
-        kept = self._keep_finished()
+        kept, limits = self._keep_finished(), self._options.limits
         todo = [file for file in self._files if file.name not in kept]
         try:
             if not self._mine.is_started:
@@ -150,8 +143,16 @@ class _Run:
                 if self._store.in_order:  # new data appears at once: the old index must not vouch for it
                     self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
-            self._copy(todo)
-            prove_cut(self._files, self._options.limits.usable_threads)
+            copy_files(
+                todo,
+                limits,
+                create=self._create,
+                retrying=self._store.retrying,
+                in_order=self._in_order,
+                progress=self._progress,
+                on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
+            )
+            prove_cut(self._files, limits.usable_threads)
             prove_unchanged(self._files)
             if not self._mine.is_complete:
                 self._mine.complete()
@@ -203,27 +204,15 @@ class _Run:
     def _in_order(self) -> bool:
         return self._plan.wrap is not None or self._store.in_order
 
-    def _copy(self, todo: Sequence[FilePlan]) -> None:
-        def create(file: FilePlan) -> FileWriter:
-            name = self._store.working_name(file.name)
-            if file.name in self._outputs:
-                self._outputs[file.name].abort()  # a try that failed
-            elif not self._store.in_order:
-                self._store.remove(name)  # of a run that was killed
-            out = self._store.create(name, file.nbytes)
-            self._outputs[file.name] = self._plan.wrap(file.name, out) if self._plan.wrap else out
-            return self._outputs[file.name]
-
-        limits = self._options.limits
-        copy_files(
-            todo,
-            limits,
-            create=create,
-            retrying=self._store.retrying,
-            in_order=self._in_order,
-            progress=self._progress,
-            on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
-        )
+    def _create(self, file: FilePlan) -> FileWriter:
+        name = self._store.working_name(file.name)
+        if file.name in self._outputs:
+            self._outputs[file.name].abort()  # a try that failed
+        elif not self._store.in_order:
+            self._store.remove(name)  # of a run that was killed
+        out = self._store.create(name, file.nbytes)
+        self._outputs[file.name] = self._plan.wrap(file.name, out) if self._plan.wrap else out
+        return self._outputs[file.name]
 
     def _publish_if_last(self) -> bool:
         """Give everything its final name once all parts are there. Harmless if two processes do it at

@@ -17,32 +17,34 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.output.journal import is_journal
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
-__all__ = ["check_target", "is_leftover", "open_target"]
-
-
-def open_target(url: str, *, single_file: bool) -> tuple[Storage, str | None]:
-    """The store a target is written to, and the file's name if the target is one file."""
-    return open_parent(url) if single_file else (open_store(url), None)
+__all__ = ["is_leftover", "open_target"]
 
 
-def check_target(url: str, *, source_url: str, single_file: bool, overwrite: bool, resume: bool) -> list[str]:
-    """Refuse a target where writing could harm anything; returns the old files in it.
+def open_target(
+    url: str, *, source_url: str, single_file: bool, overwrite: bool, resume: bool
+) -> tuple[Storage, str, list[str]]:
+    """The store a target is written to, the file's name if the target is one file, and the old files in it.
 
     Raises:
         ConversionError: if the target is over, inside or around the source, of the wrong kind, or not empty
-            (leftovers of an interrupted run do not count when resuming).
+            (leftovers of an interrupted run do not count when resuming): where writing could harm anything.
     """
-    _refuse_overlap(url, source_url, single_file=single_file)
-    store, name = open_target(url, single_file=single_file)
+    target, source = open_store(url).place, open_store(source_url).place
+    shared = min(len(target), len(source))
+    # A single file has nothing inside it, so only being inside the source, or the source, is harmful.
+    if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
+        expected = "a place outside of the source, and not around it"
+        raise _refusal(url, expected, f"the source is {source_url}", "choose another target")
+    store, name = open_parent(url) if single_file else (open_store(url), "")
     if isinstance(store, LocalStorage):
         in_the_way = next((path for path in (store.root, *store.root.parents) if path.is_file()), None)
         if in_the_way is not None:
-            raise ConversionError(_refusal(url, "a folder", f"a file {in_the_way}", "choose another target"))
-    if name == "" or (name and isinstance(store, LocalStorage) and (store.root / name).is_dir()):
-        raise ConversionError(_refusal(url, "a file", "a folder", "add a file name to the target"))
-    files = store.list_files() if name is None else _leftovers_of(store, name)
+            raise _refusal(url, "a folder", f"a file {in_the_way}", "choose another target")
+    if single_file and (not name or (isinstance(store, LocalStorage) and (store.root / name).is_dir())):
+        raise _refusal(url, "a file", "a folder", "add a file name to the target")
+    files = _leftovers_of(store, name) if single_file else store.list_files()
     interrupted = any(is_journal(file) for file in files)
     blocking = files if not resume else [file for file in files if not is_leftover(file)]
     if blocking and not overwrite and not (resume and interrupted):
@@ -52,8 +54,8 @@ def check_target(url: str, *, source_url: str, single_file: bool, overwrite: boo
             else "choose another target, or pass --overwrite to replace what is there"
         )
         some = ", ".join(blocking[:3])
-        raise ConversionError(_refusal(url, "an empty or new target", f"{len(blocking)} files: {some}", todo))
-    return files
+        raise _refusal(url, "an empty or new target", f"{len(blocking)} files: {some}", todo)
+    return store, name, files
 
 
 def _leftovers_of(store: Storage, name: str) -> list[str]:
@@ -67,20 +69,7 @@ def is_leftover(name: str) -> bool:
     return is_journal(name) or (base.startswith(".") and base.endswith(".partial"))
 
 
-def _refusal(url: str, expected: str, got: str, todo: str) -> str:
-    return explain("cannot write the result there", expected=expected, got=got, where=url, todo=todo)
-
-
-def _refuse_overlap(url: str, source_url: str, *, single_file: bool) -> None:
-    target, source = open_store(url).place, open_store(source_url).place
-    shared = min(len(target), len(source))
-    # A single file has nothing inside it, so only being inside the source, or the source, is harmful.
-    if target[:shared] == source[:shared] and not (single_file and len(target) < len(source)):
-        raise ConversionError(
-            _refusal(
-                url,
-                "a place outside of the source, and not around it",
-                f"the source is {source_url}",
-                "choose another target",
-            )
-        )
+def _refusal(url: str, expected: str, got: str, todo: str) -> ConversionError:
+    return ConversionError(
+        "The result cannot be written there.", expected=expected, got=got, where=url, todo=todo
+    )

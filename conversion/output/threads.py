@@ -44,37 +44,31 @@ def in_threads(count: int, work: Callable[[Shared[T]], None], items: Iterable[T]
     """
     shared = Shared(items)
     errors: list[BaseException] = []
-    threads = [_Worker(work, shared, errors, f"convert-{number}") for number in range(count)]
+
+    def run(ended: threading.Event) -> None:
+        try:
+            work(shared)
+        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
+            shared.stop()
+            errors.append(error)
+        finally:
+            ended.set()
+
+    events = [threading.Event() for _ in range(count)]
+    threads = [
+        threading.Thread(target=run, args=(ended,), name=f"convert-{number}")
+        for number, ended in enumerate(events)
+    ]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.ended.wait()
+        for ended in events:
+            ended.wait()
     except BaseException:  # Ctrl-C reaches the waiting thread only
         shared.stop()
-        for thread in threads:
+        for thread, ended in zip(threads, events, strict=True):
             if thread.ident is not None:  # else it never ran; if it yet does, it gets no item
-                thread.ended.wait()
+                ended.wait()
         raise
     if errors:
         raise errors[0]
-
-
-class _Worker(threading.Thread, Generic[T]):
-    """A thread that tells of its end by an event, and keeps its error."""
-
-    def __init__(
-        self, work: Callable[[Shared[T]], None], shared: Shared[T], errors: list[BaseException], name: str
-    ) -> None:
-        super().__init__(name=name)
-        self.ended = threading.Event()
-        self._work, self._shared, self._errors = work, shared, errors
-
-    def run(self) -> None:
-        try:
-            self._work(self._shared)
-        except BaseException as error:  # noqa: BLE001  (raised again by the thread that waits)
-            self._shared.stop()
-            self._errors.append(error)
-        finally:
-            self.ended.set()

@@ -1,1 +1,1 @@
-"""Rule files that come with the package: see `key_rules`."""
+"""Rule files that come with the package: see `rule_file`."""

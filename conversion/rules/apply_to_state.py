@@ -1,7 +1,7 @@
 """Key rules on a whole training state: the model's tensors, and the optimizer's state that belongs to them.
 
 Moments have their parameter's shape and take the same rules. Step counters are one number per parameter: a
-result gets the counter of the first tensor it was made from. State of any other shape (row factors,
+result gets the counter of the first tensor it was made from. CarriedState of any other shape (row factors,
 quantised blocks) does not follow its parameter's items, so it is refused rather than guessed.
 """
 
@@ -16,18 +16,17 @@ from typing import Any
 from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules, some_names
 from vescale_fsdp.conversion.rules.rule_file import RuleSet
 from vescale_fsdp.conversion.source.source import StoredValue
-from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of, other_models, own_optimizer, parameter_key
-from vescale_fsdp.conversion.views.index_maps import RenameView
-from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["state_with_rules"]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OptimizerEntry:
     """Where an optimizer entry speaks of a parameter: the path with the parameter's name cut out."""
 
     fqn: str
@@ -35,7 +34,9 @@ class _Place:
     slot: str  # equal for entries that differ in the parameter only
 
 
-def state_with_rules(state: State, rules: RuleSet, config: Mapping[str, Any], *, to_hf: bool) -> State:
+def state_with_rules(
+    state: CarriedState, rules: RuleSet, config: Mapping[str, Any], *, to_hf: bool
+) -> CarriedState:
     """The same state in the other side's names and layouts.
 
     Raises:
@@ -50,9 +51,9 @@ def state_with_rules(state: State, rules: RuleSet, config: Mapping[str, Any], *,
     for fqn, view in applied.views.items():
         made.add_view((*container, fqn), view, some_names(applied.origins.get(fqn, ("[[zeros]]",))))
     is_model = frozenset(made.views)
-    places = _find_places(state, own, model)
+    places = _find_entries(state, own, model)
     moments: dict[str, dict[str, TensorView]] = defaultdict(dict)
-    slots: dict[str, _Place] = {}
+    slots: dict[str, _OptimizerEntry] = {}
     for name, view in state.views.items():
         if name in state.is_model:
             continue
@@ -95,7 +96,7 @@ class _Made:
 
     def add_view(self, path: Path, view: TensorView, origin: str) -> None:
         name = self._add(path, origin)
-        self.views[name] = RenameView(view, name)
+        self.views[name] = RenamedView(view, name)
 
     def add_value(self, path: Path, value: StoredValue, origin: str) -> None:
         self.values[self._add(path, origin)] = value
@@ -104,18 +105,16 @@ class _Made:
         name = name_of(path)
         if name in self._origins:
             raise ConversionError(
-                explain(
-                    "two entries would get one name",
-                    expected="rules that make each name once, and none that another entry has",
-                    got=f"{self._origins[name]} and {origin} become {name}",
-                    todo="correct the rules, or leave one of the two out with --exclude",
-                )
+                "Two entries would get one name.",
+                expected="rules that make each name once, and none that another entry has",
+                got=f"{self._origins[name]} and {origin} become {name}",
+                todo="correct the rules, or leave one of the two out with --exclude",
             )
         self._origins[name], self.paths[name] = origin, path
         return name
 
 
-def _container(state: State) -> Path:
+def _container(state: CarriedState) -> Path:
     """Where the model sits in the nested state."""
     name, fqn = next(iter(state.model.names.items()))
     prefix = name.removesuffix(fqn).rstrip(".")
@@ -124,7 +123,7 @@ def _container(state: State) -> Path:
     return next((head for head in heads if name_of(head) == prefix), (prefix,))
 
 
-def _require_no_numbers(state: State, name: str, own: Collection[str]) -> None:
+def _require_no_numbers(state: CarriedState, name: str, own: Collection[str]) -> None:
     """Refuse moments of a parameter that is a number: rules move tensors, and nothing says which it is."""
     path = state.path(name)
     home = home_of(path) if name in own else None
@@ -133,51 +132,51 @@ def _require_no_numbers(state: State, name: str, own: Collection[str]) -> None:
     key = parameter_key(path, home)
     if key is not None and key.split(".", 1)[0].isdecimal():
         raise ConversionError(
-            explain(
-                "optimizer state does not say which parameter it belongs to",
-                expected="names of parameters, since key rules change names and order",
-                got=f"number {key}",
-                where=name,
-                todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
-            )
+            "Optimizer state does not say which parameter it belongs to.",
+            expected="names of parameters, since key rules change names and order",
+            got=f"number {key}",
+            where=name,
+            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
         )
 
 
-def _find_places(state: State, own: Collection[str], fqns: Iterable[str]) -> dict[str, _Place]:
+def _find_entries(
+    state: CarriedState, own: Collection[str], fqns: Iterable[str]
+) -> dict[str, _OptimizerEntry]:
     """Optimizer entries that belong to one parameter, nested (a part of the path) or flattened (inside
     one)."""
     longest_first = sorted(fqns, key=lambda fqn: -len(fqn))
     known = set(longest_first)
-    found: dict[str, _Place] = {}
+    found: dict[str, _OptimizerEntry] = {}
     for name in (*state.views, *state.values):
         if name not in own:
             continue
         path = state.path(name)
         at = next((i for i, part in enumerate(path) if part in known), None)
         if at is not None:
-            found[name] = _nested_place(path, at)
+            found[name] = _nested_entry(path, at)
             continue
         last = str(path[-1])
         fqn = next((f for f in longest_first if f".{f}." in f".{last}"), None)
         if fqn is not None:
-            found[name] = _flat_place(path, last, fqn)
+            found[name] = _flat_entry(path, last, fqn)
     return found
 
 
-def _nested_place(path: Path, at: int) -> _Place:
+def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
     slot = name_of((*path[:at], "*", *path[at + 1 :]))
-    return _Place(str(path[at]), lambda fqn: (*path[:at], fqn, *path[at + 1 :]), slot)
+    return _OptimizerEntry(str(path[at]), lambda fqn: (*path[:at], fqn, *path[at + 1 :]), slot)
 
 
-def _flat_place(path: Path, last: str, fqn: str) -> _Place:
+def _flat_entry(path: Path, last: str, fqn: str) -> _OptimizerEntry:
     before, after = last.split(fqn, 1) if last.startswith(fqn) else last.split(f".{fqn}.", 1)
     before, after = (before and f"{before}."), f".{after.lstrip('.')}"
     slot = name_of((*path[:-1], f"{before}*{after}"))
-    return _Place(fqn, lambda new: (*path[:-1], f"{before}{new}{after}"), slot)
+    return _OptimizerEntry(fqn, lambda new: (*path[:-1], f"{before}{new}{after}"), slot)
 
 
 def _apply_to_slot(
-    place: _Place,
+    place: _OptimizerEntry,
     views: dict[str, TensorView],
     model: Mapping[str, TensorView],
     applied: Applied,
@@ -196,20 +195,20 @@ def _apply_to_slot(
     for fqn, view in views.items():
         if view.info.shape != model[fqn].info.shape:
             raise ConversionError(
-                explain(
-                    "optimizer state does not follow its parameter",
-                    expected=f"shape {model[fqn].info.shape}, as {fqn} has",
-                    got=f"shape {view.info.shape}",
-                    where=view.info.name,
-                    todo="leave the optimizer out: --exclude 'optimizer.*'",
-                )
+                "Optimizer state does not follow its parameter.",
+                expected=f"shape {model[fqn].info.shape}, as {fqn} has",
+                got=f"shape {view.info.shape}",
+                where=view.info.name,
+                todo="leave the optimizer out: --exclude 'optimizer.*'",
             )
     kept = {fqn: view for fqn, view in views.items() if fqn not in applied.dropped}
     for fqn, view in apply_rules(rules, kept, config, to_hf=to_hf, partial=True).views.items():
         made.add_view(place.rebuild(fqn), view, f"{place.slot} of {fqn}")
 
 
-def _add_value(path: Path, value: StoredValue, place: _Place | None, applied: Applied, made: _Made) -> None:
+def _add_value(
+    path: Path, value: StoredValue, place: _OptimizerEntry | None, applied: Applied, made: _Made
+) -> None:
     if place is not None:  # an option of one parameter, in flattened form
         for fqn, _ in applied.made_from({place.fqn}):
             made.add_value(place.rebuild(fqn), value, name_of(path))
@@ -224,12 +223,10 @@ def _renamed(names: Any, applied: Applied) -> Any:
     known = {*chain.from_iterable(applied.origins.values()), *applied.dropped}
     if unknown := [str(name) for name in names if name not in known]:
         raise ConversionError(
-            explain(
-                "a group of the optimizer has parameters that the model lacks",
-                expected="names of the model's parameters, since key rules change names and order",
-                got=some_names(unknown),
-                todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
-            )
+            "A group of the optimizer has parameters that the model lacks.",
+            expected="names of the model's parameters, since key rules change names and order",
+            got=some_names(unknown),
+            todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
         )
     places = {name: place for place, name in enumerate(names)}
     made = sorted(applied.made_from(places), key=lambda pair: places[pair[1]])

@@ -16,9 +16,8 @@ from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.conversion.rules.size_expressions import evaluate
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.views.index_maps import RenameView, ZerosView
-from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView, ZerosView
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["Applied", "apply_rules", "some_names"]
 
@@ -225,14 +224,14 @@ class _Application:
             first, second = some_names(self._origins.get(name, ())), some_names(origins)
             got = f"{name} made twice, of {first or 'zeros'} and of {second or 'zeros'}"
             raise self._bad("each result made once", got, "make the patterns distinct")
-        self._made[name] = RenameView(view, name)
+        self._made[name] = RenamedView(view, name)
         if origins:
             self._origins[name] = origins
 
     def _bad(self, expected: str, got: object, todo: str) -> ConversionError:
         where = f"{self._rules.name}, {'to' if self._to_hf else 'from'} Hugging Face"
         return ConversionError(
-            explain("the key rules do not fit the source", expected=expected, got=got, where=where, todo=todo)
+            "The key rules do not fit the source.", expected=expected, got=got, where=where, todo=todo
         )
 
 

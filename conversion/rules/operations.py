@@ -21,21 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.conversion.views.casting import CastView
-from vescale_fsdp.conversion.views.index_maps import (
-    ConcatView,
-    IndexView,
-    InterleaveView,
-    PadView,
-    PermuteView,
-    ReshapeView,
-    SliceView,
-    StackView,
-)
-from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.views.tensor_view import MappedView, TensorView
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
+from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
-__all__ = ["Bundle", "Cast", "Node", "Operation", "Stack", "parse_operation"]
+__all__ = ["Bundle", "Cast", "Node", "Operation", "StackCounted", "parse_operation"]
 
 Node = Any  # a TensorView, or a list of nodes
 Bundle = list[Node]
@@ -63,13 +54,11 @@ def _require_size(view: TensorView, dim: int, size: int, text: str) -> None:
     shape = view.info.shape
     if dim >= len(shape) or shape[dim] != size:
         raise ConversionError(
-            explain(
-                "a tensor does not have the size that the rule says",
-                expected=f"{size} in dim {dim} ({text})",
-                got=f"shape {shape}",
-                where=view.info.name,
-                todo="pass the config.json of this model, or correct the rule's sizes",
-            )
+            "A tensor does not have the size that the rule says.",
+            expected=f"{size} in dim {dim} ({text})",
+            got=f"shape {shape}",
+            where=view.info.name,
+            todo="pass the config.json of this model, or correct the rule's sizes",
         )
 
 
@@ -99,7 +88,7 @@ class _Transpose(_EachTensor):
 
     def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
         dims = tuple(self.dims.index(dim) for dim in range(len(self.dims))) if back else self.dims
-        return PermuteView(view, dims)
+        return MappedView(Permute(dims), (view,))
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ class _Reshape(_EachTensor):
     ours: tuple[str | int, ...]
 
     def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
-        return ReshapeView(view, tuple(sizes(size) for size in (self.hf if back else self.ours)))
+        return MappedView(Reshape(tuple(sizes(size) for size in (self.hf if back else self.ours))), (view,))
 
 
 @dataclass(frozen=True)
@@ -120,16 +109,14 @@ class _Interleave(_EachTensor):
     def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
         if place >= len(self.groups) > 1:
             raise ConversionError(
-                explain(
-                    "a rule gives numbers of heads or groups for fewer tensors than it has names",
-                    expected="one number for all names, or one for each",
-                    got=f"{list(self.groups)}",
-                    where=view.info.name,
-                    todo="write one number for each name of the rule; 0 leaves its tensor alone",
-                )
+                "A rule gives numbers of heads or groups for fewer tensors than it has names.",
+                expected="one number for all names, or one for each",
+                got=f"{list(self.groups)}",
+                where=view.info.name,
+                todo="write one number for each name of the rule; 0 leaves its tensor alone",
             )
         groups = sizes(self.groups[place if len(self.groups) > 1 else 0])
-        return InterleaveView(view, self.dim, groups, self.parts, back) if groups else view
+        return MappedView(Interleave(self.dim, groups, self.parts, back), (view,)) if groups else view
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,7 @@ class _Pad(_EachTensor):
     def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
         small, large = sizes(self.small), sizes(self.large)
         _require_size(view, self.dim, large if back else small, str(self.large if back else self.small))
-        return SliceView(view, self.dim, 0, small) if back else PadView(view, self.dim, large)
+        return MappedView(Slice(self.dim, 0, small) if back else Pad(self.dim, large), (view,))
 
 
 @dataclass(frozen=True)
@@ -165,12 +152,10 @@ class _Concat(Operation):
     def forward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         if len(bundle) != len(self.sizes):
             raise ConversionError(
-                explain(
-                    "a rule joins another number of tensors than it gives sizes for",
-                    expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
-                    got=f"{len(bundle)} names",
-                    todo="write one size for each name of the rule",
-                )
+                "A rule joins more or fewer tensors than it gives sizes for.",
+                expected=f"{len(self.sizes)} sizes for {len(self.sizes)} names",
+                got=f"{len(bundle)} names",
+                todo="write one size for each name of the rule",
             )
         return [self._join(bundle, [sizes(size) for size in self.sizes], sizes(self.groups))]
 
@@ -180,20 +165,20 @@ class _Concat(Operation):
         for view, length, text in zip(nodes, lengths, self.sizes, strict=True):
             _require_size(view, self.dim, groups * length, str(text))
         if groups == 1:
-            return ConcatView(tuple(nodes), self.dim)
+            return MappedView(Concat(self.dim), tuple(nodes))
         grouped = tuple(self._in_groups(view, groups) for view in nodes)
-        return self._flat(ConcatView(grouped, self.dim + 1))
+        return self._flat(MappedView(Concat(self.dim + 1), grouped))
 
     def _in_groups(self, view: TensorView, groups: int) -> TensorView:
         """The dim in two: group, and place in the group."""
         shape = view.info.shape
         size = shape[self.dim] // groups
-        return ReshapeView(view, (*shape[: self.dim], groups, size, *shape[self.dim + 1 :]))
+        return MappedView(Reshape((*shape[: self.dim], groups, size, *shape[self.dim + 1 :])), (view,))
 
     def _flat(self, view: TensorView) -> TensorView:
         shape = view.info.shape
         joined = shape[self.dim] * shape[self.dim + 1]
-        return ReshapeView(view, (*shape[: self.dim], joined, *shape[self.dim + 2 :]))
+        return MappedView(Reshape((*shape[: self.dim], joined, *shape[self.dim + 2 :])), (view,))
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         lengths, groups = [sizes(size) for size in self.sizes], sizes(self.groups)
@@ -205,8 +190,8 @@ class _Concat(Operation):
         def cut(view: TensorView, start: int, size: int) -> TensorView:
             _require_size(view, self.dim, total, text)
             if groups == 1:
-                return SliceView(view, self.dim, start, size)
-            return self._flat(SliceView(self._in_groups(view, groups), self.dim + 1, start, size))
+                return MappedView(Slice(self.dim, start, size), (view,))
+            return self._flat(MappedView(Slice(self.dim + 1, start, size), (self._in_groups(view, groups),)))
 
         return [
             _each(node, lambda view, start=start, n=n: cut(view, start, n))  # type: ignore[misc]
@@ -215,7 +200,7 @@ class _Concat(Operation):
 
 
 @dataclass(frozen=True)
-class Stack(Operation):
+class StackCounted(Operation):
     """A pattern's counted tensors as one tensor with a dim more."""
 
     over: str
@@ -227,20 +212,18 @@ class Stack(Operation):
         for node in bundle:
             if len(node) != count:
                 raise ConversionError(
-                    explain(
-                        "a list of tensors is not complete",
-                        expected=f"{count} tensors ({self.count})",
-                        got=f"{len(node)}, from {node[0].info.name}",
-                        todo="check that the source holds all of them, or pass its own config.json",
-                    )
+                    "A list of tensors is incomplete.",
+                    expected=f"{count} tensors ({self.count})",
+                    got=f"{len(node)}, from {node[0].info.name}",
+                    todo="check that the source holds all of them, or pass its own config.json",
                 )
-        return [StackView(tuple(node), self.dim) for node in bundle]
+        return [MappedView(Stack(self.dim), tuple(node)) for node in bundle]
 
     def backward(self, bundle: Bundle, sizes: Sizes) -> Bundle:
         count = sizes(self.count)
         for view in bundle:
             _require_size(view, self.dim, count, str(self.count))
-        return [[IndexView(view, self.dim, index) for index in range(count)] for view in bundle]
+        return [[MappedView(Index(self.dim, index), (view,)) for index in range(count)] for view in bundle]
 
 
 def _list(value: Any) -> tuple[str | int, ...]:
@@ -249,7 +232,7 @@ def _list(value: Any) -> tuple[str | int, ...]:
 
 _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
     "concat": lambda v: _Concat(int(v["dim"]), tuple(v["sizes"]), v.get("groups", 1)),
-    "stack": lambda v: Stack(str(v["over"]), int(v["dim"]), v["count"]),
+    "stack": lambda v: StackCounted(str(v["over"]), int(v["dim"]), v["count"]),
     "transpose": lambda v: _Transpose(tuple(int(dim) for dim in v)),
     "reshape": lambda v: _Reshape(tuple(v["hf"]), tuple(v["ours"])),
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
@@ -270,11 +253,9 @@ def parse_operation(data: Mapping[str, Any], *, where: str) -> Operation:
         return _PARSERS[kind](value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConversionError(
-            explain(
-                "a rule has an operation that does not exist or is incomplete",
-                expected=f"one of {', '.join(_PARSERS)}, with its fields",
-                got=f"{data} ({type(error).__name__}: {error})",
-                where=where,
-                todo="see the rule files that come with this package",
-            )
+            "A rule has an operation that does not exist or is incomplete.",
+            expected=f"one of {', '.join(_PARSERS)}, with its fields",
+            got=f"{data} ({type(error).__name__}: {error})",
+            where=where,
+            todo="see the rule files that come with this package",
         ) from error

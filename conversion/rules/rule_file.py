@@ -45,8 +45,8 @@ from importlib import resources
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.open import open_parent
-from vescale_fsdp.conversion.rules.operations import Operation, Stack, parse_operation
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.rules.operations import Operation, StackCounted, parse_operation
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 
 __all__ = ["Drop", "KeyRule", "Pattern", "Refusal", "RuleSet", "Zeros", "load_rules", "shipped_rules"]
@@ -106,18 +106,16 @@ class KeyRule:
         is_open = any("*" in p.text for p in (*self.hf, *self.ours))
         if not self.hf or not self.ours or not alike or is_open:
             raise ConversionError(
-                explain(
-                    "the two sides of a rule do not fit together",
-                    expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
-                    got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
-                    todo="correct the rule",
-                )
+                "The two sides of a rule do not fit together.",
+                expected="the same captures on both sides, and one more on hf's if a stack counts over it; no *",
+                got=f"{[p.text for p in self.hf]} and {[p.text for p in self.ours]}",
+                todo="correct the rule",
             )
 
     @cached_property
     def over(self) -> str | None:
         """The capture that a stack counts, which hf's side alone has."""
-        return next((op.over for op in self.ops if isinstance(op, Stack)), None)
+        return next((op.over for op in self.ops if isinstance(op, StackCounted)), None)
 
 
 @dataclass(frozen=True)
@@ -242,9 +240,7 @@ def load_rules(name: str) -> RuleSet:
 
 def _bad(name: str, expected: str, got: object) -> ConversionError:
     return ConversionError(
-        explain(
-            "the key rules cannot be read", expected=expected, got=got, where=name, todo="correct --rules"
-        )
+        "The key rules cannot be read.", expected=expected, got=got, where=name, todo="correct --rules"
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["evaluate"]
 
@@ -48,12 +48,10 @@ def evaluate(text: str | int, lets: Mapping[str, str], config: Mapping[str, Any]
 
 def _bad(text: str | int, got: str) -> ConversionError:
     return ConversionError(
-        explain(
-            "a size in the key rules has no value",
-            expected="numbers, + - * /, and names that are in [let] or in config.json",
-            got=f"{text!r}: {got}",
-            todo="pass --assets with the model's config.json, or correct the rule",
-        )
+        "A size in the key rules has no value.",
+        expected="numbers, + - * /, and names that are in [let] or in config.json",
+        got=f"{text!r}: {got}",
+        todo="pass --assets with the model's config.json, or correct the rule",
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vescale_fsdp.conversion.source.crc import Crc
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 
 __all__ = ["CheckedRun", "CheckedRuns"]
 
@@ -134,12 +134,10 @@ class CheckedRuns:
         run, crc, saved = progress.run, progress.crc(), progress.run.saved()
         if crc != saved:
             raise CorruptCheckpointError(
-                explain(
-                    "the data of a checkpoint is not what was saved",
-                    expected=f"bytes with the checksum {saved:08x}",
-                    got=f"{crc:08x}",
-                    where=f"{run.where}, bytes {run.start} to {run.stop}",
-                    todo="copy the file again from where it was saved, or use an older checkpoint",
-                )
+                "The data of a checkpoint is not what was saved.",
+                expected=f"bytes with the checksum {saved:08x}",
+                got=f"{crc:08x}",
+                where=f"{run.where}, bytes {run.start} to {run.stop}",
+                todo="copy the file again from where it was saved, or use an older checkpoint",
             )
         progress.is_proven = True

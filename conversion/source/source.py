@@ -1,6 +1,6 @@
 """A checkpoint to read from, whatever its format: its tensors, its other values, and reads of any box.
 
-A `Source` is mostly data (see `tensors.py`): the readers of each format only find out what lies where. One
+A `Source` is mostly data (see `stored_tensor.py`): the readers of each format only find out what lies where. One
 routine then reads boxes of any format (`box_reading.py`).
 """
 
@@ -15,26 +15,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import xxhash
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
-from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box, run_start
 
 if TYPE_CHECKING:
     import numpy as np
 
     from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["BoxReader", "ByteRun", "CheckedFile", "Source", "StoredValue", "constant"]
+__all__ = ["BoxReader", "ByteRange", "CheckedFile", "Source", "StoredValue", "constant"]
 
 _SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 BoxReader = Callable[[Box], "np.ndarray"]
 
 
-class ByteRun(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file that are items of a tensor as they are, one after the other."""
 
     source: Source
@@ -82,16 +80,6 @@ class _Interval(NamedTuple):
     offset: int
 
 
-class _Located(NamedTuple):
-    """Where a chunk's first item lies in its file, its strides there, the run with a checksum around it, and
-    which bits of its items are flipped."""
-
-    offset: int
-    strides: tuple[int, ...]
-    checked: CheckedRun | None
-    signs: int
-
-
 @dataclass
 class Source:
     """One opened checkpoint.
@@ -102,7 +90,6 @@ class Source:
         tensors: by flattened name, in the order of the format.
         values: everything else, by flattened name.
         paths: where a flattened name sits in the nested state it came from; absent names are at the root.
-        trust_pickle: whether pickles may import what they name.
         readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
         file: name of the one file that is the whole checkpoint; empty for a folder.
         omitted: entries that this package cannot carry over (values that differ per rank).
@@ -111,6 +98,7 @@ class Source:
             formats have them for runs of bytes (see `checked_runs`).
         facts: lines worth telling people (``inspect`` prints them).
         warnings: what a conversion from here must tell people, since the format leaves it open.
+        locate: finds where in its bytes a chunk's items are, where only the file says; None where metadata does.
     """
 
     kind: str
@@ -119,14 +107,14 @@ class Source:
     values: Mapping[str, StoredValue] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
-    trust_pickle: bool = False
     readers: Mapping[str, BoxReader] = field(default_factory=dict)
     file: str = ""
     omitted: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
     checked: Callable[[str], CheckedFile | None] = lambda _: None
     warnings: tuple[str, ...] = ()
-    _located: dict[tuple[str, int], _Located] = field(default_factory=dict)
+    locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
+    _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
     _runs: CheckedRuns = field(default_factory=CheckedRuns)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
     _proven: dict[str, set[int]] = field(default_factory=dict)
@@ -144,7 +132,12 @@ class Source:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when files of the source are replaced: their names, sizes and times of change."""
-        return self._find_fingerprint()
+        chunks = (chunk for tensor in self.tensors.values() for chunk in tensor.chunks)
+        stamps = [
+            f"{file} {self.store.required_info(file).stamp}"
+            for file in sorted({c.file for c in chunks if c.file})
+        ]
+        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
     def require_unchanged(self) -> None:
         """Refuse a source whose files were replaced since its `fingerprint` was taken.
@@ -152,27 +145,19 @@ class Source:
         Raises:
             ConversionError: if they were, or are gone: what was read may be of two checkpoints.
         """
+        before = self.__dict__.pop("fingerprint", None)
         try:
-            is_same = self._find_fingerprint() == self.fingerprint
+            is_same = before is None or self.fingerprint == before
         except CorruptCheckpointError:
             is_same = False
         if not is_same:
             raise ConversionError(
-                explain(
-                    "the source was changed while it was read",
-                    expected="files of the sizes and times of change that they had at the start",
-                    got="others",
-                    where=self.url,
-                    todo="convert again when nobody writes there",
-                )
+                "The source was changed while it was read.",
+                expected="files of the sizes and times of change that they had at the start",
+                got="others",
+                where=self.url,
+                todo="convert again when nobody writes there",
             )
-
-    def _find_fingerprint(self) -> str:
-        files = sorted(
-            {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks if chunk.file}
-        )
-        stamps = [f"{file} {self.store.required_info(file).stamp}" for file in files]
-        return xxhash.xxh3_64_hexdigest("\n".join([self.url, *stamps]).encode())
 
     def info(self, name: str) -> TensorInfo:
         """Name, shape and type of a tensor.
@@ -182,13 +167,11 @@ class Source:
         """
         if name not in self.tensors:
             raise ConversionError(
-                explain(
-                    "the source has no such tensor",
-                    expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
-                    got=name,
-                    where=self.url,
-                    todo="list the names with: vescale-convert inspect SRC",
-                )
+                "The source has no such tensor.",
+                expected=f"one of {len(self.tensors)} names such as {next(iter(self.tensors), 'none')}",
+                got=name,
+                where=self.url,
+                todo="list the names with: vescale-convert inspect SRC",
             )
         return self.tensors[name].info
 
@@ -207,7 +190,8 @@ class Source:
             return
         from vescale_fsdp.conversion.source.box_reading import read_box
 
-        read_box(self, self.tensors[name], box, out)
+        tensor = self.tensors[name]
+        read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.read_bytes)
 
     def read_bytes(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from a file; stripes with checksums are compared when first touched, runs with
@@ -233,31 +217,27 @@ class Source:
         Raises:
             CorruptCheckpointError: if bytes are not those that were saved.
         """
-        tensor = self.tensors[name]
-        for run in [self.checked_run(tensor.info, chunk) for chunk in tensor.chunks if chunk.file]:
-            if run is not None:
+        info = self.tensors[name].info
+        for chunk in self.tensors[name].chunks:
+            if chunk.file and (run := self.located(info, chunk).checked) is not None:
                 self.prove_run(run)
 
     def prove_run(self, run: CheckedRun) -> None:
-        """Read what nobody has read yet of a `checked_run`; raises as `prove`."""
+        """Read what nobody has read yet of a run with a checksum; raises as `prove`."""
         while gaps := self._runs.unseen(run):
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)
                     self.read_bytes(run.file, start, memoryview(bytearray(nbytes)))
 
-    def checked_run(self, info: TensorInfo, chunk: StoredChunk) -> CheckedRun | None:
-        """The run with a checksum that holds a chunk, if there is one."""
-        return self._locate(info, chunk).checked
-
-    def runs(self, name: str, start: int, stop: int) -> list[ByteRun] | None:
+    def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
         """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
 
         Raises:
-            CorruptCheckpointError: if an archive is not what the metadata says.
+            CorruptCheckpointError: if a file is not what the metadata says.
         """
         if name not in self._intervals:
-            self._intervals[name] = self._find_intervals(name)
+            self._intervals[name] = None if name in self.readers else self._find_intervals(self.tensors[name])
         intervals = self._intervals[name]
         if intervals is None:
             return None
@@ -269,62 +249,32 @@ class Source:
             low, high = max(start, interval.start), min(stop, interval.stop)
             if low < high:
                 offset = interval.offset + (low - interval.start) * itemsize
-                found.append(ByteRun(self, interval.file, offset, (high - low) * itemsize))
+                found.append(ByteRange(self, interval.file, offset, (high - low) * itemsize))
         return found
 
-    def _find_intervals(self, name: str) -> list[_Interval] | None:
-        if name in self.readers:
-            return None
-        tensor = self.tensors[name]
+    def _find_intervals(self, tensor: StoredTensor) -> list[_Interval] | None:
         found = []
         for chunk in tensor.chunks:
             start = run_start(tensor.info.shape, chunk.box)
             if start is None or not chunk.file:
                 return None
-            offset, strides, signs = self.locate(tensor.info, chunk)
-            row_major = contiguous_strides(chunk.box.sizes)
-            is_run = all(n < 2 or a == b for n, a, b in zip(chunk.box.sizes, strides, row_major, strict=True))
-            if signs or not is_run:
+            place = self.located(tensor.info, chunk)
+            if place.signs or not place.is_row_major:
                 return None
-            found.append(_Interval(start, start + chunk.box.numel, chunk.file, offset))
+            found.append(_Interval(start, start + chunk.box.numel, chunk.file, place.offset))
         return sorted(found)
 
-    def locate(self, info: TensorInfo, chunk: StoredChunk) -> tuple[int, tuple[int, ...], int]:
-        """Byte offset of a chunk's first item in its file, its strides there, and the bits flipped in each item."""
-        found = self._locate(info, chunk)
-        return found.offset, found.strides, found.signs
+    def located(self, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+        """The chunk with the place, strides, checksum and flipped bits of its own items.
 
-    def _locate(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
-        if chunk.is_archive:
+        Raises:
+            CorruptCheckpointError: if what the file has there is not what the metadata says.
+        """
+        if self.locate is not None and chunk.file:
             key = (chunk.file, chunk.offset)
             if key not in self._located:
-                self._located[key] = self._locate_in_archive(info, chunk)
-            found = self._located[key]
-        else:
-            strides = chunk.strides or contiguous_strides(chunk.box.sizes)
-            found = _Located(chunk.offset, strides, chunk.checked, chunk.signs)
-        if found.checked is not None:
-            self._runs.add(found.checked)
-        return found
-
-    def _locate_in_archive(self, info: TensorInfo, chunk: StoredChunk) -> _Located:
-        where = f"tensor {info.name} in {self.store.where}/{chunk.file} at byte {chunk.offset}"
-        archive = TorchArchive(
-            lambda offset, nbytes: self.store.read(chunk.file, chunk.offset + offset, nbytes),
-            chunk.nbytes,
-            where=where,
-            trust=self.trust_pickle,
-        )
-        ref = archive.content
-        if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
-            raise CorruptCheckpointError(
-                explain(
-                    "a data file does not hold what the metadata says",
-                    expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
-                    got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
-                    where=where,
-                    todo="the files are from different saves: copy the checkpoint again as one",
-                )
-            )
-        checked = archive.checked_run(chunk.file, chunk.offset, ref.storage_key, where)
-        return _Located(chunk.offset + archive.tensor_offset(ref), ref.strides, checked, ref.signs)
+                self._located[key] = self.locate(info, chunk)
+            chunk = self._located[key]
+        if chunk.checked is not None:
+            self._runs.add(chunk.checked)
+        return chunk

@@ -7,36 +7,19 @@ in one file at one offset, row-major (or with explicit strides). Finding bytes i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.layout.geometry import Box, run_start
+from vescale_fsdp.layout.foreign_json import whole_numbers
+from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
-__all__ = ["StoredChunk", "StoredTensor", "TensorInfo", "whole_numbers"]
-
-_LIMIT = 2**63  # of sizes and offsets, as in every library that reads these files
+__all__ = ["StoredChunk", "StoredTensor", "TensorInfo"]
 
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
-
-
-def whole_numbers(values: Sequence[Any], count: int | None = None) -> tuple[int, ...]:
-    """Sizes or offsets as a file has them: nothing is rounded, and true is no number.
-
-    Raises:
-        ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.
-    """
-    found = tuple(values)
-    if isinstance(values, str) or any(type(n) is not int or not 0 <= n < _LIMIT for n in found):
-        raise ValueError(f"{found!r:.80} are no sizes")
-    if count is not None and len(found) != count:
-        raise ValueError(f"{len(found)} numbers instead of {count}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -52,13 +35,11 @@ class TensorInfo:
             whole_numbers((*whole_numbers(self.shape), self.nbytes))
         except ValueError as error:
             raise CorruptCheckpointError(
-                explain(
-                    "a tensor cannot have this shape",
-                    expected="whole numbers, and fewer than 2**63 bytes",
-                    got=f"{self.shape!r:.80}",
-                    where=f"tensor {self.name}",
-                    todo="copy the checkpoint again from where it was made",
-                )
+                "A tensor cannot have this shape.",
+                expected="whole numbers, and fewer than 2**63 bytes",
+                got=f"{self.shape!r:.80}",
+                where=f"tensor {self.name}",
+                todo="copy the checkpoint again from where it was made",
             ) from error
 
     @cached_property
@@ -79,11 +60,10 @@ class StoredChunk:
     Args:
         box: which part of the tensor.
         file: relative name of the file; empty if the box is all zeros and stored nowhere.
-        offset: of the first element's byte, or of the enclosing archive if ``is_archive``.
+        offset: of the first element's byte, or of what `Source.locate` finds it in.
         nbytes: length of what lies there.
         strides: in items, of the box in the file; None for row-major.
-        is_archive: the bytes at ``offset`` are a torch.save archive that holds the box.
-        checked: the run of bytes with a checksum in which it lies; None if there is none, or an archive says.
+        checked: the run of bytes with a checksum in which it lies; None if there is none, or `Source.locate` says.
         signs: bits of every item that are stored flipped (`TensorRef.signs`).
     """
 
@@ -92,9 +72,19 @@ class StoredChunk:
     offset: int
     nbytes: int
     strides: tuple[int, ...] | None = None
-    is_archive: bool = False
     checked: CheckedRun | None = None
     signs: int = 0
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Strides in items, of row-major boxes too."""
+        return self.strides or contiguous_strides(self.box.sizes)
+
+    @cached_property
+    def is_row_major(self) -> bool:
+        """Whether the items lie one after the other."""
+        row_major = contiguous_strides(self.box.sizes)
+        return all(n < 2 or a == b for n, a, b in zip(self.box.sizes, self.steps, row_major, strict=True))
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,7 @@ class StoredTensor:
 
     def _bad_tiling(self, got: str) -> str:
         return explain(
-            "the chunks of a tensor do not tile it",
+            "The chunks of a tensor do not tile it.",
             expected=f"boxes that hold every element of shape {self.info.shape} exactly once",
             got=got,
             where=f"tensor {self.info.name}",

@@ -12,13 +12,13 @@ from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, explain
 
-__all__ = ["State", "model_state", "whole_state"]
+__all__ = ["CarriedState", "model_state", "whole_state"]
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class State:
+class CarriedState:
     """Tensors and values by flattened name.
 
     Args:
@@ -44,12 +44,14 @@ class State:
         """Where the entry sits in the nested state."""
         return self.paths.get(name, (name,))
 
-    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> State:
+    def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
         """Only names that match an ``include`` pattern (if any are given) and no ``exclude`` pattern.
 
         Raises:
             ConversionError: for a pattern that matches nothing, or if nothing is left.
         """
+        if not include and not exclude:
+            return self
         names = [*self.views, *self.values]
         for pattern in (*include, *exclude):
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -64,12 +66,12 @@ class State:
             left_out=(*self.left_out, *(n for n in names if n not in kept)),
         )
 
-    def without(self, names: Iterable[str]) -> State:
+    def without(self, names: Iterable[str]) -> CarriedState:
         """All but these tensors."""
         dropped = set(names)
         return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
 
-    def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> State:
+    def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
         """The model's tensors replaced one for one by what ``change`` makes of them (names kept)."""
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
@@ -82,24 +84,24 @@ def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bo
 
 def _no_match(pattern: str, names: Sequence[str]) -> str:
     return explain(
-        "a name pattern leaves nothing to do",
+        "A name pattern leaves nothing to do.",
         expected=f"patterns that match names such as {', '.join(names[:3])}",
         got=pattern,
         todo="list the names with: vescale-convert inspect SRC",
     )
 
 
-def model_state(source: Source, prefix: str | None = None) -> State:
+def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     """The model alone, under its own names."""
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository holds no more", source.url)
     views = {new: SourceView(source, old, new) for old, new in model.names.items()}
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
-    return State(views, {}, {}, own, frozenset(views), left_out)
+    return CarriedState(views, {}, {}, own, frozenset(views), left_out)
 
 
-def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> State:
+def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:
     """Everything in the source; the model's container renamed to ``new_prefix`` if that is given."""
     model = find_model(source, prefix)
     if new_prefix is not None:
@@ -119,14 +121,12 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
         paths[names[name]] = path
     if len(set(names.values())) != len(names):
         raise ConversionError(
-            explain(
-                "two entries would get the same name",
-                expected="a prefix that no other entry has",
-                got=new_prefix,
-                todo="choose another --prefix",
-            )
+            "Two entries would get the same name.",
+            expected="a prefix that no other entry has",
+            got=new_prefix,
+            todo="choose another --prefix",
         )
     views = {names[name]: SourceView(source, name, names[name]) for name in source.tensors}
     values = {names[name]: value for name, value in source.values.items()}
     own = replace(model, names={names[name]: short for name, short in model.names.items()})
-    return State(views, values, paths, own, frozenset(own.names), source.omitted)
+    return CarriedState(views, values, paths, own, frozenset(own.names), source.omitted)

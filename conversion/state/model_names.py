@@ -12,12 +12,12 @@ can hold one only asks which: `ModelNames.require_one`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["ModelNames", "find_model"]
 
@@ -57,14 +57,12 @@ class ModelNames:
         """
         if self.rivals:
             raise ConversionError(
-                explain(
-                    "the source holds several models",
-                    expected=f"one model: {reason}",
-                    got=_some(self.rivals, 8),
-                    where=where,
-                    todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
-                    "they are one model",
-                )
+                "The source holds several models.",
+                expected=f"one model: {reason}",
+                got=_some(self.rivals, 8),
+                where=where,
+                todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
+                "they are one model",
             )
 
 
@@ -74,16 +72,17 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
     Raises:
         ConversionError: if no tensor is left for the model.
     """
-    everything = [*source.tensors, *source.values]
-    homes = _optimizer_homes(source.path(name) for name in everything)
-    optimizer = [name for name in everything if _is_optimizer(source.path(name), homes)]
+    paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
+    homes = _optimizer_homes(paths.values())
+    optimizer = [name for name, path in paths.items() if _is_optimizer(path, homes)]
     rest = [name for name in source.tensors if name not in set(optimizer)]
     rivals: tuple[str, ...] = ()
     if prefix is None:
-        models = _find_models(source, rest)
+        counters = {name for name in rest if not source.tensors[name].info.shape}
+        models = _find_models({name: paths[name] for name in rest}, counters)
         prefix = _prefix(models[0]) if len(models) == 1 else ""
         if not prefix:
-            rest = [name for name in rest if not _is_training(source.path(name))]
+            rest = [name for name in rest if not _is_training(paths[name])]
         if len(models) > 1:
             rivals = tuple(name_of(model) for model in models)
             rest = [name for name in rest if name.startswith(tuple(map(_prefix, models)))]
@@ -92,16 +91,14 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
     names = {name: name[len(prefix) :] for name in rest if name.startswith(prefix)}
     if not names:
         raise ConversionError(
-            explain(
-                "no model weights found in the source",
-                expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
-                got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
-                where=source.url,
-                todo="pass --model-prefix with what the names of the model's weights begin with",
-            )
+            "No model weights were found in the source.",
+            expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
+            got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
+            where=source.url,
+            todo="pass --model-prefix with what the names of the model's weights begin with",
         )
     taken = {*names, *optimizer}
-    others = tuple(name for name in everything if name not in taken)
+    others = tuple(name for name in paths if name not in taken)
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
 
 
@@ -134,18 +131,18 @@ def _is_training(path: Sequence[str | int]) -> bool:
     return len(path) > 1 and _TRAINING.match(str(path[0])) is not None
 
 
-def _find_models(source: Source, names: Sequence[str]) -> list[Path]:
+def _find_models(paths: Mapping[str, Path], counters: Collection[str]) -> list[Path]:
     """Containers of models: the outermost of those named like one, else the outermost of all.
 
     Counters at the root beside several containers make no model of the root.
     """
-    containers = list(dict.fromkeys(source.path(name)[:-1] for name in names))
+    containers = list(dict.fromkeys(path[:-1] for path in paths.values()))
     if named := [c for c in containers if c and _MODEL.match(str(c[-1]))]:
         depth = min(map(len, named))
         return [container for container in named if len(container) == depth]
     nested = [container for container in containers if container and not _is_training((*container, ""))]
-    at_root = [name for name in names if len(source.path(name)) == 1]
-    if at_root and (len(nested) < 2 or any(source.tensors[name].info.shape for name in at_root)):
+    at_root = {name for name, path in paths.items() if len(path) == 1}
+    if at_root and (len(nested) < 2 or at_root.difference(counters)):
         return [()]
     inside = set(nested)
     return [c for c in nested if not any(c[:depth] in inside for depth in range(1, len(c)))]

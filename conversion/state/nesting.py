@@ -9,10 +9,10 @@ which was which: a plain int in a path is a key of a dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["ListIndex", "claim_name", "flatten", "name_of", "nest"]
 
@@ -35,37 +35,32 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
         ConversionError: if two leaves would get one name.
     """
     found: dict[Path, Any] = {}
-    _flatten(state, (), is_tensor, found)
+
+    def add(value: Any, path: Path) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
+            if not value and path:
+                found[path] = {}
+        elif isinstance(value, (list, tuple)) and _is_entered(value, is_tensor):
+            for index, inner in enumerate(value):
+                add(inner, (*path, ListIndex(index)))
+        else:
+            found[path] = value
+
+    add(state, ())
     names: dict[str, Path] = {}
     for path in found:
         name = name_of(path)
         if name in names:
             raise ConversionError(
-                explain(
-                    "two entries of the state have the same flattened name",
-                    expected="names that differ when their keys are joined by dots",
-                    got=f"{names[name]} and {path}",
-                    todo="rename one of the keys in the source",
-                )
+                "Two entries of the state have the same flattened name.",
+                expected="names that differ when their keys are joined by dots",
+                got=f"{names[name]} and {path}",
+                todo="rename one of the keys in the source",
             )
         names[name] = path
     return found
-
-
-def _flatten(value: Any, path: Path, is_tensor: Callable[[Any], bool], found: dict[Path, Any]) -> None:
-    if isinstance(value, Mapping):
-        items: Iterable[tuple[str | int, Any]] = (
-            (key if isinstance(key, (str, int)) else str(key), inner) for key, inner in value.items()
-        )
-        if not value and path:
-            found[path] = {}
-    elif isinstance(value, (list, tuple)) and _is_entered(value, is_tensor):
-        items = ((ListIndex(index), inner) for index, inner in enumerate(value))
-    else:
-        found[path] = value
-        return
-    for key, inner in items:
-        _flatten(inner, (*path, key), is_tensor, found)
 
 
 def _is_entered(value: Any, is_tensor: Callable[[Any], bool]) -> bool:
@@ -80,12 +75,10 @@ def claim_name(name: str, taken: Collection[str]) -> None:
     """
     if name in taken:
         raise ConversionError(
-            explain(
-                "two tensors would have one name",
-                expected="keys that differ when they are joined, as text",
-                got=f"two times {name!r}",
-                todo="leave one of them out with --exclude, or rename it in the source",
-            )
+            "Two tensors would have one name.",
+            expected="keys that differ when they are joined, as text",
+            got=f"two times {name!r}",
+            todo="leave one of them out with --exclude, or rename it in the source",
         )
 
 
@@ -102,12 +95,10 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
             node = node.setdefault(_key(part), {})
             if not isinstance(node, dict):
                 raise ConversionError(
-                    explain(
-                        "an entry of the state lies inside another",
-                        expected="values at the ends of paths only",
-                        got=path,
-                        todo="leave one of the entries out with --exclude",
-                    )
+                    "An entry of the state lies inside another.",
+                    expected="values at the ends of paths only",
+                    got=path,
+                    todo="leave one of the entries out with --exclude",
                 )
         node[_key(path[-1])] = leaf
     closed: dict[Any, Any] = _close_lists(root)

@@ -16,15 +16,15 @@ from dataclasses import replace
 from typing import Any
 
 from vescale_fsdp.conversion.source.source import StoredValue
-from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["with_optimizer_form"]
 
 
-def with_optimizer_form(state: State, form: str) -> State:
+def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
     """The same state with its optimizer's entries in another form, or without them.
 
     Raises:
@@ -33,7 +33,7 @@ def with_optimizer_form(state: State, form: str) -> State:
     mine = [name for name in (*state.views, *state.values) if _container(state, name) is not None]
     if form == "keep" or not mine:
         return state
-    rest = _Parts(state, [name for name in (*state.views, *state.values) if name not in set(mine)])
+    rest = _Entries(state, [name for name in (*state.views, *state.values) if name not in set(mine)])
     if form == "drop":
         return replace(
             state,
@@ -46,7 +46,7 @@ def with_optimizer_form(state: State, form: str) -> State:
     optimizers: dict[Path, list[str]] = {}
     for name in mine:
         optimizers.setdefault(state.path(name)[: _depth(state.path(name))], []).append(name)
-    found = [_in_form(_Parts(state, names), form, state) for names in optimizers.values()]
+    found = [_in_form(_Entries(state, names), form, state) for names in optimizers.values()]
     made = [name for entries in found for name in entries.paths]
     return replace(
         state,
@@ -60,7 +60,7 @@ def with_optimizer_form(state: State, form: str) -> State:
     )
 
 
-def _in_form(entries: _Parts, form: str, state: State) -> _Parts:
+def _in_form(entries: _Entries, form: str, state: CarriedState) -> _Entries:
     """One optimizer's entries in the other form, unless they have it."""
     is_nested = all(len(path) - _depth(path) >= 3 for path in entries.paths.values())
     if is_nested == (form == "nested"):
@@ -68,10 +68,10 @@ def _in_form(entries: _Parts, form: str, state: State) -> _Parts:
     return _flattened(entries) if is_nested else _nested(entries, _model_fqns(state))
 
 
-class _Parts:
+class _Entries:
     """Some entries of a state."""
 
-    def __init__(self, state: State | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(self, state: CarriedState | None = None, names: Iterable[str] = ()) -> None:
         self.views: dict[str, TensorView] = {}
         self.values: dict[str, StoredValue] = {}
         self.paths: dict[str, Path] = {}
@@ -95,20 +95,20 @@ def _depth(path: Path) -> int:
     return len(path)
 
 
-def _container(state: State, name: str) -> Path | None:
+def _container(state: CarriedState, name: str) -> Path | None:
     path = state.path(name)
     depth = _depth(path)
     is_optimizer = name in set(state.model.optimizer) or (depth < len(path) and name not in state.is_model)
     return path[:depth] if is_optimizer and depth < len(path) else None
 
 
-def _model_fqns(state: State) -> list[str]:
+def _model_fqns(state: CarriedState) -> list[str]:
     """Names of parameters, longest first, so that the first that fits is the right one."""
     return sorted((str(state.path(name)[-1]) for name in state.is_model), key=lambda fqn: (-len(fqn), fqn))
 
 
-def _flattened(entries: _Parts) -> _Parts:
-    found = _Parts()
+def _flattened(entries: _Entries) -> _Entries:
+    found = _Entries()
     groups: dict[Path, dict[str, StoredValue]] = {}
     for name, path in entries.paths.items():
         depth = _depth(path)
@@ -128,8 +128,8 @@ def _flattened(entries: _Parts) -> _Parts:
     return found
 
 
-def _nested(entries: _Parts, fqns: list[str]) -> _Parts:
-    found = _Parts()
+def _nested(entries: _Entries, fqns: list[str]) -> _Entries:
+    found = _Entries()
     options: dict[Path, dict[str, dict[str, Any]]] = {}  # container -> parameter -> option -> value
     for name, path in entries.paths.items():
         depth = _depth(path)
@@ -137,12 +137,10 @@ def _nested(entries: _Parts, fqns: list[str]) -> _Parts:
         fqn = next((fqn for fqn in fqns if rest.startswith(f"{fqn}.")), None)
         if fqn is None:
             raise ConversionError(
-                explain(
-                    "an optimizer entry belongs to no parameter",
-                    expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
-                    got=name,
-                    todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
-                )
+                "An optimizer entry belongs to no parameter.",
+                expected="state.PARAMETER.KIND or param_groups.PARAMETER.OPTION",
+                got=name,
+                todo="keep the form (--optimizer keep), or leave the entry out with --exclude",
             )
         last = rest[len(fqn) + 1 :]
         if kind == "state":
@@ -155,7 +153,7 @@ def _nested(entries: _Parts, fqns: list[str]) -> _Parts:
     return found
 
 
-def _add_groups(found: _Parts, container: Path, by_fqn: Mapping[str, dict[str, Any]]) -> None:
+def _add_groups(found: _Entries, container: Path, by_fqn: Mapping[str, dict[str, Any]]) -> None:
     """One group for each set of equal options, in the order in which they appear."""
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for fqn, options in by_fqn.items():

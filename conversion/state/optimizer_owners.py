@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
-from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["home_of", "other_models", "own_optimizer", "parameter_key"]
 
@@ -34,7 +34,7 @@ def home_of(path: Path) -> Path | None:
     return None
 
 
-def own_optimizer(state: State, container: Path, params: Shapes) -> frozenset[str]:
+def own_optimizer(state: CarriedState, container: Path, params: Shapes) -> frozenset[str]:
     """Names of the optimizer entries that belong to the model in ``container`` with these parameters.
 
     Raises:
@@ -58,7 +58,7 @@ def own_optimizer(state: State, container: Path, params: Shapes) -> frozenset[st
     return frozenset(mine)
 
 
-def other_models(state: State) -> dict[Path, Shapes]:
+def other_models(state: CarriedState) -> dict[Path, Shapes]:
     """Containers of tensors that are neither the model nor an optimizer's."""
     known = {*state.is_model, *state.model.optimizer}
     found: dict[Path, dict[str, tuple[int, ...]]] = defaultdict(dict)
@@ -69,7 +69,9 @@ def other_models(state: State) -> dict[Path, Shapes]:
     return {home: shapes for home, shapes in found.items() if any(shapes.values())}
 
 
-def _owners(state: State, home: Path, names: Iterable[str], models: Mapping[Path, Shapes]) -> list[Path]:
+def _owners(
+    state: CarriedState, home: Path, names: Iterable[str], models: Mapping[Path, Shapes]
+) -> list[Path]:
     """Models that the optimizer may belong to; one, if anything tells."""
     spoken_of = [
         (rest, state.views[name].info.shape)
@@ -135,11 +137,9 @@ def _alike(left: frozenset[str], right: frozenset[str]) -> bool:
 
 def _unclear(home: Path, owners: list[Path]) -> ConversionError:
     return ConversionError(
-        explain(
-            "it is not clear which model an optimizer belongs to",
-            expected="an optimizer with the parameters of one model, beside it, or named after it",
-            got=f"{name_of(home) or 'one at the root'}, which may belong to "
-            + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),
-            todo="leave the optimizers out with --optimizer drop",
-        )
+        "It is not clear which model an optimizer belongs to.",
+        expected="an optimizer with the parameters of one model, beside it, or named after it",
+        got=f"{name_of(home) or 'one at the root'}, which may belong to "
+        + " or ".join(name_of(owner) or "the root" for owner in owners[:4]),
+        todo="leave the optimizers out with --optimizer drop",
     )

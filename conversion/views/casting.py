@@ -54,12 +54,10 @@ class CastRules:
                 dtype = None
             if dtype is None or dtype.kind != "float":
                 raise ConversionError(
-                    explain(
-                        "weights cannot be cast to this type",
-                        expected="float16, bfloat16, float32 or float64",
-                        got=name,
-                        todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
-                    )
+                    "Weights cannot be cast to this type.",
+                    expected="float16, bfloat16, float32 or float64",
+                    got=name,
+                    todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
                 )
             if pattern:
                 patterns[pattern] = dtype
@@ -99,7 +97,7 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "floa
 
 def _bad(expected: str, got: str) -> str:
     return explain(
-        "a --dtype pattern cannot be applied",
+        "A --dtype pattern cannot be applied.",
         expected=expected,
         got=got,
         todo="correct the pattern; names are listed by: vescale-convert inspect SRC",
@@ -121,7 +119,7 @@ class CastView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.conversion.views.rounding import cast_array
+        from vescale_fsdp.views.rounding import cast_array
 
         source = self.inner.info.dtype
         raw = np.empty(box.sizes, dtype=source.raw)

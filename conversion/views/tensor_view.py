@@ -10,16 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.conversion.source.source import ByteRun, Source
+from vescale_fsdp.conversion.source.source import ByteRange, Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
+from vescale_fsdp.views.index_maps import IndexMap, Piece, Reshape
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["SourceView", "TensorView", "read_range"]
+__all__ = ["MappedView", "RenamedView", "SourceView", "TensorView", "ZerosView", "read_range"]
 
 
 class TensorView(ABC):
@@ -34,7 +37,7 @@ class TensorView(ABC):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         """Fill ``out`` (shape ``box.sizes``, raw type, any strides) with a box. Safe from several threads."""
 
-    def runs(self, start: int, stop: int) -> list[ByteRun] | None:
+    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
         """Where items [start, stop) of the flattened tensor lie byte for byte; None if they are computed."""
         return None
 
@@ -63,14 +66,136 @@ class SourceView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)
 
-    def runs(self, start: int, stop: int) -> list[ByteRun] | None:
-        return self.source.runs(self.source_name, start, stop)
+    def byte_ranges(self, start: int, stop: int) -> list[ByteRange] | None:
+        return self.source.byte_ranges(self.source_name, start, stop)
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         yield self.source, self.source_name
 
     def identity(self) -> str:
         return f"{self.source.fingerprint} {self.source_name}"
+
+
+@dataclass(frozen=True)
+class MappedView(TensorView):
+    """Tensors as one whose items are theirs, in other places; named after the first.
+
+    Raises:
+        ConversionError: if the tensors do not fit the map.
+    """
+
+    map: IndexMap
+    inputs: tuple[TensorView, ...]
+
+    def __post_init__(self) -> None:
+        first = self.inputs[0].info
+        odd = next((view.info for view in self.inputs if view.info.dtype != first.dtype), None)
+        if odd is not None:
+            raise self._refused(odd, f"{first.dtype.name}, as {first.name} has", odd.dtype.name)
+        if (misfit := self.map.misfit(self._shapes)) is not None:
+            number, expected = misfit
+            raise self._refused(self.inputs[number].info, expected, self._shapes[number])
+        if first.dtype.is_packed and isinstance(self.map, Reshape):
+            raise self._refused(first, "a type with whole bytes per element", first.dtype.name)
+
+    def _refused(self, info: TensorInfo, expected: object, got: object) -> ConversionError:
+        return ConversionError(
+            self.map.problem,
+            expected=expected,
+            got=got,
+            where=f"tensor {info.name} of shape {info.shape}",
+            todo="correct the sizes in the key rules, or pass the config.json of this model",
+        )
+
+    @cached_property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(view.info.shape for view in self.inputs)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        first = self.inputs[0].info
+        return TensorInfo(first.name, self.map.shape(self._shapes), first.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        if not box.numel:
+            return
+        # Pieces are told by their places in a row-major box.
+        flat = (out if out.flags.c_contiguous else np.empty(box.sizes, dtype=out.dtype)).reshape(-1)
+        if self.map.has_gaps:
+            flat[...] = np.zeros((), dtype=out.dtype)
+        for (number, part), found in groupby(
+            self.map.pieces(self._shapes, box), key=lambda p: (p.input, p.box)
+        ):
+            pieces = tuple(found)
+            if len(pieces) == 1 and pieces[0].shape is None:
+                self.inputs[number].read_into(part, _strided(flat, pieces[0], part.sizes))
+                continue
+            scratch = np.empty(part.sizes, dtype=out.dtype)
+            self.inputs[number].read_into(part, scratch)
+            for piece in pieces:
+                items = scratch.reshape(piece.shape or part.sizes)
+                taken = items[piece.take.slices()] if piece.take is not None else items
+                _strided(flat, piece, taken.shape)[...] = taken
+        if not out.flags.c_contiguous:
+            out[...] = flat.reshape(box.sizes)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return chain.from_iterable(view.sources() for view in self.inputs)
+
+    def identity(self) -> str:
+        return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
+
+
+def _strided(flat: np.ndarray, piece: Piece, sizes: tuple[int, ...]) -> np.ndarray:
+    """Where in a box a piece goes."""
+    from numpy.lib.stride_tricks import as_strided
+
+    return as_strided(flat[piece.offset :], sizes, [n * flat.itemsize for n in piece.strides])
+
+
+@dataclass(frozen=True)
+class RenamedView(TensorView):
+    """The same tensor under another name."""
+
+    inner: TensorView
+    name: str
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.name, self.inner.info.shape, self.inner.info.dtype)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        self.inner.read_into(box, out)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return self.inner.sources()
+
+    def identity(self) -> str:
+        return self.inner.identity()
+
+
+@dataclass(frozen=True)
+class ZerosView(TensorView):
+    """A tensor that is stored nowhere: all zeros."""
+
+    made: TensorInfo
+
+    @property
+    def info(self) -> TensorInfo:
+        return self.made
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        out[...] = np.zeros((), dtype=out.dtype)
+
+    def sources(self) -> Iterator[tuple[Source, str]]:
+        return iter(())
+
+    def identity(self) -> str:
+        return f"zeros({self.made.shape})"
 
 
 def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> np.ndarray:

@@ -47,7 +47,8 @@ LEVELS = (
         "conversion.formats.zarr",
     ),
     ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
-    ("conversion.formats", "conversion.live", "conversion", "elastic"),
+    ("conversion.formats", "elastic"),
+    ("conversion", "conversion.live"),
     ("conversion.cli", "integrations"),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}

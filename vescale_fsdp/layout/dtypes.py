@@ -57,6 +57,24 @@ class DType:
         return max(1, self.bits // 8)
 
     @property
+    def required_torch_name(self) -> str:
+        """Its name in torch.
+
+        Raises:
+            ConversionError: if torch has no such type.
+        """
+        if self.torch_name is None:
+            raise ConversionError(
+                explain(
+                    "PyTorch has no such element type.",
+                    expected="a type of torch",
+                    got=self.name,
+                    todo="leave these tensors out with --exclude",
+                )
+            )
+        return self.torch_name
+
+    @property
     def is_packed(self) -> bool:
         """Whether one byte holds parts of several elements."""
         return self.bits < 8

@@ -9,17 +9,16 @@ format has, nesting. Format: README of huggingface/safetensors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType, dtype_from_code
+from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 
 __all__ = ["MAX_HEADER_BYTES", "HeaderEntry", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000  # the format's limit; writers and readers refuse more
-_MAX_SIZE = 2**63  # the format has 64-bit numbers
 
 
 class HeaderEntry(NamedTuple):
@@ -53,11 +52,10 @@ def read_header(
         got = f"length {header_bytes} in a file of {file_bytes} bytes"
         raise _corrupt("8 bytes of length, then that much JSON", got, where)
     try:
-        table = json.loads(read(8, header_bytes).decode(), object_pairs_hook=_unique)
+        table = parse_json(read(8, header_bytes).decode())
         metadata = _strings(table.pop("__metadata__", {}))
         entries = {name: _entry(fields, base) for name, fields in table.items()}
-    # RecursionError: lists in lists in lists.
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt("a header of names, types, shapes and offsets", _told(error), where) from error
     end = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
@@ -72,8 +70,8 @@ def read_header(
 
 def _entry(fields: Mapping[str, Any], base: int) -> HeaderEntry:
     dtype = dtype_from_code(fields["dtype"])
-    shape = dtype.from_header_shape(_sizes(fields["shape"]))
-    start, stop = _sizes(fields["data_offsets"])
+    shape = dtype.from_header_shape(whole_numbers(fields["shape"]))
+    start, stop = whole_numbers(fields["data_offsets"], 2)
     if stop - start != dtype.nbytes(shape):
         raise ValueError(
             f"bytes {start} to {stop} for {dtype.nbytes(shape)} of {dtype.code} {fields['shape']}"
@@ -81,23 +79,10 @@ def _entry(fields: Mapping[str, Any], base: int) -> HeaderEntry:
     return HeaderEntry(dtype, shape, base + start, stop - start)
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(n) is int and 0 <= n < _MAX_SIZE for n in values):
-        raise ValueError(f"sizes {values!r:.80}")
-    return tuple(values)
-
-
 def _strings(values: Any) -> dict[str, str]:
     if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
         raise ValueError(f"__metadata__ {values!r:.80}")
     return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name appears twice")
-    return table
 
 
 def _told(error: Exception) -> str:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, load_dcp_metadata
+from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import Record, TensorRef, load_dcp_metadata
 from vescale_fsdp.conversion.formats.torch_save.values import load_torch_bytes
 from vescale_fsdp.conversion.source.source import Source, StoredValue
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
 __all__ = ["METADATA_FILE", "dcp_folders", "open_dcp"]
@@ -44,13 +46,11 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False) -> Source:
     stems = [match[1] for folder in folders if (match := _ACCELERATE_FOLDER.fullmatch(folder))]
     if len(folders) > 1 and not len(set(stems)) == len(stems) == len(folders):
         raise ConversionError(
-            explain(
-                "the folder holds several checkpoints",
-                expected="one, or one of a model and one of its optimizer",
-                got=", ".join(folder.rstrip("/") for folder in folders[:6]),
-                where=store.where,
-                todo="pass one of these folders",
-            )
+            "The folder holds several checkpoints.",
+            expected="one, or one of a model and one of its optimizer",
+            got=", ".join(folder.rstrip("/") for folder in folders[:6]),
+            where=store.where,
+            todo="pass one of these folders",
         )
     found = [_open_folder(store, folder, trust_pickle=trust_pickle) for folder in folders]
     if len(found) == 1:
@@ -58,13 +58,11 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False) -> Source:
     sides = [{**source.tensors, **source.values} for source in found]
     if doubles := sides[0].keys() & sides[1].keys():
         raise CorruptCheckpointError(
-            explain(
-                "the model's checkpoint and its optimizer's have entries of one name",
-                expected="names under model and under optimizer",
-                got=min(doubles),
-                where=store.where,
-                todo="pass one of the two folders",
-            )
+            "The model's checkpoint and its optimizer's have entries of one name.",
+            expected="names under model and under optimizer",
+            got=min(doubles),
+            where=store.where,
+            todo="pass one of the two folders",
         )
     return replace(
         found[0],
@@ -91,16 +89,36 @@ def _open_folder(store: Storage, folder: str, *, trust_pickle: bool) -> Source:
         paths = {str(name): _path(path) for name, path in planned.items() if isinstance(path, tuple)}
     except _DAMAGE as error:
         raise CorruptCheckpointError(
-            explain(
-                "the checkpoint's metadata is damaged",
-                expected="the records torch.distributed.checkpoint writes",
-                got=f"{type(error).__name__}: {error}",
-                where=where,
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            "The checkpoint's metadata is damaged.",
+            expected="the records torch.distributed.checkpoint writes",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
     facts = {"dcp version": str(getattr(metadata, "version", None)), "data files": str(len(reader.sizes))}
-    return Source("dcp", store, tensors, values, paths, facts, trust_pickle)
+    locate = partial(_locate, store, trust_pickle)
+    return Source("dcp", store, tensors, values, paths, facts, locate=locate)
+
+
+def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+    """A chunk inside the torch.save archive that holds it."""
+    where = f"tensor {info.name} in {store.where}/{chunk.file} at byte {chunk.offset}"
+    archive = TorchArchive(
+        lambda offset, nbytes: store.read(chunk.file, chunk.offset + offset, nbytes),
+        chunk.nbytes,
+        where=where,
+        trust=trust_pickle,
+    )
+    ref = archive.content
+    if not isinstance(ref, TensorRef) or ref.shape != chunk.box.sizes or ref.dtype != info.dtype:
+        raise CorruptCheckpointError(
+            "A data file does not hold what the metadata says.",
+            expected=f"a {info.dtype.name} tensor of shape {chunk.box.sizes}",
+            got=f"{ref.dtype.name} {ref.shape}" if isinstance(ref, TensorRef) else type(ref).__name__,
+            where=where,
+            todo="the files are from different saves: copy the checkpoint again as one",
+        )
+    return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
 
 
 def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
@@ -137,7 +155,7 @@ class _MetadataReader:
             if not box.numel:
                 continue  # an empty box has no bytes, and may share its offset with a neighbour
             file, offset, nbytes = self._place(name, box.offsets)
-            chunks.append(StoredChunk(box, file, offset, nbytes, is_archive=True))
+            chunks.append(StoredChunk(box, file, offset, nbytes))
         return StoredTensor(info, tuple(chunks))
 
     def _value(self, name: str) -> StoredValue:
@@ -155,34 +173,28 @@ class _MetadataReader:
         info = self._places.get((name, offsets))
         if info is None:
             raise CorruptCheckpointError(
-                explain(
-                    "the checkpoint's metadata does not say where an entry is stored",
-                    expected=f"a storage record for {name} at {offsets}",
-                    got="none",
-                    where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
-                    todo="save the checkpoint again; its save did not finish or lost items",
-                )
+                "The checkpoint's metadata does not say where an entry is stored.",
+                expected=f"a storage record for {name} at {offsets}",
+                got="none",
+                where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
+                todo="save the checkpoint again; its save did not finish or lost items",
             )
         if getattr(info, "transform_descriptors", None):
             raise ConversionError(
-                explain(
-                    "the checkpoint's data files are transformed",
-                    expected="plain .distcp data",
-                    got=f"transforms {list(info.transform_descriptors)}",
-                    where=f"{name} in {self._store.where}/{info.relative_path}",
-                    todo="load it with the program that saved it and save it without stream transforms",
-                )
+                "The checkpoint's data files are transformed.",
+                expected="plain .distcp data",
+                got=f"transforms {list(info.transform_descriptors)}",
+                where=f"{name} in {self._store.where}/{info.relative_path}",
+                todo="load it with the program that saved it and save it without stream transforms",
             )
         file = self._checked_name(info.relative_path)
         if info.offset < 0 or info.length < 0 or info.offset + info.length > self.sizes[file]:
             raise CorruptCheckpointError(
-                explain(
-                    "a data file of the checkpoint is truncated",
-                    expected=f"at least {info.offset + info.length} bytes (for {name})",
-                    got=f"{self.sizes[file]} bytes",
-                    where=f"{self._store.where}/{file}",
-                    todo="copy the file again from where it was saved, or use an older checkpoint",
-                )
+                "A data file of the checkpoint is truncated.",
+                expected=f"at least {info.offset + info.length} bytes (for {name})",
+                got=f"{self.sizes[file]} bytes",
+                where=f"{self._store.where}/{file}",
+                todo="copy the file again from where it was saved, or use an older checkpoint",
             )
         return file, info.offset, info.length
 
@@ -192,13 +204,11 @@ class _MetadataReader:
         if file not in self.sizes:
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
-                    explain(
-                        "the checkpoint's metadata points outside of its folder",
-                        expected="a file name inside the checkpoint",
-                        got=file,
-                        where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
-                        todo="do not use this checkpoint: it was made by hand",
-                    )
+                    "The checkpoint's metadata points outside of its folder.",
+                    expected="a file name inside the checkpoint",
+                    got=file,
+                    where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
+                    todo="do not use this checkpoint: it was made by hand",
                 )
             self.sizes[file] = self._store.required_size(file)
         return file

@@ -22,10 +22,9 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_writer import (
     torch_dtype,
     torch_size,
 )
-from vescale_fsdp.conversion.output.file_plan import FilePlan, Part, TensorPart
-from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
+from vescale_fsdp.conversion.output.plan import ClosingFile, Content, FilePlan, OutputPlan, TensorItems
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
@@ -45,7 +44,7 @@ class _Item:
     nbytes: int
 
 
-def plan_dcp(state: State, max_shard_bytes: int) -> OutputPlan:
+def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     """Data files of about ``max_shard_bytes`` at most, and ``.metadata``.
 
     Raises:
@@ -85,7 +84,7 @@ class _Files:
         self.items: list[_Item] = []
         self._max_bytes = max_bytes
         self._done: list[FilePlan] = []
-        self._parts: list[Part] = []
+        self._contents: list[Content] = []
         self._nbytes = 0
 
     @property
@@ -100,7 +99,7 @@ class _Files:
         stop = start + (rows * per_row if info.numel else 0)
         pickle = dump_pickle(TensorOut("0", info.dtype, sizes), where=name)
         offsets = (first, *(0,) * (len(sizes) - 1)) if info.shape else ()
-        self._add(name, offsets, sizes, pickle, [TensorPart(view, start, stop)])
+        self._add(name, offsets, sizes, pickle, [TensorItems(view, start, stop)])
 
     def add_value(self, name: str, value: Any) -> None:
         self._add(name, None, (), dump_pickle(value, where=name), [])
@@ -111,27 +110,27 @@ class _Files:
         offsets: tuple[int, ...] | None,
         sizes: tuple[int, ...],
         pickle: bytes,
-        storages: list[TensorPart],
+        storages: list[TensorItems],
     ) -> None:
-        if self._parts and self._nbytes + sum(part.nbytes for part in storages) > self._max_bytes:
+        if self._contents and self._nbytes + sum(items.nbytes for items in storages) > self._max_bytes:
             self._close()
-        parts = plan_archive(pickle, storages, len(self._parts))
-        nbytes = sum(part.nbytes for part in parts)
+        contents = plan_archive(pickle, storages, len(self._contents))
+        nbytes = sum(content.nbytes for content in contents)
         self.items.append(_Item(name, offsets, sizes, self._name, self._nbytes, nbytes))
-        self._parts += parts
+        self._contents += contents
         self._nbytes += nbytes
 
     def _close(self) -> None:
-        self._done.append(FilePlan(self._name, tuple(self._parts)))
-        self._parts, self._nbytes = [], 0
+        self._done.append(FilePlan(self._name, tuple(self._contents)))
+        self._contents, self._nbytes = [], 0
 
     def finish(self) -> tuple[FilePlan, ...]:
-        if self._parts or not self._done:
+        if self._contents or not self._done:
             self._close()
         return tuple(self._done)
 
 
-def _metadata(state: State, items: list[_Item]) -> New:
+def _metadata(state: CarriedState, items: list[_Item]) -> New:
     entries: dict[str, Any] = {}
     chunks: dict[str, list[New]] = {name: [] for name in state.views}
     storage: dict[Any, Any] = {}

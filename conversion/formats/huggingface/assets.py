@@ -16,8 +16,8 @@ from typing import Any
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
-from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.layout.foreign_json import parse_json
 
 __all__ = ["CONFIG_FILE", "Assets"]
 
@@ -56,13 +56,11 @@ class Assets:
         found = self._store.list_files()
         if not found:
             raise ConversionError(
-                explain(
-                    "there are no settings files to carry over",
-                    expected="a folder with config.json, tokenizer files and so on",
-                    got="an empty or missing folder",
-                    where=url,
-                    todo="check the path given with --assets",
-                )
+                "There are no settings files to carry over.",
+                expected="a folder with config.json, tokenizer files and so on",
+                got="an empty or missing folder",
+                where=url,
+                todo="check the path given with --assets",
             )
         candidates = sorted((file for file in found if _may_go(file)), key=natural_key)
         for pattern in include:
@@ -81,13 +79,11 @@ class Assets:
             loaded = f"{type(error).__name__}: {error}"
         if not isinstance(loaded, dict):
             raise ConversionError(
-                explain(
-                    "config.json cannot be read",
-                    expected="a JSON object",
-                    got=loaded,
-                    where=f"{url}/{CONFIG_FILE}",
-                    todo="correct the file, or leave it out of --assets",
-                )
+                "The settings in config.json cannot be read.",
+                expected="a JSON object",
+                got=loaded,
+                where=f"{url}/{CONFIG_FILE}",
+                todo="correct the file, or leave it out of --assets",
             )
         return loaded
 
@@ -109,7 +105,7 @@ class Assets:
 
 def _no_match(pattern: str, files: Sequence[str], url: str) -> str:
     return explain(
-        "a pattern of --include-asset matches no file",
+        "A pattern of --include-asset matches no file.",
         expected=f"patterns that match files such as {', '.join(files[:6]) or 'none'}",
         got=pattern,
         where=url,

@@ -10,11 +10,11 @@ from dataclasses import replace
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE, SINGLE_FILE, is_weight_file
 from vescale_fsdp.conversion.formats.huggingface.safetensors import read_tensors
-from vescale_fsdp.conversion.formats.zarr.json_values import parse_json
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo, whole_numbers
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box
 
 __all__ = [
@@ -50,13 +50,11 @@ def open_hf_folder(store: Storage) -> Source:
     has_index = store.size(INDEX_FILE) is not None
     if has_index and SINGLE_FILE in files:
         raise ConversionError(
-            explain(
-                "the folder holds two models",
-                expected=f"either {SINGLE_FILE} or {INDEX_FILE}",
-                got="both",
-                where=store.where,
-                todo="remove the one that is out of date (transformers would load the single file)",
-            )
+            "The folder holds two models.",
+            expected=f"either {SINGLE_FILE} or {INDEX_FILE}",
+            got="both",
+            where=store.where,
+            todo="remove the one that is out of date (transformers would load the single file)",
         )
     mapped = weight_map(store) if has_index else None
     if mapped is None and SINGLE_FILE in files:
@@ -65,13 +63,11 @@ def open_hf_folder(store: Storage) -> Source:
         files = sorted(set(mapped.values()))
     elif len(files) != 1:
         raise ConversionError(
-            explain(
-                "the folder has several safetensors files but no index",
-                expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
-                got=", ".join(files[:4]) or "no safetensors file",
-                where=store.where,
-                todo="pass one of the files instead of the folder, or restore the index",
-            )
+            "The folder has several safetensors files but no index.",
+            expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
+            got=", ".join(files[:4]) or "no safetensors file",
+            where=store.where,
+            todo="pass one of the files instead of the folder, or restore the index",
         )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -99,13 +95,11 @@ def open_shards(store: Storage) -> Source:
     files = [file for file in listed if is_shard_file(file)]
     if whole := [file for file in listed if is_weight_file(file) and file not in files]:
         raise ConversionError(
-            explain(
-                "the folder holds two models",
-                expected="either the files of the ranks or whole weights",
-                got=f"{files[0]} and {whole[0]}",
-                where=store.where,
-                todo="remove the one that is out of date",
-            )
+            "The folder holds two models.",
+            expected="either the files of the ranks or whole weights",
+            got=f"{files[0]} and {whole[0]}",
+            where=store.where,
+            todo="remove the one that is out of date",
         )
     chunks: dict[str, list[StoredChunk]] = {}
     dtypes: dict[str, DType] = {}
@@ -148,13 +142,11 @@ def _saved_offsets(store: Storage, file: str, metadata: Mapping[str, str]) -> di
 
 def _odd_shard(store: Storage, file: str, expected: str, got: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        explain(
-            "the files of the ranks do not fit together",
-            expected=expected,
-            got=got,
-            where=f"{store.where}/{file}",
-            todo="copy the files of all ranks again, from one save",
-        )
+        "The files of the ranks do not fit together.",
+        expected=expected,
+        got=got,
+        where=f"{store.where}/{file}",
+        todo="copy the files of all ranks again, from one save",
     )
 
 
@@ -186,13 +178,11 @@ def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
         found = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            explain(
-                "the index cannot be read",
-                expected="JSON with a weight_map",
-                got=f"{type(error).__name__}: {error}",
-                where=f"{store.where}/{index_file}",
-                todo="copy the file again from where it was made",
-            )
+            "The index cannot be read.",
+            expected="JSON with a weight_map",
+            got=f"{type(error).__name__}: {error}",
+            where=f"{store.where}/{index_file}",
+            todo="copy the file again from where it was made",
         ) from error
     for name, file in found.items():
         if file.startswith(("/", "\\")) or ".." in file or ":" in file:
@@ -202,11 +192,9 @@ def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
 
 def _disagree(store: Storage, index_file: str, name: str, expected: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        explain(
-            "the index disagrees with the files",
-            expected=f"{name} {expected}",
-            got=got,
-            where=f"{store.where}/{index_file}",
-            todo="copy the folder again from where it was made, or convert it anew",
-        )
+        "The index disagrees with the files.",
+        expected=f"{name} {expected}",
+        got=got,
+        where=f"{store.where}/{index_file}",
+        todo="copy the folder again from where it was made, or convert it anew",
     )

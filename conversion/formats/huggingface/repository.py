@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = [
     "INDEX_FILE",
@@ -66,12 +66,10 @@ def plan_shards(infos: Iterable[TensorInfo], max_shard_bytes: int) -> tuple[Shar
     """
     if max_shard_bytes <= 0:
         raise ConversionError(
-            explain(
-                "the shard size limit cannot be met",
-                expected="a positive number of bytes",
-                got=max_shard_bytes,
-                todo="pass a --max-shard-size such as 5GB",
-            )
+            "The shard size limit cannot be met.",
+            expected="a positive number of bytes",
+            got=max_shard_bytes,
+            todo="pass a --max-shard-size such as 5GB",
         )
     groups: list[list[TensorInfo]] = [[]]
     filled = 0
@@ -104,11 +102,9 @@ def index_bytes(shards: Sequence[ShardPlan]) -> bytes:
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     if len(data) > MAX_INDEX_BYTES:
         raise ConversionError(
-            explain(
-                "the index of this model would be too large for Hugging Face loaders",
-                expected=f"at most {MAX_INDEX_BYTES} bytes",
-                got=f"{len(data)} bytes for {len(weight_map)} tensors",
-                todo="use one file: --max-shard-size 1000GB",
-            )
+            "The index of this model would be too large for Hugging Face loaders.",
+            expected=f"at most {MAX_INDEX_BYTES} bytes",
+            got=f"{len(data)} bytes for {len(weight_map)} tensors",
+            todo="use one file: --max-shard-size 1000GB",
         )
     return data

@@ -17,7 +17,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES, read_header
@@ -57,22 +57,18 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     for info in ordered:
         if info.name in table:
             raise ConversionError(
-                explain(
-                    "a tensor has a name that safetensors files keep for themselves",
-                    expected="names other than __metadata__, each once",
-                    got=info.name,
-                    todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
-                )
+                "A tensor has a name that safetensors files keep for themselves.",
+                expected="names other than __metadata__, each once",
+                got=info.name,
+                todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
             )
         if info.dtype.code is None:
             raise ConversionError(
-                explain(
-                    "safetensors has no such element type",
-                    expected="a type of the safetensors format",
-                    got=info.dtype.name,
-                    where=f"tensor {info.name}",
-                    todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
-                )
+                "The safetensors format has no such element type.",
+                expected="a type of the safetensors format",
+                got=info.dtype.name,
+                where=f"tensor {info.name}",
+                todo=f"leave it out with --exclude {info.name!r}, or convert to another format",
             )
         table[info.name] = {
             "dtype": info.dtype.code,
@@ -85,12 +81,10 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise ConversionError(
-            explain(
-                "too many tensors for one safetensors file",
-                expected=f"a header of at most {MAX_HEADER_BYTES} bytes",
-                got=f"{len(text)} bytes for {len(starts)} tensors",
-                todo="choose a smaller --max-shard-size",
-            )
+            "There are too many tensors for one safetensors file.",
+            expected=f"a header of at most {MAX_HEADER_BYTES} bytes",
+            got=f"{len(text)} bytes for {len(starts)} tensors",
+            todo="choose a smaller --max-shard-size",
         )
     data = len(text).to_bytes(8, "little") + text
     return SafetensorsHeader(

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     INDEX_FILE,
-    ShardPlan,
     index_bytes,
     is_weight_file,
     plan_shards,
 )
 from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
-from vescale_fsdp.conversion.output.file_plan import FilePlan, FixedPart, whole
-from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
+from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 __all__ = ["plan_hf"]
@@ -37,10 +35,9 @@ def plan_hf(views: Sequence[TensorView], assets: Assets, max_shard_bytes: int) -
     if len(shards) > 1:
         index = index_bytes(shards)
         closing.append(ClosingFile(INDEX_FILE, lambda: (index,)))
-    files = tuple(_file(shard, by_name) for shard in shards)
-    return OutputPlan("hf", files, tuple(closing), is_stale=is_weight_file)
-
-
-def _file(shard: ShardPlan, views: dict[str, TensorView]) -> FilePlan:
-    header = make_header(shard.infos)
-    return FilePlan(shard.file, (FixedPart(header.data), *(whole(views[name]) for name in header.offsets)))
+    files = []
+    for shard in shards:
+        header = make_header(shard.infos)
+        tensors = (whole(by_name[name]) for name in header.offsets)
+        files.append(FilePlan(shard.file, (FixedBytes(header.data), *tensors)))
+    return OutputPlan("hf", tuple(files), tuple(closing), is_stale=is_weight_file)

@@ -5,21 +5,21 @@ Files are those of ranks, or the chunks of zarr arrays with ranks' files for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
-from vescale_fsdp.conversion.source.source import CheckedFile, Source, StoredValue, constant
+from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import flatten, name_of
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.file_checks import Check
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 
-__all__ = ["check_native", "open_native"]
+__all__ = ["check_native", "open_native", "read_manifest"]
 
 _MAX_OPEN_FILES = 64
 
@@ -49,8 +49,8 @@ def open_native(store: Storage) -> Source:
         CheckpointError: if a newer version wrote it.
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
-    manifest = _manifest(store)
-    chunks = _pieces(store, manifest) if not manifest.is_zarr else _array_chunks(store, manifest)
+    manifest = read_manifest(store)
+    chunks = _array_chunks(store, manifest) if manifest.is_zarr else _pieces(store, manifest)
     state = decode(manifest.structure.tree, _leaf, store.where)
     nested = state if isinstance(state, Mapping) else {"state": state}
     tensors: dict[str, StoredTensor] = {}
@@ -70,7 +70,9 @@ def open_native(store: Storage) -> Source:
             values[name] = constant(leaf)
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
-    layouts = manifest.structure.layouts
+    # Files are opened when read; few are kept, since each holds its header and checksums.
+    files = rank_files(store, manifest)
+    checked = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]() if name in files else None)
     return Source(
         "native",
         store,
@@ -79,37 +81,34 @@ def open_native(store: Storage) -> Source:
         paths,
         facts,
         omitted=tuple(omitted),
-        layouts=layouts,
-        checked=_checked(store, manifest),
+        layouts=manifest.structure.layouts,
+        checked=checked,
     )
 
 
-def _manifest(store: Storage) -> Manifest:
+def read_manifest(store: Storage) -> Manifest:
+    """The manifest of a native checkpoint; raises as `open_native`."""
     return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
 
 
-def _checked(store: Storage, manifest: Manifest) -> Callable[[str], CheckedFile | None]:
-    """Rank files by name, opened when read; few are kept, since each holds its header and checksums."""
-    ranks = {manifest.file_name(rank): rank for rank in range(manifest.world_size)}
+def rank_files(store: Storage, manifest: Manifest) -> dict[str, Callable[[], OpenRankFile]]:
+    """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes."""
 
-    @lru_cache(maxsize=_MAX_OPEN_FILES)
-    def opened(name: str) -> CheckedFile | None:
-        return OpenRankFile(store, RankFile(manifest, ranks[name])) if name in ranks else None
+    def open_rank(rank: int) -> OpenRankFile:
+        return OpenRankFile(store, RankFile(manifest, rank))
 
-    return opened
+    return {manifest.file_name(rank): partial(open_rank, rank) for rank in range(manifest.world_size)}
 
 
 def check_native(store: Storage, tell: Callable[[Check], object], *, threads: int) -> None:
     """Look at every file, as the engine's `verify` does; ``tell`` is called with what came of each look."""
     from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
 
-    check_files(store, _manifest(store), tell, threads=threads)
+    check_files(store, read_manifest(store), tell, threads=threads)
 
 
 def _tables(store: Storage, manifest: Manifest) -> ChunkTables:
-    from vescale_fsdp.checkpoint.loading.zarr_chunks import (
-        ChunkTables,  # numpy, which other sources do without
-    )
+    from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
 
     return ChunkTables(store, manifest)
 
@@ -134,8 +133,12 @@ def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
             continue
         store.prove_size(file.name, file.total_bytes)
         for piece in file.pieces:
-            if piece.region not in found[piece.place]:
-                found[piece.place][piece.region] = list(_chunks_of(manifest, file.name, piece))
+            itemsize = manifest.entries[piece.place].itemsize
+            if piece.region not in found[piece.place]:  # the boxes of a piece follow each other in the file
+                found[piece.place][piece.region] = [
+                    StoredChunk(box, file.name, piece.start_bytes + first * itemsize, box.numel * itemsize)
+                    for box, first in piece.region.pieces()
+                ]
     for file in lost:
         if any(piece.region not in found[piece.place] for piece in file.pieces):
             store.required_size(file.name)  # says that it is missing
@@ -173,10 +176,3 @@ def _saved_crc(tables: ChunkTables, store: Storage, chunk: Chunk, nbytes: int) -
         file = chunk_file(tables.manifest, *chunk)
         written = int.from_bytes(store.read(file, nbytes, CRC_BYTES), "little")
     return written
-
-
-def _chunks_of(manifest: Manifest, file: str, piece: FilePiece) -> Iterator[StoredChunk]:
-    """The boxes of one piece; in the file they follow each other."""
-    itemsize = manifest.entries[piece.place].itemsize
-    for box, first in piece.region.pieces():
-        yield StoredChunk(box, file, piece.start_bytes + first * itemsize, box.numel * itemsize)

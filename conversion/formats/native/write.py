@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
-from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
-from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
-from vescale_fsdp.conversion.formats.torch_save.pickle_writer import torch_dtype
-from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
-from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan
-from vescale_fsdp.conversion.state.carried_state import State
-from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
+from vescale_fsdp.conversion.output.plan import (
+    ClosingFile,
+    ComputedBytes,
+    Content,
+    FilePlan,
+    FixedBytes,
+    OutputPlan,
+    TensorItems,
+)
+from vescale_fsdp.conversion.state.carried_state import CarriedState
+from vescale_fsdp.conversion.state.native_tree import native_tree
+from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -39,7 +41,7 @@ __all__ = ["plan_native"]
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
 
-def plan_native(state: State, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
+def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRule) -> OutputPlan:
     """One file per rank, and the manifest.
 
     Raises:
@@ -69,7 +71,7 @@ def _is_stale(name: str) -> bool:
 
 
 def _plan_layouts(
-    state: State, num_ranks: int, granularity: GranularityRule
+    state: CarriedState, num_ranks: int, granularity: GranularityRule
 ) -> tuple[list[GroupLayout], dict[str, LayoutCut]]:
     """Layouts of all units, and which slot each of the model's names has."""
     groups: dict[tuple[Path, str, str], list[TensorSpec]] = {}
@@ -98,61 +100,30 @@ def _plan_layouts(
     return list(numbers), slots
 
 
-@dataclass
-class _Sink(TreeSink):
-    """Meets the stand-ins of tensors while the state tree is encoded."""
-
-    names: Mapping[int, str]  # id of a stand-in -> name in the state
-    found: list[tuple[str, str]] = field(default_factory=list)  # (name in the format, name in the state)
-    taken: set[str] = field(default_factory=lambda: set(RESERVED_NAMES))
-
-    def tensor(self, name: str, tensor: torch.Tensor) -> Any:
-        claim_name(name, self.taken)
-        self.taken.add(name)
-        self.found.append((name, self.names[id(tensor)]))
-        return {"$": "tensor", "i": len(self.found) - 1}
-
-    def per_rank(self, name: str, value: PerRank) -> Any:
-        raise AssertionError("a source has no per-rank values")
-
-
 def _structure(
-    state: State, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
+    state: CarriedState, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[Structure, list[TensorView]]:
     """State tree and tensors in file order, with the view of each."""
-    leaves: dict[Path, Any] = {}
-    names: dict[int, str] = {}
-    for name, view in state.views.items():
-        dtype = getattr(torch, torch_dtype(view.info.dtype).name)
-        leaf = torch.empty(view.info.shape, dtype=dtype, device="meta")
-        leaves[state.path(name)], names[id(leaf)] = leaf, name
-    for name, read in state.values.items():
-        leaves[state.path(name)] = read()
-    sink = _Sink(names)
-    tree = encode(nest(leaves), "", sink)
-    cuts = {name: _cut_of(name, state, layouts, slots) for _, name in sink.found}
+    cuts = {name: _cut_of(name, state, layouts, slots) for name in state.views}
 
-    def file_order(number: int) -> tuple[int, int, str, int, int]:
-        name = sink.found[number][1]
+    def file_order(name: str) -> tuple[int, int, str, int]:
         cut, role = cuts[name]
         offset = layouts[cut.layout].slots[cut.slot].offset if cut else 0
-        return (-state.views[name].info.dtype.itemsize, cut.layout if cut else 1 << 60, role, offset, number)
+        return (-state.views[name].info.dtype.itemsize, cut.layout if cut else 1 << 60, role, offset)
 
-    order = sorted(range(len(sink.found)), key=file_order)
+    tree, names = native_tree(state, file_order, RESERVED_NAMES)
     axes = ((), (Axis(num_ranks, 1),))
     entries = []
-    for number in order:
-        stored, name = sink.found[number]
+    for stored, name in names:
         info, cut = state.views[name].info, cuts[name][0]
         chosen: tuple[Cut, ...] = (cut,) if cut and num_ranks > 1 else ()
-        entries.append(Entry(stored, info.dtype.name, info.shape, 1 if chosen else 0, chosen))
-    numbers = {old: new for new, old in enumerate(order)}
-    views = [state.views[sink.found[number][1]] for number in order]
-    return Structure(renumber(tree, numbers), tuple(entries), axes, tuple(layouts)), views
+        entries.append(Entry(stored, info.dtype.required_torch_name, info.shape, 1 if chosen else 0, chosen))
+    views = [state.views[name] for _, name in names]
+    return Structure(tree, tuple(entries), axes, tuple(layouts)), views
 
 
 def _cut_of(
-    name: str, state: State, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
+    name: str, state: CarriedState, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[LayoutCut | None, str]:
     """The slot of a tensor, and what it is to its parameter; no slot for what is stored whole."""
     if name in slots:
@@ -165,7 +136,9 @@ def _cut_of(
     return None, name
 
 
-def _candidates(path: list[str], state: State, slots: Mapping[str, LayoutCut]) -> list[tuple[str, LayoutCut]]:
+def _candidates(
+    path: list[str], state: CarriedState, slots: Mapping[str, LayoutCut]
+) -> list[tuple[str, LayoutCut]]:
     """Parameters whose name is a part of the path, or lies inside one (flattened optimizer state)."""
     found = []
     for name, cut in slots.items():
@@ -217,10 +190,10 @@ def _file(
     manifest: Manifest, rank: int, views: Mapping[str, TensorView], tables: Mapping[str, _Stripes]
 ) -> FilePlan:
     file = RankFile(manifest, rank)
-    parts: list[Part] = [FixedPart(file.header)]
+    contents: list[Content] = [FixedBytes(file.header)]
     for piece in file.pieces:  # every region here is a run of the whole tensor
         view = views[manifest.entries[piece.place].name]
-        parts.append(TensorPart(view, piece.region.span.start, piece.region.span.stop))
+        contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
     table_bytes = file.total_bytes - file.table_start
-    parts.append(ComputedPart(table_bytes, lambda _: tables[file.name].table()))
-    return FilePlan(file.name, tuple(parts))
+    contents.append(ComputedBytes(table_bytes, lambda _: tables[file.name].table()))
+    return FilePlan(file.name, tuple(contents))

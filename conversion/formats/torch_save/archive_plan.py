@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.conversion.output.file_plan import ComputedPart, FixedPart, Part, TensorPart
+from vescale_fsdp.conversion.output.plan import ComputedBytes, Content, FixedBytes, TensorItems
 from vescale_fsdp.conversion.source.crc import CRC32
 
 __all__ = ["plan_archive"]
@@ -33,7 +33,7 @@ class _Record:
     nbytes: int
     offset: int  # of the local header, in the archive
     crc: int | None  # None while only the stream knows it
-    part_index: int  # of its bytes, in the file
+    content_index: int  # of its bytes, in the file
 
     @property
     def is_wide(self) -> bool:
@@ -44,15 +44,15 @@ class _Record:
         return _UTF8 | (_HAS_DESCRIPTOR if self.crc is None else 0)
 
 
-def plan_archive(pickle: bytes, storages: Sequence[TensorPart], first_part_index: int) -> list[Part]:
-    """Parts of one archive; storage i is record ``data/i``.
+def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: int) -> list[Content]:
+    """Contents of one archive; storage i is record ``data/i``.
 
     Args:
         pickle: the content of ``data.pkl``.
         storages: the bytes of each storage.
-        first_part_index: number of parts before the archive in its file.
+        first_index: number of contents before the archive in its file.
     """
-    plan = _Plan(first_part_index)
+    plan = _Plan(first_index)
     plan.add_bytes("data.pkl", pickle)
     plan.add_bytes(".format_version", b"1")
     plan.add_bytes(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
@@ -61,35 +61,35 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorPart], first_part_index
         plan.add_tensor(f"data/{number}", storage)
     plan.add_bytes("version", b"3\n")
     plan.add_directory()
-    return plan.parts
+    return plan.contents
 
 
 class _Plan:
-    def __init__(self, first_part_index: int) -> None:
-        self.parts: list[Part] = []
-        self._first = first_part_index
+    def __init__(self, first_index: int) -> None:
+        self.contents: list[Content] = []
+        self._first = first_index
         self._records: list[_Record] = []
         self._position = 0
 
-    def _add(self, part: Part) -> None:
-        self.parts.append(part)
-        self._position += part.nbytes
+    def _add(self, content: Content) -> None:
+        self.contents.append(content)
+        self._position += content.nbytes
 
     def add_bytes(self, name: str, data: bytes) -> None:
         record = self._record(name, len(data), zlib.crc32(data))
-        self._add(FixedPart(_local_header(record) + data))
+        self._add(FixedBytes(_local_header(record) + data))
 
-    def add_tensor(self, name: str, part: TensorPart) -> None:
-        record = self._record(name, part.nbytes, None, bytes_follow=True)
-        self._add(FixedPart(_local_header(record)))
-        index = record.part_index
-        self._add(TensorPart(part.view, part.start, part.stop, crc=CRC32))
-        nbytes = part.nbytes
+    def add_tensor(self, name: str, items: TensorItems) -> None:
+        record = self._record(name, items.nbytes, None, bytes_follow=True)
+        self._add(FixedBytes(_local_header(record)))
+        index = record.content_index
+        self._add(TensorItems(items.view, items.start, items.stop, crc=CRC32))
+        nbytes = items.nbytes
         size = 24 if record.is_wide else 16
-        self._add(ComputedPart(size, lambda crcs: _descriptor(crcs[index], nbytes)))
+        self._add(ComputedBytes(size, lambda crcs: _descriptor(crcs[index], nbytes)))
 
     def _record(self, name: str, nbytes: int, crc: int | None, *, bytes_follow: bool = False) -> _Record:
-        index = self._first + len(self.parts) + (1 if bytes_follow else 0)
+        index = self._first + len(self.contents) + (1 if bytes_follow else 0)
         record = _Record(f"archive/{name}".encode(), nbytes, self._position, crc, index)
         self._records.append(record)
         return record
@@ -99,12 +99,12 @@ class _Plan:
 
         def make(crcs: dict[int, int]) -> bytes:
             entries = b"".join(
-                _directory_entry(r, crcs[r.part_index] if r.crc is None else r.crc) for r in records
+                _directory_entry(r, crcs[r.content_index] if r.crc is None else r.crc) for r in records
             )
             return entries + _end(len(records), len(entries), start)
 
-        blank = dict.fromkeys((r.part_index for r in records), 0)
-        self._add(ComputedPart(len(make(blank)), make))
+        blank = dict.fromkeys((r.content_index for r in records), 0)
+        self._add(ComputedBytes(len(make(blank)), make))
 
 
 def _local_header(record: _Record) -> bytes:

@@ -19,7 +19,9 @@ from typing import Any
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef, load_tensor_pickle
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk
+from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.layout.geometry import Box
 
 __all__ = ["ReadRange", "TorchArchive"]
 
@@ -102,12 +104,16 @@ class TorchArchive:
             crc = CRC32.combine(crc, CRC32.of(data), len(data))
         return crc
 
-    def checked_run(self, file: str, start: int, key: str, where: str) -> CheckedRun | None:
-        """A storage's bytes and their checksum, if there is one; the archive begins at byte ``start`` of the
-        file."""
-        offset, nbytes = self.storage_range(key)
-        crc = self.storage_crc(key)
-        return None if crc is None else CheckedRun(file, start + offset, nbytes, CRC32, lambda: crc, where)
+    def chunk(self, box: Box, file: str, start: int, ref: TensorRef, where: str) -> StoredChunk:
+        """A tensor's items and the checksum of their storage, if there is one, in the file whose bytes from
+        ``start`` on are the archive."""
+        offset, nbytes = self.storage_range(ref.storage_key)
+        crc = self.storage_crc(ref.storage_key)
+        run = None if crc is None else CheckedRun(file, start + offset, nbytes, CRC32, lambda: crc, where)
+        first = start + self.tensor_offset(ref)
+        return StoredChunk(
+            box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=run, signs=ref.signs
+        )
 
     def tensor_offset(self, ref: TensorRef) -> int:
         """Byte offset, within the archive, of a tensor's first item; checks that all its items are there."""
@@ -204,13 +210,11 @@ class TorchArchive:
 
     def _damaged(self, expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            explain(
-                "a torch.save archive cannot be read",
-                expected=expected,
-                got=got,
-                where=self._where,
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            "A torch.save archive cannot be read.",
+            expected=expected,
+            got=got,
+            where=self._where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         )
 
 

@@ -14,10 +14,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
 
 __all__ = [
+    "STORAGE_TYPES",
     "PiecesRef",
     "Record",
     "ShardRef",
@@ -216,7 +217,7 @@ def _rebuild_parameter(data: TensorRef, *_: Any) -> TensorRef:
     return data
 
 
-_STORAGE_TYPES = {
+STORAGE_TYPES = {  # torch's class of a storage -> type of its items
     "BoolStorage": "bool",
     "ByteStorage": "uint8",
     "CharStorage": "int8",
@@ -230,17 +231,17 @@ _STORAGE_TYPES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-_TORCH_NAMES: dict[tuple[str, str], Any] = {
-    **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
-    ("torch", "Size"): _size,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("collections", "OrderedDict"): OrderedDict,
-}
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
     ("_codecs", "encode"): _encode,
     ("builtins", "set"): set,
+}
+_TORCH_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): OrderedDict,
 }
 _METADATA_NAMES: dict[tuple[str, str], Any] = {
     **_TORCH_NAMES,
@@ -267,8 +268,9 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
 }
 _TENSOR_NAMES: dict[tuple[str, str], Any] = {
+    **_PLAIN_NAMES,
     **_TORCH_NAMES,
-    **{("torch", name): dtype_from_torch(dtype) for name, dtype in _STORAGE_TYPES.items()},
+    **{("torch", name): dtype_from_torch(dtype) for name, dtype in STORAGE_TYPES.items()},
     ("torch.storage", "UntypedStorage"): None,
     ("torch", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
@@ -276,12 +278,9 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,  # it has attributes
     ("torch", "Tensor"): type("Tensor", (Record,), {}),  # of one with attributes
-    ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
-    ("_codecs", "encode"): _encode,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
     ("torch._utils", "_rebuild_wrapper_subclass"): _rebuild_wrapper,
     ("torch", "device"): _path,
-    ("builtins", "set"): set,
     **{
         (module, name): type(name, (Record,), {})
         for module, names in {
@@ -355,13 +354,11 @@ class _AllowListUnpickler(pickle.Unpickler):
         if (module, name) in self._names:
             return self._names[module, name]
         raise ConversionError(
-            explain(
-                "the checkpoint's pickle names something that is not needed to read tensors",
-                expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
-                got=f"{module}.{name}",
-                where=self._where,
-                todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
-            )
+            "The checkpoint's pickle names something that is not needed to read tensors.",
+            expected="only torch's checkpoint records, sizes, dtypes and tensor rebuilds",
+            got=f"{module}.{name}",
+            where=self._where,
+            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
         )
 
     def persistent_load(self, pid: Any) -> _StorageRef:
@@ -380,23 +377,19 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
         return unpickler.load()
     except _NotDenseError as error:
         raise ConversionError(
-            explain(
-                "the checkpoint holds a tensor that cannot be converted",
-                expected="dense tensors of torch's plain types",
-                got=error,
-                where=where,
-                todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
-            )
+            "The checkpoint holds a tensor that cannot be converted.",
+            expected="dense tensors of torch's plain types",
+            got=error,
+            where=where,
+            todo="save it dense (to_dense, dequantize), or leave it out of what is saved",
         ) from error
     except _DAMAGE as error:
         raise CorruptCheckpointError(
-            explain(
-                f"{what} cannot be read",
-                expected="a complete pickle",
-                got=f"{type(error).__name__}: {error}",
-                where=where,
-                todo="copy the file again from where it was saved, or use an older checkpoint",
-            )
+            f"{what} cannot be read.",
+            expected="a complete pickle",
+            got=f"{type(error).__name__}: {error}",
+            where=where,
+            todo="copy the file again from where it was saved, or use an older checkpoint",
         ) from error
 
 
@@ -408,16 +401,14 @@ def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False) -> Record
         CorruptCheckpointError: if it is damaged or something else than such a record.
     """
     unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust)
-    loaded = _load(unpickler, "the checkpoint's metadata", where)
+    loaded = _load(unpickler, "The checkpoint's metadata", where)
     if type(loaded).__name__ != "Metadata":
         raise CorruptCheckpointError(
-            explain(
-                "the checkpoint's metadata is not what DCP writes",
-                expected="a Metadata record",
-                got=type(loaded).__name__,
-                where=where,
-                todo="check that the folder was written by torch.distributed.checkpoint",
-            )
+            "The checkpoint's metadata is not what DCP writes.",
+            expected="a Metadata record",
+            got=type(loaded).__name__,
+            where=where,
+            todo="check that the folder was written by torch.distributed.checkpoint",
         )
     assert isinstance(loaded, Record)
     return loaded
@@ -430,7 +421,7 @@ def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False) -> Any:
         ConversionError: if the pickle names anything outside the allow-list and is not trusted.
         CorruptCheckpointError: if it is damaged.
     """
-    return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "a torch.save pickle", where)
+    return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "A torch.save pickle", where)
 
 
 def load_plain_pickle(data: bytes, *, where: str) -> Any:
@@ -440,4 +431,4 @@ def load_plain_pickle(data: bytes, *, where: str) -> Any:
         LookupError: if the pickle names anything else.
         CorruptCheckpointError: if it is damaged.
     """
-    return _load(_PlainUnpickler(io.BytesIO(data)), "a stored value", where)
+    return _load(_PlainUnpickler(io.BytesIO(data)), "A stored value", where)

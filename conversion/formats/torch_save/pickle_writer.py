@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import STORAGE_TYPES
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.layout.geometry import contiguous_strides
+from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 __all__ = ["Call", "Global", "New", "TensorOut", "dump_pickle", "torch_dtype", "torch_size"]
 
@@ -51,38 +52,12 @@ class TensorOut:
     shape: tuple[int, ...]
 
 
-_STORAGE_CLASSES = {
-    "bool": "BoolStorage",
-    "uint8": "ByteStorage",
-    "int8": "CharStorage",
-    "int16": "ShortStorage",
-    "int32": "IntStorage",
-    "int64": "LongStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "float32": "FloatStorage",
-    "float64": "DoubleStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
+_STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_TYPES.items()}
 
 
 def torch_dtype(dtype: DType) -> Global:
-    """torch's object for a type.
-
-    Raises:
-        ConversionError: if torch has no such type.
-    """
-    if dtype.torch_name is None:
-        raise ConversionError(
-            explain(
-                "torch has no such element type",
-                expected="a type of torch",
-                got=dtype.name,
-                todo="leave these tensors out with --exclude",
-            )
-        )
-    return Global("torch", dtype.torch_name)
+    """torch's object for a type; raises ConversionError if torch has no such type."""
+    return Global("torch", dtype.required_torch_name)
 
 
 def torch_size(sizes: tuple[int, ...]) -> Call:
@@ -145,13 +120,11 @@ class _Writer:
             self._out += b"Q"
         else:
             raise ConversionError(
-                explain(
-                    "a value cannot be written in this format",
-                    expected="numbers, strings, bytes, lists, tuples and dicts",
-                    got=f"{type(value).__module__}.{type(value).__qualname__}",
-                    where=self._where,
-                    todo="leave the value out with --exclude",
-                )
+                "A value cannot be written in this format.",
+                expected="numbers, strings, bytes, lists, tuples and dicts",
+                got=f"{type(value).__module__}.{type(value).__qualname__}",
+                where=self._where,
+                todo="leave the value out with --exclude",
             )
 
     def _put_marked(self, before: bytes, items: Any, after: bytes) -> None:
@@ -177,9 +150,7 @@ class _Writer:
 
     def _rebuild(self, tensor: TensorOut) -> Call:
         dtype = tensor.dtype
-        numel = 1
-        for size in tensor.shape:
-            numel *= size
+        numel = numel_of(tensor.shape)
         typed = _STORAGE_CLASSES.get(dtype.name)
         cls = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
         count = numel if typed else numel * dtype.itemsize

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.formats.torch_save.rank_parts import (
-    RankPart,
+    HeldTensor,
     differing_files,
-    is_part,
+    is_tensor_ref,
     stored_tensor,
 )
 from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
@@ -55,12 +55,10 @@ def rank_files(files: Iterable[str]) -> dict[str, list[str]]:
     for name, ranks in found.items():
         if missing := sorted(set(range(worlds[name])) - set(ranks)):
             raise CorruptCheckpointError(
-                explain(
-                    "files of some ranks are missing",
-                    expected=f"{worlds[name]} files like {min(ranks.values())}",
-                    got=f"none for rank {', '.join(map(str, missing[:8]))}",
-                    todo="copy the files of all ranks into one folder",
-                )
+                "Files of some ranks are missing.",
+                expected=f"{worlds[name]} files like {min(ranks.values())}",
+                got=f"none for rank {', '.join(map(str, missing[:8]))}",
+                todo="copy the files of all ranks into one folder",
             )
     return {name: [ranks[rank] for rank in sorted(ranks)] for name, ranks in sorted(found.items())}
 
@@ -82,7 +80,8 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
             if container in ("model", "optimizer"):
                 raise
             joined.omitted.append(container)
-            joined.warnings.append(f"{container} is left out: {str(error).splitlines()[0]} ({files[0]})")
+            problem = str(error).splitlines()[0]
+            joined.warnings.append(f"{container} is left out because of {files[0]}. {problem}")
             continue
         joined.add(container, states)
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
@@ -93,7 +92,6 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
         joined.values,
         joined.paths,
         facts,
-        trust_pickle,
         omitted=tuple(joined.omitted),
         warnings=tuple(joined.warnings),
     )
@@ -115,8 +113,8 @@ class _Joined:
         for path in dict.fromkeys(path for state in states for path in state.leaves):
             name = name_of((container, *path))
             self.paths[name] = (container, *path)
-            held = [RankPart(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
-            if not is_part(held[0].ref):
+            held = [HeldTensor(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
+            if not is_tensor_ref(held[0].ref):
                 self.values[name] = constant(held[0].ref)
                 continue
             self.tensors[name] = stored_tensor(name, held)
@@ -132,7 +130,7 @@ class _Joined:
 
 def _no_place(name: str, file: str, first: str) -> str:
     return explain(
-        "the ranks hold plain tensors that differ, and nothing says which part of a whole each is",
+        "The ranks hold plain tensors that differ, and nothing says which part of a whole each is.",
         expected="DTensors or ShardedTensors, or the same tensors on every rank",
         got=f"another {name} in {file} than in {first}",
         todo=f"save with torch.distributed.checkpoint; if {first} alone is the whole state, pass that file",

@@ -22,11 +22,11 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box, whole_box
 
-__all__ = ["RankPart", "differing_files", "is_part", "stored_tensor"]
+__all__ = ["HeldTensor", "differing_files", "is_tensor_ref", "stored_tensor"]
 
 
 @dataclass(frozen=True)
-class RankPart:
+class HeldTensor:
     """What one rank's file holds of a tensor."""
 
     file: str
@@ -34,12 +34,12 @@ class RankPart:
     ref: Any  # a TensorRef, ShardRef or PiecesRef
 
 
-def is_part(value: Any) -> bool:
+def is_tensor_ref(value: Any) -> bool:
     """Whether a leaf of an unpickled state is a tensor, whole or in part."""
     return isinstance(value, (TensorRef, ShardRef, PiecesRef))
 
 
-def stored_tensor(name: str, held: Sequence[RankPart]) -> StoredTensor:
+def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
     """The whole tensor of which ranks hold these parts.
 
     Raises:
@@ -59,12 +59,12 @@ def stored_tensor(name: str, held: Sequence[RankPart]) -> StoredTensor:
     return StoredTensor(TensorInfo(name, first.shape, _dtype(first)), tuple(parts.values()))
 
 
-def differing_files(held: Sequence[RankPart]) -> tuple[str, ...]:
+def differing_files(held: Sequence[HeldTensor]) -> tuple[str, ...]:
     """Files whose copy of a whole tensor is not the first file's: other shape, type, flags or checksum."""
     if not isinstance(held[0].ref, TensorRef):
         return ()
 
-    def content(part: RankPart) -> tuple[Any, ...]:
+    def content(part: HeldTensor) -> tuple[Any, ...]:
         ref: TensorRef = part.ref
         crc = _crc(part.archive, ref.storage_key) if 0 not in ref.shape else 0
         return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
@@ -82,15 +82,12 @@ def _dtype(ref: ShardRef | PiecesRef) -> DType:
     return ref.local.dtype if isinstance(ref, ShardRef) else ref.dtype
 
 
-def _chunks(name: str, part: RankPart, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
+def _chunks(name: str, part: HeldTensor, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
     if box.numel:
-        offset = part.archive.tensor_offset(ref)
-        checked = part.archive.checked_run(part.file, 0, ref.storage_key, f"tensor {name} in {part.file}")
-        nbytes = box.numel * ref.dtype.itemsize
-        yield StoredChunk(box, part.file, offset, nbytes, ref.strides, checked=checked, signs=ref.signs)
+        yield part.archive.chunk(box, part.file, 0, ref, f"tensor {name} in {part.file}")
 
 
-def _boxes(name: str, part: RankPart, held: Sequence[RankPart]) -> Iterator[tuple[Box, TensorRef]]:
+def _boxes(name: str, part: HeldTensor, held: Sequence[HeldTensor]) -> Iterator[tuple[Box, TensorRef]]:
     if isinstance(part.ref, PiecesRef):
         for offsets, ref in part.ref.pieces:
             yield Box(offsets, ref.shape), ref
@@ -106,13 +103,11 @@ def _dtensor_box(name: str, file: str, part: ShardRef, axes: list[int]) -> Box:
         box = box.chunk(part.placements[axis].dim, axes[axis], part.coordinates[axis])
     if box.sizes != part.local.shape:
         raise CorruptCheckpointError(
-            explain(
-                "a rank's part does not have the shape that its place in the mesh gives",
-                expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
-                got=f"shape {part.local.shape}",
-                where=f"{name} in {file}",
-                todo="check that the files of all ranks are there, and from one save",
-            )
+            "A rank's part does not have the shape that its place in the mesh gives.",
+            expected=f"shape {box.sizes} at {part.coordinates} of a mesh of {axes}",
+            got=f"shape {part.local.shape}",
+            where=f"{name} in {file}",
+            todo="check that the files of all ranks are there, and from one save",
         )
     return box
 
@@ -137,7 +132,7 @@ def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> lis
 
 def _unplaced(name: str, file: str, expected: str, got: object) -> str:
     return explain(
-        "a tensor's placement does not say where its parts belong",
+        "A tensor's placement does not say where its parts belong.",
         expected=expected,
         got=got,
         where=f"{name} in {file}",

@@ -1,6 +1,4 @@
-"""Reading torch.save files by range: state dicts and training states, nested as they come; and Hugging Face
-folders of the time before safetensors, whose weights are such files.
-"""
+"""Reading torch.save files by range: state dicts and training states, nested as they come."""
 
 from __future__ import annotations
 
@@ -9,26 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.huggingface.read import check_index, weight_map
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.rank_parts import RankPart, is_part, stored_tensor
+from vescale_fsdp.conversion.formats.torch_save.rank_parts import HeldTensor, is_tensor_ref, stored_tensor
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
-__all__ = [
-    "BIN_FILE",
-    "BIN_INDEX_FILE",
-    "StateFile",
-    "is_torch_file",
-    "open_bin_folder",
-    "open_state_file",
-    "open_torch",
-]
-
-BIN_FILE = "pytorch_model.bin"
-BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+__all__ = ["StateFile", "is_torch_file", "open_state_file", "open_torch"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +23,7 @@ class StateFile:
 
     file: str
     archive: TorchArchive
-    leaves: dict[Path, Any]  # tensors as what `is_part` knows, everything else as itself
+    leaves: dict[Path, Any]  # tensors as what `is_tensor_ref` knows, everything else as itself
 
 
 def is_torch_file(store: Storage, file: str) -> bool:
@@ -57,13 +43,11 @@ def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
     size = store.required_size(file)
     if not is_torch_file(store, file):
         raise ConversionError(
-            explain(
-                "this torch.save file cannot be read by range",
-                expected="the zip format that torch has written since 1.6",
-                got="another format",
-                where=where,
-                todo="load it with torch and save it again",
-            )
+            "This torch.save file cannot be read by range.",
+            expected="the zip format that torch has written since 1.6",
+            got="another format",
+            where=where,
+            todo="load it with torch and save it again",
         )
     archive = TorchArchive(
         lambda offset, nbytes: store.read(file, offset, nbytes), size, where=where, trust=trust
@@ -71,15 +55,13 @@ def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
     content = archive.content
     if not isinstance(content, Mapping):
         raise ConversionError(
-            explain(
-                "the file holds no state dict",
-                expected="a dict of tensors, nested or not",
-                got="a tensor" if is_part(content) else type(content).__name__,
-                where=where,
-                todo="save model.state_dict() or a dict that contains it",
-            )
+            "The file holds no state dict.",
+            expected="a dict of tensors, nested or not",
+            got="a tensor" if is_tensor_ref(content) else type(content).__name__,
+            where=where,
+            todo="save model.state_dict() or a dict that contains it",
         )
-    return StateFile(file, archive, flatten(content, is_part))
+    return StateFile(file, archive, flatten(content, is_tensor_ref))
 
 
 def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Source:
@@ -94,28 +76,9 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
     values: dict[str, StoredValue] = {}
     for path, leaf in state.leaves.items():
         name = name_of(path)
-        if is_part(leaf):
-            tensors[name] = stored_tensor(name, [RankPart(file, state.archive, leaf)])
+        if is_tensor_ref(leaf):
+            tensors[name] = stored_tensor(name, [HeldTensor(file, state.archive, leaf)])
         else:
             values[name] = constant(leaf)
     paths = {name_of(path): path for path in state.leaves}
-    return Source("torch", store, tensors, values, paths, {}, trust_pickle, file=file)
-
-
-def open_bin_folder(store: Storage, *, trust_pickle: bool = False) -> Source:
-    """Open a Hugging Face folder with ``pytorch_model.bin``, or with an index and its shards.
-
-    Raises:
-        ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
-        CorruptCheckpointError: if index and files disagree or a file is damaged.
-    """
-    has_index = store.size(BIN_INDEX_FILE) is not None
-    mapped = weight_map(store, BIN_INDEX_FILE) if has_index else None
-    tensors: dict[str, StoredTensor] = {}
-    files = sorted(set(mapped.values())) if mapped is not None else [BIN_FILE]
-    for file in files:
-        found = open_torch(store, file, trust_pickle=trust_pickle).tensors
-        if mapped is not None:
-            check_index(store, mapped, file, found, BIN_INDEX_FILE)
-        tensors |= found
-    return Source("bin", store, tensors, facts={"weight files": str(len(files))}, trust_pickle=trust_pickle)
+    return Source("torch", store, tensors, values, paths, file=file)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import load_plain_pickle
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 __all__ = ["load_torch_bytes"]
 
@@ -35,11 +35,9 @@ def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise ConversionError(
-            explain(
-                "a stored value cannot be read safely",
-                expected="numbers, strings, lists and dicts",
-                got=f"{type(error).__name__}: {first_line}",
-                where=where,
-                todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
-            )
+            "A stored value cannot be read safely.",
+            expected="numbers, strings, lists and dicts",
+            got=f"{type(error).__name__}: {first_line}",
+            where=where,
+            todo="pass --trust-pickle if you trust whoever made the file: that runs code from it",
         ) from error

@@ -6,29 +6,28 @@ from typing import Any
 
 from vescale_fsdp.conversion.formats.torch_save.archive_plan import plan_archive
 from vescale_fsdp.conversion.formats.torch_save.pickle_writer import TensorOut, dump_pickle
-from vescale_fsdp.conversion.output.file_plan import FilePlan, TensorPart, whole
-from vescale_fsdp.conversion.output.output_plan import OutputPlan
-from vescale_fsdp.conversion.state.carried_state import State
+from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan, TensorItems, whole
+from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, nest
 
 __all__ = ["plan_torch"]
 
 
-def plan_torch(state: State, file: str) -> OutputPlan:
+def plan_torch(state: CarriedState, file: str) -> OutputPlan:
     """One file that ``torch.load(file, weights_only=True)`` reads.
 
     Raises:
         ConversionError: for values that are no plain data.
     """
     leaves: dict[Path, Any] = {}
-    storages: list[TensorPart] = []
+    storages: list[TensorItems] = []
     for name, view in state.views.items():
         info = view.info
         leaves[state.path(name)] = TensorOut(str(len(storages)), info.dtype, info.shape)
         storages.append(whole(view))
     for name, read in state.values.items():
         leaves[state.path(name)] = read()
-    parts = plan_archive(dump_pickle(nest(leaves), where=file), storages, 0)
+    contents = plan_archive(dump_pickle(nest(leaves), where=file), storages, 0)
     return OutputPlan(
-        "torch", (FilePlan(file, tuple(parts)),), (), is_stale=lambda _: False, single_file=True
+        "torch", (FilePlan(file, tuple(contents)),), (), is_stale=lambda _: False, single_file=True
     )

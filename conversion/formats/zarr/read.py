@@ -2,14 +2,13 @@
 
 Arrays whose chunks are plain bytes (with or without crc32c) are read by range like any other file.
 Compressed, sharded and other arrays are decoded by the zarr library, chunk by chunk. zarr leaves out chunks
-that are all fill value; those of zeros are known here without a file. Where a manifest lies beside, the folder is
-a native checkpoint and read as one.
+that are all fill value; those of zeros are known here without a file.
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
-import json
 import math
 import zlib
 from typing import Any
@@ -20,22 +19,28 @@ import numpy as np
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.zarr.json_values import from_json_1
 from vescale_fsdp.conversion.source.checked_runs import CheckedRun
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
-__all__ = ["open_zarr"]
+__all__ = ["has_manifest", "open_zarr"]
 
 _CRC_BYTES = 4
 _ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
+
+
+def has_manifest(store: Storage) -> bool:
+    """Whether the folder is a native checkpoint in its zarr form, with the manifest beside."""
+    attributes = _metadata(store, ZARR_NAME).get("attributes") or {}
+    return "manifest" in attributes and store.size(MANIFEST_NAME) is not None
 
 
 def open_zarr(store: Storage) -> Source:
@@ -45,10 +50,6 @@ def open_zarr(store: Storage) -> Source:
         CorruptCheckpointError: if metadata is damaged or a chunk file has the wrong size.
     """
     root = _metadata(store, ZARR_NAME)
-    if "manifest" in (root.get("attributes") or {}) and store.size(MANIFEST_NAME) is not None:
-        from vescale_fsdp.conversion.formats.native.read import open_native
-
-        return open_native(store)
     files = set(store.list_files())
     tensors: dict[str, StoredTensor] = {}
     readers: dict[str, BoxReader] = {}
@@ -70,7 +71,7 @@ def open_zarr(store: Storage) -> Source:
     try:
         content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}
         values: dict[str, StoredValue] = {
-            str(name): constant(from_json_1(value)) for name, value in (content.get("values") or {}).items()
+            str(name): constant(_from_json_1(value)) for name, value in (content.get("values") or {}).items()
         }
         stored_paths = content.get("paths") or {}
         paths |= {str(name): tuple(map(_part, parts)) for name, parts in stored_paths.items()}
@@ -82,13 +83,42 @@ def open_zarr(store: Storage) -> Source:
     return Source("zarr", store, tensors, values, paths, facts, readers=readers)
 
 
+def _from_json_1(data: Any) -> Any:
+    """A value as to-zarr wrote it before it wrote native checkpoints.
+
+    JSON stands for itself; what it lacks is an object with the single key ``$``: tuples, bytes, special floats,
+    and dicts whose keys are no strings (or that look like such an object).
+
+    Raises:
+        CorruptCheckpointError: for an unknown marker.
+    """
+    if isinstance(data, list):
+        return [_from_json_1(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if "$" not in data:
+        return {key: _from_json_1(value) for key, value in data.items()}
+    match data["$"]:
+        case ["float", str(text)]:
+            return float(text)
+        case ["bytes", str(text)]:
+            return base64.b64decode(text)
+        case ["tuple", list(items)]:
+            return tuple(_from_json_1(item) for item in items)
+        case ["dict", list(pairs)]:
+            return {_from_json_1(key): _from_json_1(value) for key, value in pairs}
+    raise CorruptCheckpointError(
+        "A stored value is damaged.", expected="a known marker", got=data["$"], todo="use another copy"
+    )
+
+
 def _part(part: Any) -> str | int:
     return ListIndex(part[0]) if isinstance(part, list) else part
 
 
 def _metadata(store: Storage, file: str) -> dict[str, Any]:
     try:
-        found = json.loads(store.read_file(file))
+        found = parse_json(store.read_file(file))
         if not isinstance(found, dict) or found.get("zarr_format") != 3:
             raise ValueError(f"zarr_format is not 3 but {found!r:.60}")
     except ValueError as error:
@@ -98,13 +128,11 @@ def _metadata(store: Storage, file: str) -> dict[str, Any]:
 
 def _damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        explain(
-            "a zarr hierarchy cannot be used",
-            expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
-            got=f"{type(error).__name__}: {error}",
-            where=f"{store.where}/{file}",
-            todo="copy the hierarchy again from where it was made",
-        )
+        "A zarr hierarchy cannot be used.",
+        expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
+        got=f"{type(error).__name__}: {error}",
+        where=f"{store.where}/{file}",
+        todo="copy the hierarchy again from where it was made",
     )
 
 
@@ -127,7 +155,7 @@ class _Array:
         ):  # of a native checkpoint without its manifest
             self.path = split_name(name)
             name = name_of(self.path)
-        self.info = TensorInfo(name, tuple(map(int, metadata["shape"])), dtype)
+        self.info = TensorInfo(name, whole_numbers(metadata["shape"]), dtype)
         self._stored_as: DType = stored_as
         self._codecs = [codec["name"] for codec in metadata["codecs"]]
         self._endian = metadata["codecs"][0].get("configuration", {}).get("endian", "little")
@@ -152,11 +180,13 @@ class _Array:
         if not self.is_plain:
             return StoredTensor(self.info, (StoredChunk(whole_box(self.info.shape), "", 0, 0),))
         shape = self.info.shape
-        chunk_shape = tuple(map(int, self._grid["configuration"]["chunk_shape"]))
+        chunk_shape = whole_numbers(self._grid["configuration"]["chunk_shape"], len(shape))
         nbytes = math.prod(chunk_shape) * self.info.dtype.itemsize
         strides = contiguous_strides(chunk_shape)
         found = []
-        counts = [range(math.ceil(n / c)) for n, c in zip(shape, chunk_shape, strict=True)]
+        if 0 in chunk_shape:
+            raise ValueError(f"chunks of shape {chunk_shape}")
+        counts = [range(-(-n // c)) for n, c in zip(shape, chunk_shape, strict=True)]
         for index in itertools.product(*counts):
             offsets = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
             sizes = tuple(min(c, n - o) for c, n, o in zip(chunk_shape, shape, offsets, strict=True))
@@ -190,13 +220,11 @@ class _Array:
             import zarr  # only arrays that are not plain need it
         except ImportError as error:
             raise ConversionError(
-                explain(
-                    "an array is compressed or sharded, which the zarr library decodes",
-                    expected="the package zarr (3 or later)",
-                    got=str(error),
-                    where=path,
-                    todo="pip install zarr",
-                )
+                "An array is compressed or sharded, which the zarr library decodes.",
+                expected="the package zarr (3 or later)",
+                got=str(error),
+                where=path,
+                todo="pip install zarr",
             ) from error
         array = zarr.open_array(path, mode="r")
         raw = self.info.dtype.raw

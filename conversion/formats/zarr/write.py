@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
-from typing import Any
 
 import xxhash
 
@@ -20,7 +18,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     CRC_BYTES,
     array_json,
@@ -30,14 +28,20 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     clipped,
     group_files,
 )
-from vescale_fsdp.conversion.formats.torch_save.pickle_writer import torch_dtype
-from vescale_fsdp.conversion.formats.zarr.json_values import to_node
-from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, Part, TensorPart
-from vescale_fsdp.conversion.output.output_plan import ClosingFile, OutputPlan, Written
+from vescale_fsdp.conversion.output.plan import (
+    ClosingFile,
+    ComputedBytes,
+    Content,
+    FilePlan,
+    FixedBytes,
+    OutputPlan,
+    TensorItems,
+    Written,
+)
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.state.carried_state import State
-from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
+from vescale_fsdp.conversion.state.carried_state import CarriedState
+from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 __all__ = ["plan_zarr"]
@@ -45,7 +49,7 @@ __all__ = ["plan_zarr"]
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
 
 
-def plan_zarr(state: State) -> OutputPlan:
+def plan_zarr(state: CarriedState) -> OutputPlan:
     """Chunk files; then the arrays' metadata, the file with the checksums of chunks, and the manifest.
 
     Raises:
@@ -80,29 +84,15 @@ def _small(name: str, content: bytes) -> ClosingFile:
     return ClosingFile(name, lambda: (content,))
 
 
-def _structure(state: State) -> tuple[Structure, list[TensorView]]:
+def _structure(state: CarriedState) -> tuple[Structure, list[TensorView]]:
     """State tree and tensors in file order, whole on one rank, with the view of each."""
-    leaves: dict[Path, Any] = {state.path(name): view for name, view in state.views.items()}
-    leaves |= {state.path(name): read() for name, read in state.values.items()}
-    found: dict[str, TensorView] = {}
-    numbers = count()
-
-    def leaf(name: str, value: object) -> dict[str, Any] | None:
-        if not isinstance(value, TensorView):
-            return None
-        claim_name(name, found)
-        found[name] = value
-        return {"$": "tensor", "i": next(numbers)}
-
-    tree = to_node(nest(leaves), "", leaf)
-    names = list(found)
-    order = sorted(range(len(names)), key=lambda number: -found[names[number]].info.dtype.itemsize)
-    entries = []
-    for number in order:
-        info = found[names[number]].info
-        entries.append(Entry(names[number], torch_dtype(info.dtype).name, info.shape, 0, ()))
-    tree = renumber(tree, {old: new for new, old in enumerate(order)})
-    return Structure(tree, tuple(entries), ((),), ()), [found[names[number]] for number in order]
+    tree, names = native_tree(state, lambda name: -state.views[name].info.dtype.itemsize)
+    views = [state.views[name] for _, name in names]
+    entries = tuple(
+        Entry(stored, view.info.dtype.required_torch_name, view.info.shape, 0, ())
+        for (stored, _), view in zip(names, views, strict=True)
+    )
+    return Structure(tree, entries, ((),), ()), views
 
 
 def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
@@ -120,15 +110,15 @@ def _chunk_files(
     for box in chunk_boxes(info.shape, manifest.chunk_sizes[place]):
         inside = clipped(box, info.shape)
         start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
-        part = TensorPart(view, start, start + inside.numel, CRC32C)
+        items = TensorItems(view, start, start + inside.numel, CRC32C)
         padding_bytes = (box.numel - inside.numel) * info.dtype.itemsize
-        parts = _chunk_parts(part, padding_bytes, Chunk(place, box), known)
-        yield FilePlan(chunk_file(manifest, place, box), parts)
+        contents = _chunk_contents(items, padding_bytes, Chunk(place, box), known)
+        yield FilePlan(chunk_file(manifest, place, box), contents)
 
 
-def _chunk_parts(
-    part: TensorPart, padding_bytes: int, chunk: Chunk, known: dict[Chunk, int]
-) -> tuple[Part, ...]:
+def _chunk_contents(
+    items: TensorItems, padding_bytes: int, chunk: Chunk, known: dict[Chunk, int]
+) -> tuple[Content, ...]:
     """Data, zeros up to a whole chunk, and the CRC-32C of both, which is remembered too."""
     zeros = bytes(padding_bytes)
     zeros_crc = CRC32C.of(zeros)
@@ -137,7 +127,7 @@ def _chunk_parts(
         known[chunk] = CRC32C.combine(crcs[0], zeros_crc, padding_bytes)
         return known[chunk].to_bytes(CRC_BYTES, "little")
 
-    return (part, FixedPart(zeros), ComputedPart(CRC_BYTES, checksum))
+    return (items, FixedBytes(zeros), ComputedBytes(CRC_BYTES, checksum))
 
 
 def _learn_checksums(

@@ -60,9 +60,9 @@ def test_to_hf_needs_no_torch(sources: Path, tmp_path: Path, source: str) -> Non
     assert all(torch.equal(cast[name], expected[name].bfloat16()) for name in expected)
 
 
-@pytest.mark.parametrize("target", ["to-fsdp2", "to-torch", "to-zarr"])
+@pytest.mark.parametrize("target", ["to-fsdp2", "to-torch", "to-zarr", "to-vescale"])
 def test_other_targets_need_no_torch(sources: Path, tmp_path: Path, target: str) -> None:
-    """Pickles, zips and zarr chunks are written by hand."""
+    """Pickles, zips, state trees and zarr chunks are written by hand."""
     assert "torch" not in loaded(target, str(sources / "dcp"), str(tmp_path / "out"))
 
 
@@ -77,6 +77,9 @@ def test_help_loads_nothing() -> None:
     assert loaded("--help") == set()
 
 
-def test_the_probe_sees_torch(sources: Path, tmp_path: Path) -> None:
-    """The control: a target whose format is torch's does load it."""
-    assert "torch" in loaded("to-vescale", str(sources / "dcp"), str(tmp_path / "out"))
+def test_the_probe_sees_torch(tmp_path: Path) -> None:
+    """The control: a pickled value of one of torch's own types does load it."""
+    state = {"model": {"a.weight": torch.randn(4)}, "precision": torch.bfloat16}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+
+    assert "torch" in loaded("verify", str(tmp_path / "dcp"))

@@ -9,7 +9,7 @@ import pytest
 
 from vescale_fsdp.conversion.formats.torch_save.archive_plan import plan_archive
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.output.file_plan import ComputedPart, FilePlan, FixedPart, TensorPart, whole
+from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes, TensorItems, whole
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import TensorView
@@ -42,14 +42,14 @@ def test_sizes_and_offsets_beyond_32_bits(nbytes: int) -> None:
     """The reader finds each storage where the plan puts it, at a multiple of 64 bytes, with its checksum."""
     storages = [whole(_Bytes(n)) for n in (nbytes, 50, nbytes, 7)]
     plan = FilePlan("x", tuple(plan_archive(b"pickle", storages, 0)))
-    tensors = [i for i, part in enumerate(plan.parts) if isinstance(part, TensorPart)]
+    tensors = [i for i, part in enumerate(plan.contents) if isinstance(part, TensorItems)]
     crcs = {index: 0xC0DE0000 + index for index in tensors}
     known: dict[int, bytes] = {}
-    for offset, part in zip(plan.offsets, plan.parts, strict=True):
-        if not isinstance(part, TensorPart):
-            known[offset] = part.data if isinstance(part, FixedPart) else part.make(crcs)
+    for offset, part in zip(plan.offsets, plan.contents, strict=True):
+        if not isinstance(part, TensorItems):
+            known[offset] = part.data if isinstance(part, FixedBytes) else part.make(crcs)
             assert len(known[offset]) == part.nbytes
-    assert sum(isinstance(part, ComputedPart) for part in plan.parts) == 5
+    assert sum(isinstance(part, ComputedBytes) for part in plan.contents) == 5
 
     def read(offset: int, length: int) -> bytes:
         found = bytearray(length)  # of tensors: zeros
@@ -62,5 +62,5 @@ def test_sizes_and_offsets_beyond_32_bits(nbytes: int) -> None:
     archive = TorchArchive(read, plan.nbytes, where="x")
     assert archive.pickle == b"pickle"
     for key, index in enumerate(tensors):
-        assert archive.storage_range(str(key)) == (plan.offsets[index], plan.parts[index].nbytes)
+        assert archive.storage_range(str(key)) == (plan.offsets[index], plan.contents[index].nbytes)
         assert archive.storage_crc(str(key)) == crcs[index] and plan.offsets[index] % 64 == 0

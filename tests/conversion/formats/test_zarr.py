@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,31 @@ def test_damage_is_named(tmp_path: Path) -> None:
     )
     (tmp_path / "zarr" / "w" / "zarr.json").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"zarr/zarr\.json"):
+        open_source(str(tmp_path / "zarr"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"shape": [30, 10]', '"shape": [30.0, 10]'),
+        ('"shape": [30, 10]', '"shape": [30, "10"]'),
+        ('"shape": [30, 10]', '"shape": [true, 10]'),
+        ('"shape": [30, 10]', '"shape": [30, 10], "shape": [3, 10]'),
+        ('"chunk_shape": [30, 10]', '"chunk_shape": [30, 10.0]'),
+        ('"chunk_shape": [30, 10]', '"chunk_shape": [30, 0]'),
+        ('"chunk_shape": [30, 10]', '"chunk_shape": [30]'),
+    ],
+)
+def test_sizes_are_whole_numbers(tmp_path: Path, old: str, new: str) -> None:
+    """Nothing in metadata is rounded, and no key counts that is there twice."""
+    group = zarr.create_group(str(tmp_path / "zarr"))
+    array = group.create_array("w", shape=(30, 10), dtype="float32", chunks=(30, 10), compressors=None)
+    array[...] = np.arange(300, dtype=np.float32).reshape(30, 10)
+    file = tmp_path / "zarr" / "w" / "zarr.json"
+    compact = json.dumps(json.loads(file.read_text()))
+    assert compact.count(old) == 1 and open_source(str(tmp_path / "zarr")).tensors["w"].info.shape == (30, 10)
+    file.write_text(compact.replace(old, new))
+    with pytest.raises(CorruptCheckpointError, match=r"w/zarr\.json"):
         open_source(str(tmp_path / "zarr"))
 
 

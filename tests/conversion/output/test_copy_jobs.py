@@ -18,7 +18,7 @@ from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copy_jobs import MoveJob, jobs_by_source, steps, writes
 from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.file_plan import FilePlan, FixedPart, whole
+from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, whole
 from vescale_fsdp.conversion.output.run_plan import RunOptions
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -55,7 +55,7 @@ def make_plan(chunks: list[list[tuple[str, int, int]]], stripes: _Stripes | None
         tensors[info.name] = StoredTensor(info, tuple(stored))
     source = Source("test", LocalStorage("."), tensors, checked=lambda _: stripes)
     parts = (whole(SourceView(source, name, name)) for name in tensors)
-    return FilePlan("out", (FixedPart(bytes(100)), *parts))
+    return FilePlan("out", (FixedBytes(bytes(100)), *parts))
 
 
 def moved(plan: FilePlan) -> dict[int, tuple[str, int]]:
@@ -169,13 +169,13 @@ def test_a_native_source_is_proven_while_it_is_read(
 
 
 def test_transposed_storage_is_not_moved(tmp_path: Path) -> None:
-    """Bytes that lie in another order than the tensor's are computed, not moved (the control of `runs`)."""
+    """Bytes that lie in another order than the tensor's are computed, not moved (the control of `byte_ranges`)."""
     x = torch.arange(12.0).view(3, 4)
     torch.save({"t": x.t(), "x": x}, tmp_path / "x.pt")
     source = open_source(str(tmp_path / "x.pt"))
 
-    assert source.runs("t", 0, 12) is None
-    assert [run.nbytes for run in source.runs("x", 2, 9) or ()] == [28]
+    assert source.byte_ranges("t", 0, 12) is None
+    assert [run.nbytes for run in source.byte_ranges("x", 2, 9) or ()] == [28]
     convert(source, str(tmp_path / "out"), "hf", ConvertOptions())
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["t"], x.t())
 

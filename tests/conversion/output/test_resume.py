@@ -19,7 +19,7 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import Part, RunOptions, _Run
+from vescale_fsdp.conversion.output.run_plan import Part, RunOptions, _Execution
 from vescale_fsdp.errors import ConversionError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
@@ -306,19 +306,19 @@ def test_a_part_that_resumes_while_another_publishes(
     """All parts were done when all were killed: whoever comes first publishes, and the others change nothing."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_publish_if_last", lambda self: False)
+        patch.setattr(_Execution, "_publish_if_last", lambda self: False)
         for index in range(2):
             run(source, str(out), part=Part(index, 2))
     others = {"listed": "run", "loaded": "_is_intact", "copied": "_publish_if_last"}
-    original, first = getattr(_Run, others[moment]), [True]
+    original, first = getattr(_Execution, others[moment]), [True]
 
-    def after_the_other(self: _Run, *args: object) -> object:
+    def after_the_other(self: _Execution, *args: object) -> object:
         if first and self._options.part.index == 0:
             first.clear()
             assert run(source, str(out), resume=True, part=Part(1, 2)).outcome.published
         return original(self, *args)
 
-    monkeypatch.setattr(_Run, others[moment], after_the_other)
+    monkeypatch.setattr(_Execution, others[moment], after_the_other)
     assert run(source, str(out), resume=True, part=Part(0, 2)).outcome.published
     assert not first and contents(out) == expected
 

@@ -11,20 +11,10 @@ import pytest
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.casting import CastView
-from vescale_fsdp.conversion.views.index_maps import (
-    ConcatView,
-    IndexView,
-    InterleaveView,
-    PadView,
-    PermuteView,
-    ReshapeView,
-    SliceView,
-    StackView,
-    ZerosView,
-)
-from vescale_fsdp.conversion.views.tensor_view import TensorView, read_range
+from vescale_fsdp.conversion.views.tensor_view import MappedView, TensorView, ZerosView, read_range
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
 
 class _Array(TensorView):
@@ -54,41 +44,44 @@ def _count(*shape: int) -> np.ndarray:
 
 A, B = _count(6, 8), _count(6, 8) + 1000
 VIEWS: dict[str, tuple[TensorView, np.ndarray]] = {
-    "concat 0": (ConcatView((_Array(A), _Array(B[:2])), 0), np.concatenate([A, B[:2]])),
-    "concat 1": (ConcatView((_Array(A), _Array(B)), 1), np.concatenate([A, B], 1)),
-    "slice": (SliceView(_Array(A), 1, 3, 4), A[:, 3:7]),
-    "stack 0": (StackView((_Array(A), _Array(B)), 0), np.stack([A, B])),
-    "stack 1": (StackView((_Array(A), _Array(B)), 1), np.stack([A, B], 1)),
-    "stack of scalars": (StackView((_Array(np.array(3)), _Array(np.array(4))), 0), np.array([3, 4])),
-    "index": (IndexView(_Array(_count(3, 4, 5)), 1, 2), _count(3, 4, 5)[:, 2]),
-    "permute": (PermuteView(_Array(_count(3, 4, 5)), (2, 0, 1)), _count(3, 4, 5).transpose(2, 0, 1)),
-    "reshape": (ReshapeView(_Array(_count(3, 4, 5)), (6, 10)), _count(6, 10)),
+    "concat 0": (MappedView(Concat(0), (_Array(A), _Array(B[:2]))), np.concatenate([A, B[:2]])),
+    "concat 1": (MappedView(Concat(1), (_Array(A), _Array(B))), np.concatenate([A, B], 1)),
+    "slice": (MappedView(Slice(1, 3, 4), (_Array(A),)), A[:, 3:7]),
+    "stack 0": (MappedView(Stack(0), (_Array(A), _Array(B))), np.stack([A, B])),
+    "stack 1": (MappedView(Stack(1), (_Array(A), _Array(B))), np.stack([A, B], 1)),
+    "stack of scalars": (MappedView(Stack(0), (_Array(np.array(3)), _Array(np.array(4)))), np.array([3, 4])),
+    "index": (MappedView(Index(1, 2), (_Array(_count(3, 4, 5)),)), _count(3, 4, 5)[:, 2]),
+    "permute": (
+        MappedView(Permute((2, 0, 1)), (_Array(_count(3, 4, 5)),)),
+        _count(3, 4, 5).transpose(2, 0, 1),
+    ),
+    "reshape": (MappedView(Reshape((6, 10)), (_Array(_count(3, 4, 5)),)), _count(6, 10)),
     "reshape of permuted": (
-        ReshapeView(PermuteView(_Array(_count(3, 4, 5)), (1, 0, 2)), (2, 30)),
+        MappedView(Reshape((2, 30)), (MappedView(Permute((1, 0, 2)), (_Array(_count(3, 4, 5)),)),)),
         _count(3, 4, 5).transpose(1, 0, 2).reshape(2, 30),
     ),
     "permute of reshape": (
-        PermuteView(ReshapeView(_Array(_count(12, 5)), (3, 4, 5)), (2, 1, 0)),
+        MappedView(Permute((2, 1, 0)), (MappedView(Reshape((3, 4, 5)), (_Array(_count(12, 5)),)),)),
         _count(3, 4, 5).transpose(2, 1, 0),
     ),
     "interleave": (
-        InterleaveView(_Array(_count(12, 3)), 0, 1, 2),
+        MappedView(Interleave(0, 1, 2), (_Array(_count(12, 3)),)),
         _count(12, 3).reshape(2, 6, 3).swapaxes(0, 1).reshape(12, 3),
     ),
     "interleave back in groups": (
-        InterleaveView(_Array(_count(3, 24)), 1, 2, 3, back=True),
+        MappedView(Interleave(1, 2, 3, back=True), (_Array(_count(3, 24)),)),
         _count(3, 24).reshape(3, 2, 4, 3).swapaxes(2, 3).reshape(3, 24),
     ),
     "interleave in groups": (
-        InterleaveView(_Array(_count(24, 3)), 0, 2, 3),
+        MappedView(Interleave(0, 2, 3), (_Array(_count(24, 3)),)),
         _count(24, 3).reshape(2, 3, 4, 3).swapaxes(1, 2).reshape(24, 3),
     ),
     "interleave back": (
-        InterleaveView(_Array(_count(12, 3)), 0, 1, 2, back=True),
+        MappedView(Interleave(0, 1, 2, back=True), (_Array(_count(12, 3)),)),
         _count(12, 3).reshape(6, 2, 3).swapaxes(0, 1).reshape(12, 3),
     ),
-    "pad": (PadView(_Array(A), 0, 9), np.pad(A, ((0, 3), (0, 0)))),
-    "pad 1": (PadView(_Array(A), 1, 11), np.pad(A, ((0, 0), (0, 3)))),
+    "pad": (MappedView(Pad(0, 9), (_Array(A),)), np.pad(A, ((0, 3), (0, 0)))),
+    "pad 1": (MappedView(Pad(1, 11), (_Array(A),)), np.pad(A, ((0, 0), (0, 3)))),
 }
 
 
@@ -129,7 +122,7 @@ def test_a_small_part_of_a_large_group_reads_little(back: bool) -> None:
             asked.append(box.numel)
             super().read_into(box, out)
 
-    view = InterleaveView(Counting(_count(1000, 4)), 0, 1, 2, back)
+    view = MappedView(Interleave(0, 1, 2, back), (Counting(_count(1000, 4)),))
     view.read_into(Box((300, 0), (10, 4)), np.empty((10, 4), dtype=np.uint32))
     assert 40 <= sum(asked) <= 80
 
@@ -140,19 +133,19 @@ def test_views_of_other_values_have_other_identities() -> None:
     views: list[TensorView] = [
         a,
         *(
-            InterleaveView(a, dim, groups, 2, back)
+            MappedView(Interleave(dim, groups, 2, back), (a,))
             for dim in (0, 1)
             for groups in (1, 2)
             for back in (False, True)
         ),
-        InterleaveView(a, 1, 1, 3),
-        *(SliceView(a, dim, start, size) for dim in (0, 1) for start in (0, 1) for size in (1, 2)),
-        *(IndexView(a, dim, index) for dim in (0, 1) for index in (0, 1)),
-        *(PadView(a, dim, size) for dim in (0, 1) for size in (12, 13)),
-        *(ReshapeView(a, shape) for shape in ((48,), (6, 8))),
-        *(ConcatView(parts, dim) for parts in ((a,), (a, a)) for dim in (0, 1)),
-        *(StackView(parts, dim) for parts in ((a,), (a, a)) for dim in (0, 1)),
-        PermuteView(a, (1, 0)),
+        MappedView(Interleave(1, 1, 3), (a,)),
+        *(MappedView(Slice(dim, start, size), (a,)) for dim in (0, 1) for start in (0, 1) for size in (1, 2)),
+        *(MappedView(Index(dim, index), (a,)) for dim in (0, 1) for index in (0, 1)),
+        *(MappedView(Pad(dim, size), (a,)) for dim in (0, 1) for size in (12, 13)),
+        *(MappedView(Reshape(shape), (a,)) for shape in ((48,), (6, 8))),
+        *(MappedView(Concat(dim), parts) for parts in ((a,), (a, a)) for dim in (0, 1)),
+        *(MappedView(Stack(dim), parts) for parts in ((a,), (a, a)) for dim in (0, 1)),
+        MappedView(Permute((1, 0)), (a,)),
         CastView(a, f32),
         CastView(CastView(a, f16), f32),
         ZerosView(a.info),

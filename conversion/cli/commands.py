@@ -1,0 +1,251 @@
+"""One function per command of ``vescale-convert``: parses, calls one library function, prints.
+
+The ``to-...`` commands are made from the table of formats. What one command alone needs is imported by that command,
+since imports would take longer than small work.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vescale_fsdp.checkpoint.storage.open import open_parent
+from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
+from vescale_fsdp.conversion.cli.options import (
+    CONVERT_OPTIONS,
+    GRANULARITY,
+    JSON,
+    MODEL_PREFIX,
+    SOURCE_OPTIONS,
+    TARGET_OPTIONS,
+    TOLERANCE,
+    Location,
+    positive_numbers,
+    with_options,
+)
+from vescale_fsdp.conversion.cli.progress import ProgressBar
+from vescale_fsdp.conversion.cli.summary import summary
+from vescale_fsdp.conversion.convert import TARGETS, ConvertOptions, convert
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.output.copying import CopyLimits
+from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
+
+if TYPE_CHECKING:
+    from vescale_fsdp.layout.planner import Scatter
+
+__all__ = ["Stopped", "cli"]
+
+
+class Stopped(click.Abort):
+    """Ctrl-C came while files were being written."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="vescale-fsdp")
+def cli() -> None:
+    """Convert checkpoints between formats, in bounded memory."""
+
+
+@cli.command("inspect")
+@click.argument("src", type=Location())
+@SOURCE_OPTIONS
+@JSON
+@click.option("--svg", type=Location(), help="Draw how a group is sharded, to this file.")
+@click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
+def inspect_command(
+    src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
+) -> None:
+    """Print what the checkpoint SRC holds."""
+    from vescale_fsdp.conversion.checks.describe import describe, draw, format_description
+
+    if layout is not None and svg is None:
+        raise click.UsageError("--layout needs --svg")
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    if svg is not None:
+        picture = draw(source, layout)
+        folder, name = open_parent(svg)
+        folder.commit(name, picture.encode(), replace=True)
+    found = describe(source)
+    click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
+
+
+@cli.command("verify")
+@click.argument("src", type=Location())
+@SOURCE_OPTIONS
+@click.option("--quick", is_flag=True, help="Headers and metadata only; do not read the data.")
+@JSON
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def verify_command(
+    src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
+) -> None:
+    """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
+    from vescale_fsdp.conversion.checks.verify import verify
+
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
+        report = verify(source, deep=not quick, progress=progress.advance)
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+    else:
+        for problem in report.problems:
+            click.echo(problem)
+        read = f"{format_bytes(report.nbytes)} read, {report.checksums} checksums compared"
+        click.echo(f"{report.tensors} tensors, {read}: {len(report.problems)} problems")
+    sys.exit(1 if report.problems else 0)
+
+
+@cli.command("diff")
+@click.argument("a", type=Location())
+@click.argument("b", type=Location())
+@click.option("--rtol", type=TOLERANCE, default=0.0, help="Relative tolerance; bitwise without one.")
+@click.option("--atol", type=TOLERANCE, default=0.0, help="Absolute tolerance.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
+@click.option("--model-only", is_flag=True, help="Leave optimizer and other tensors alone.")
+@MODEL_PREFIX
+@JSON
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def diff_command(
+    a: str,
+    b: str,
+    rtol: float,
+    atol: float,
+    ignore_dtype: bool,
+    model_only: bool,
+    model_prefix: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
+    from vescale_fsdp.conversion.checks.diff import Tolerance, diff
+
+    left, right = open_source(a), open_source(b)
+    with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
+        tolerance = Tolerance(rtol, atol, ignore_dtype)
+        found, compared = diff(
+            left,
+            right,
+            tolerance=tolerance,
+            model_only=model_only,
+            model_prefix=model_prefix,
+            progress=progress.advance,
+        )
+    if as_json:
+        click.echo(json.dumps({"compared": compared, "differences": [d.to_json() for d in found]}, indent=2))
+    else:
+        for difference in found:
+            click.echo(f"{difference.kind:<7} {difference.name}: {difference.text}")
+        click.echo(f"{compared} tensors compared, {len(found)} differences")
+    sys.exit(1 if found else 0)
+
+
+@cli.command("plan")
+@click.argument("src", type=Location())
+@SOURCE_OPTIONS
+@MODEL_PREFIX
+@click.option(
+    "--shards",
+    required=True,
+    callback=positive_numbers,
+    metavar="N,N,..",
+    help="Sizes of the sharding mesh axis.",
+)
+@GRANULARITY
+@click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
+@click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
+@click.option("--out", type=Location(), metavar="FOLDER", help="Write tables and pictures here.")
+@JSON
+def plan_command(
+    src: str,
+    kind: str | None,
+    trust_pickle: bool,
+    model_prefix: str | None,
+    shards: list[int],
+    granularity: tuple[str, ...],
+    unit: tuple[str, ...],
+    scatter: Scatter,
+    out: str | None,
+    as_json: bool,
+) -> None:
+    """Print how fully_shard would lay out the model in SRC over so many ranks, and what it would cost."""
+    from vescale_fsdp.conversion.state.model_names import find_model
+    from vescale_fsdp.layout.granularity import parse_granularities
+    from vescale_fsdp.layout.padding import PaddingPolicy
+    from vescale_fsdp.layout.report.model_shapes import natural_order
+    from vescale_fsdp.layout.report.plan_report import plan_report
+
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
+    shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
+    report = plan_report(
+        shapes,
+        shards,
+        parse_granularities(granularity),
+        units=unit or None,
+        padding_policy=PaddingPolicy(scatter=scatter),
+    )
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else str(report))
+    for file in report.save(out) if out else ():
+        click.echo(f"wrote {file}", err=True)
+
+
+def _convert(
+    target_kind: str,
+    *,
+    src: str,
+    out: str,
+    kind: str | None,
+    trust_pickle: bool,
+    max_shard_size: int,
+    memory_budget: int,
+    threads: int,
+    overwrite: bool,
+    resume: bool,
+    part: str | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **others: Any,
+) -> None:
+    """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
+    if others["rules_to"] is not None and others["rules"] is None:
+        raise click.UsageError("--rules-to needs --rules")
+    run = RunOptions(
+        overwrite=overwrite,
+        resume=resume,
+        dry_run=dry_run,
+        part=Part.parse(part) if part else Part.from_environment(),
+        limits=CopyLimits(memory_budget, threads),
+    )
+    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
+    try:
+        with ProgressBar(source.nbytes, quiet=quiet) as progress:
+            report = convert(
+                source, out, target_kind, options, progress=progress.advance, announce=progress.announce
+            )
+    except KeyboardInterrupt as error:
+        raise Stopped from error
+    for warning in report.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    elif not quiet:
+        click.echo(summary(report))
+
+
+def _add_target(kind: str) -> None:
+    target = TARGETS[kind]
+
+    @cli.command(target.command, help=target.summary)
+    @CONVERT_OPTIONS
+    @with_options(*(TARGET_OPTIONS[name] for name in target.options))
+    def command(**arguments: Any) -> None:
+        _convert(kind, **arguments)
+
+
+for each in TARGETS:
+    _add_target(each)

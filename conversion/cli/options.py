@@ -1,0 +1,157 @@
+"""The arguments and options of ``vescale-convert``, those that commands share once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from vescale_fsdp.conversion.checks.byte_sizes import parse_bytes
+from vescale_fsdp.conversion.formats.table import KINDS, OPTIMIZER_FORMS
+from vescale_fsdp.errors import ConversionError
+
+__all__ = [
+    "CONVERT_OPTIONS",
+    "GRANULARITY",
+    "JSON",
+    "MODEL_PREFIX",
+    "SOURCE_OPTIONS",
+    "TARGET_OPTIONS",
+    "TOLERANCE",
+    "Location",
+    "positive_numbers",
+    "with_options",
+]
+
+
+class Size(click.ParamType[int]):
+    """Bytes with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ConversionError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Location(click.ParamType[str]):
+    """A path or URL; ``~`` is the home folder, which shells leave as it is in ``--assets=~/x`` and in quotes."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return os.path.expanduser(value)
+
+
+class RulesOption(click.Option):
+    """Names the shipped rules in its help, and looks for them only then."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from vescale_fsdp.conversion.rules.rule_file import shipped_rules
+
+        self.help = f"Key rules: {', '.join(shipped_rules())}, or a TOML file."
+        return super().get_help_record(ctx)
+
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def with_options(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in the order of the help."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def positive_numbers(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
+    """A list such as ``8,64,512``; the callback of an option."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 8,64,512")
+    return [int(part) for part in parts]
+
+
+TOLERANCE = click.FloatRange(0)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+MODEL_PREFIX = click.option(
+    "--model-prefix",
+    help="What the model's names begin with, such as 'model.'; picks one of several models.",
+)
+GRANULARITY = click.option(
+    "--granularity",
+    multiple=True,
+    metavar="[PATTERN=]RULE",
+    help="Such as rows:32; a pattern wins over the global rule (repeatable). Default: element.",
+)
+SOURCE_OPTIONS = with_options(
+    click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC; found out if not given."),
+    click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run what they name."),
+)
+CONVERT_OPTIONS = with_options(
+    click.argument("src", type=Location()),
+    click.argument("out", type=Location()),
+    SOURCE_OPTIONS,
+    MODEL_PREFIX,
+    click.option(
+        "--assets",
+        "--config",
+        type=Location(),
+        help="Folder with config.json, tokenizer, ...: copied by to-hf; key rules take sizes from it.",
+    ),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Only matching names (repeatable)."),
+    click.option("--exclude", multiple=True, metavar="PATTERN", help="No matching names (repeatable)."),
+    click.option(
+        "--dtype",
+        multiple=True,
+        metavar="[PATTERN=]TYPE",
+        help="Cast the model's floats; a pattern wins over the global type (repeatable).",
+    ),
+    click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
+    click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
+    click.option(
+        "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Limit per data file."
+    ),
+    click.option(
+        "--memory-budget", type=Size(), default="512MiB", show_default=True, help="For all buffers together."
+    ),
+    click.option(
+        "--threads", type=click.IntRange(1), default=4, show_default=True, help="Readers and writers."
+    ),
+    click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
+    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same options."),
+    click.option("--part", metavar="I/N", help="Write only share I of N, from 0; torchrun sets it."),
+    click.option("--dry-run", is_flag=True, help="Print the plan, write nothing."),
+    JSON,
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no summary."),
+)
+# What some targets have beside those, by their names in the table of formats.
+TARGET_OPTIONS = {
+    "prefix": click.option("--prefix", help="Put the model under this prefix; '' puts it at the root."),
+    "optimizer": click.option(
+        "--optimizer",
+        type=click.Choice(OPTIMIZER_FORMS),
+        default="keep",
+        show_default=True,
+        help="Form of the optimizer's state.",
+    ),
+    "ranks": click.option(
+        "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for so many ranks."
+    ),
+    "granularity": GRANULARITY,
+    "include_asset": click.option(
+        "--include-asset",
+        multiple=True,
+        metavar="PATTERN",
+        help="Copy matching files of --assets too, although they are no settings (repeatable).",
+    ),
+}

@@ -1,0 +1,34 @@
+"""Reading Hugging Face folders of the time before safetensors, whose weights are torch.save files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats.huggingface.read import check_index, weight_map
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
+
+__all__ = ["BIN_FILE", "BIN_INDEX_FILE", "open_bin_folder"]
+
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX_FILE = "pytorch_model.bin.index.json"
+
+
+def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Source:
+    """Open a folder with ``pytorch_model.bin``, or with an index and its shards; ``open_file`` opens one of them.
+
+    Raises:
+        ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
+        CorruptCheckpointError: if index and files disagree or a file is damaged.
+    """
+    has_index = store.size(BIN_INDEX_FILE) is not None
+    mapped = weight_map(store, BIN_INDEX_FILE) if has_index else None
+    tensors: dict[str, StoredTensor] = {}
+    files = sorted(set(mapped.values())) if mapped is not None else [BIN_FILE]
+    for file in files:
+        found = open_file(file).tensors
+        if mapped is not None:
+            check_index(store, mapped, file, found, BIN_INDEX_FILE)
+        tensors |= found
+    return Source("bin", store, tensors, facts={"weight files": str(len(files))})

@@ -1,0 +1,186 @@
+"""The table of formats: how each is found in a folder, opened, and planned as a target.
+
+Whoever adds a format adds a row here, and its reader and writer in a folder beside. These are imported when a
+checkpoint of the format is met, so that looking at a DCP folder does not wait for the libraries that others need.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats.huggingface.assets import Assets
+from vescale_fsdp.conversion.output.plan import OutputPlan
+from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.state.carried_state import CarriedState
+from vescale_fsdp.layout.granularity import parse_granularities
+from vescale_fsdp.lazy import lazy_function
+
+__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "Format", "Target"]
+
+OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the result shall be.
+
+    Args:
+        assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
+            it is a Hugging Face folder.
+        include_asset: patterns of files there that go along although they are no settings.
+        model_prefix: what the model's names begin with in the source; None to detect it.
+        prefix: what the model's names shall begin with in the result; None to keep the source's.
+        dtype: casts, as texts for `CastRules.parse`.
+        include, exclude: name patterns of the result.
+        optimizer: one of `OPTIMIZER_FORMS`.
+        rules: key rules: a shipped set's name or a TOML file; None to keep all names.
+        rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
+        max_shard_bytes: limit of tensor bytes per data file.
+        ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
+            as `fully_shard` of a layer knows them.
+        run: overwrite, resume, part, memory and threads.
+    """
+
+    assets: str | None = None
+    include_asset: Sequence[str] = ()
+    model_prefix: str | None = None
+    prefix: str | None = None
+    dtype: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    optimizer: str = "keep"
+    rules: str | None = None
+    rules_to: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    ranks: int = 1
+    granularity: Sequence[str] = ()
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+Open = Callable[
+    [Storage, str, bool], Source
+]  # (folder, name of the file in it, whether its pickles are trusted)
+Plan = Callable[[CarriedState, ConvertOptions, Assets, str], OutputPlan]  # the text is the target's file name
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a format is written.
+
+    Args:
+        command: the command line's name for it.
+        summary: what that command does, for its help.
+        plan: lists the files of a result.
+        options: names of the command line's options that this target has beside those of all.
+    """
+
+    command: str
+    summary: str
+    plan: Plan
+    options: tuple[str, ...] = ("prefix", "optimizer")
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row.
+
+    Args:
+        file: pattern of names; a folder that has such a file is a checkpoint of this format.
+        open: reads metadata of a checkpoint.
+        target: how it is written, if it is.
+        is_file: the checkpoint is that file rather than a folder with it.
+    """
+
+    file: str
+    open: Open
+    target: Target | None = None
+    is_file: bool = False
+
+
+_FORMATS = "vescale_fsdp.conversion.formats"
+_open_native = lazy_function(f"{_FORMATS}.native.read", "open_native")
+_plan_native = lazy_function(f"{_FORMATS}.native.write", "plan_native")
+_open_dcp = lazy_function(f"{_FORMATS}.dcp.read", "open_dcp")
+_plan_dcp = lazy_function(f"{_FORMATS}.dcp.write", "plan_dcp")
+_has_manifest = lazy_function(f"{_FORMATS}.zarr.read", "has_manifest")
+_open_zarr = lazy_function(f"{_FORMATS}.zarr.read", "open_zarr")
+_plan_zarr = lazy_function(f"{_FORMATS}.zarr.write", "plan_zarr")
+_open_shards = lazy_function(f"{_FORMATS}.huggingface.read", "open_shards")
+_open_hf = lazy_function(f"{_FORMATS}.huggingface.read", "open_hf_folder")
+_open_safetensors = lazy_function(f"{_FORMATS}.huggingface.read", "open_safetensors")
+_open_bin = lazy_function(f"{_FORMATS}.huggingface.read_bin", "open_bin_folder")
+_plan_hf = lazy_function(f"{_FORMATS}.huggingface.write", "plan_hf")
+_open_ranks = lazy_function(f"{_FORMATS}.torch_save.rank_files", "open_ranks")
+_open_torch = lazy_function(f"{_FORMATS}.torch_save.read", "open_torch")
+_plan_torch = lazy_function(f"{_FORMATS}.torch_save.write", "plan_torch")
+
+# In the order in which a folder is asked: what has another format's files beside its own comes before that other.
+FORMATS = {
+    "native": Format(
+        re.escape(MANIFEST_NAME),
+        lambda store, _, trust: _open_native(store),
+        Target(
+            "to-vescale",
+            "Write SRC to OUT as a native checkpoint.",
+            lambda state, o, *_: _plan_native(state, o.ranks, parse_granularities(o.granularity)),
+            ("prefix", "optimizer", "ranks", "granularity"),
+        ),
+    ),
+    "dcp": Format(
+        r"\.metadata",
+        lambda store, _, trust: _open_dcp(store, trust_pickle=trust),
+        Target(
+            "to-fsdp2",
+            "Write SRC to OUT as a stock torch.distributed.checkpoint folder, which FSDP2 loads.",
+            lambda state, o, *_: _plan_dcp(state, o.max_shard_bytes),
+        ),
+    ),
+    "zarr": Format(
+        re.escape(ZARR_NAME),
+        lambda store, _, trust: (_open_native if _has_manifest(store) else _open_zarr)(store),
+        Target(
+            "to-zarr",
+            "Write SRC to OUT as a native checkpoint in its zarr v3 form, one array per tensor.",
+            lambda state, *_: _plan_zarr(state),
+        ),
+    ),
+    "shards": Format(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", lambda store, *_: _open_shards(store)),
+    "hf": Format(
+        r"[^/]*\.safetensors(\.index\.json)?",
+        lambda store, *_: _open_hf(store),
+        Target(
+            "to-hf",
+            "Write the model in SRC to OUT as a Hugging Face repository.",
+            lambda state, o, assets, _: _plan_hf(list(state.views.values()), assets, o.max_shard_bytes),
+            ("include_asset",),
+        ),
+    ),
+    "bin": Format(
+        r"pytorch_model\.bin(\.index\.json)?",
+        lambda store, _, trust: _open_bin(store, lambda file: _open_torch(store, file, trust_pickle=trust)),
+    ),
+    "ranks": Format(
+        r"[^/]+_rank_?\d+\.(bin|pt|pth)",
+        lambda store, _, trust: _open_ranks(store, trust_pickle=trust),
+    ),
+    "safetensors": Format(
+        r".*\.safetensors", lambda store, file, _: _open_safetensors(store, file), is_file=True
+    ),
+    "torch": Format(
+        r".*\.(pt|pth|bin|ckpt)",
+        lambda store, file, trust: _open_torch(store, file, trust_pickle=trust),
+        Target(
+            "to-torch",
+            "Write SRC to the file OUT as torch.save would.",
+            lambda state, _, assets, file: _plan_torch(state, file),
+        ),
+        is_file=True,
+    ),
+}
+KINDS = tuple(FORMATS)
+TARGETS = {kind: form.target for kind, form in FORMATS.items() if form.target is not None}

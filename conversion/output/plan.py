@@ -1,0 +1,164 @@
+"""What a conversion is going to write, whatever the target format: planned from metadata, before a byte moves.
+
+A plan is data files (tensors and the bytes around them) and closing files (settings, index, manifest), in the order
+they are published: the file that makes the folder a checkpoint comes last. A data file is a row of contents whose
+sizes are known beforehand: fixed bytes, tensors, and bytes that are computed from checksums of tensors before them
+(zip directories need those). Where every byte goes follows from the sizes, so contents are written in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from vescale_fsdp.checkpoint.storage.base import FileWriter
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+
+if TYPE_CHECKING:
+    from vescale_fsdp.conversion.source.crc import Crc
+
+__all__ = [
+    "ClosingFile",
+    "ComputedBytes",
+    "Content",
+    "FilePlan",
+    "FixedBytes",
+    "OutputPlan",
+    "TensorItems",
+    "Written",
+    "whole",
+]
+
+Written = Callable[[str, int, int], bytes]
+"""Bytes of a data file of the plan by its name, offset and number, once it is written."""
+
+
+@dataclass(frozen=True)
+class FixedBytes:
+    """Bytes known beforehand."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return len(self.data)
+
+
+@dataclass(frozen=True)
+class TensorItems:
+    """Items [start, stop) of a flattened tensor."""
+
+    view: TensorView
+    start: int
+    stop: int
+    crc: Crc | None = None  # to be known to computed bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+        return (self.stop - self.start) * self.view.info.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ComputedBytes:
+    """Bytes made from the CRCs of tensors before them, keyed by their index in the file."""
+
+    nbytes: int
+    make: Callable[[dict[int, int]], bytes]
+
+
+Content = FixedBytes | TensorItems | ComputedBytes
+
+
+def whole(view: TensorView) -> TensorItems:
+    """All of a tensor."""
+    return TensorItems(view, 0, view.info.numel)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One data file: its name and its contents, front to back."""
+
+    name: str
+    contents: tuple[Content, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Byte offset of every content."""
+        return tuple(accumulate((content.nbytes for content in self.contents), initial=0))[:-1]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return sum(content.nbytes for content in self.contents)
+
+    @cached_property
+    def tensor_nbytes(self) -> int:
+        """Bytes of tensors in the file."""
+        return sum(items.nbytes for _, items in self.tensors)
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[int, TensorItems], ...]:
+        """(index, content) of the contents that are tensors."""
+        return tuple((i, items) for i, items in enumerate(self.contents) if isinstance(items, TensorItems))
+
+    def tensor(self, index: int) -> TensorItems:
+        """Content number ``index``, which is a tensor."""
+        items = self.contents[index]
+        assert isinstance(items, TensorItems), f"content {index} of {self.name} is no tensor"
+        return items
+
+
+@dataclass(frozen=True)
+class ClosingFile:
+    """A small file written after all tensors."""
+
+    name: str
+    pieces: Callable[[], Iterable[bytes]]
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """Everything a conversion writes.
+
+    Args:
+        kind: the target format.
+        files: data files.
+        closing: small files, the decisive one last.
+        is_stale: whether an old file in the target must go when this plan is published.
+        wrap: put around each output file, which is then written front to back.
+        single_file: the target is this one file rather than a folder.
+        when_written: called when all data files are written, in whatever run or process, before the closing files are
+            made.
+    """
+
+    kind: str
+    files: tuple[FilePlan, ...]
+    closing: tuple[ClosingFile, ...]
+    is_stale: Callable[[str], bool]
+    single_file: bool = False
+    wrap: Callable[[str, FileWriter], FileWriter] | None = None
+    when_written: Callable[[Written], None] = lambda _: None
+
+    @cached_property
+    def tensor_nbytes(self) -> int:
+        """Bytes of tensor data in all files."""
+        return sum(file.tensor_nbytes for file in self.files)
+
+    def fingerprint(self) -> str:
+        """Equal for equal plans: names, sizes and contents of all files, as far as metadata tells."""
+        lines = [self.kind]
+        for file in self.files:
+            lines.append(f"{file.name} {file.nbytes}")
+            for _, items in file.tensors:
+                info = items.view.info
+                line = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"
+                lines.append(f" {line} {items.view.identity()}")
+        lines += [closing.name for closing in self.closing]
+        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())

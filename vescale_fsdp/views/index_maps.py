@@ -1,0 +1,323 @@
+"""Maps that only move items: joined, cut, stacked, permuted, reshaped, interleaved, padded tensors.
+
+Each says which boxes of its inputs an output box needs and where their items go, and reads nothing itself. Each is
+the inverse of another:
+
+    Concat - Slice     Stack - Index     Permute, Reshape: themselves, the other way
+    Interleave - the same with ``back=True``          Pad - Slice
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides, numel_of, run_start
+
+__all__ = [
+    "Concat",
+    "Index",
+    "IndexMap",
+    "Interleave",
+    "Pad",
+    "Permute",
+    "Piece",
+    "Reshape",
+    "Slice",
+    "Stack",
+]
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Items of an input that go into an output box.
+
+    Attributes:
+        input: number of the input.
+        box: the part of it that is read.
+        offset: where the first item goes, in items of the row-major output box.
+        strides: how far apart items go there, one number per dim of the box (or of ``shape``).
+        shape: the items of the box, row-major, in this shape; None for that of the box.
+        take: the part of that shape that is wanted; None for all.
+    """
+
+    input: int
+    box: Box
+    offset: int
+    strides: Shape
+    shape: Shape | None = None
+    take: Box | None = None
+
+
+class IndexMap(ABC):
+    """A tensor whose items are those of others, in other places."""
+
+    problem: ClassVar[str]  # what an error says if inputs do not fit
+    has_gaps: ClassVar[bool] = False  # whether items that no piece brings are zeros
+
+    @abstractmethod
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        """(number of an input that does not fit, what was expected of it)."""
+
+    @abstractmethod
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """The shape of the result."""
+
+    @abstractmethod
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        """What an output box is made of. Pieces of one input box follow each other."""
+
+
+def _replace(values: Shape, dim: int, *new: int) -> Shape:
+    return (*values[:dim], *new, *values[dim + 1 :])
+
+
+def _along(box: Box, dim: int, start: int, size: int) -> Box:
+    """The box with another range of one dim."""
+    return Box(_replace(box.offsets, dim, start), _replace(box.sizes, dim, size))
+
+
+def _misfit_in_dim(
+    shape: Shape, dim: int, fits: Callable[[int], bool], expected: str
+) -> tuple[int, str] | None:
+    return None if dim < len(shape) and fits(shape[dim]) else (0, f"{expected} in dim {dim}")
+
+
+@dataclass(frozen=True)
+class Concat(IndexMap):
+    """Tensors one after the other along a dim."""
+
+    dim: int
+    problem = "Tensors cannot be joined."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        if self.dim >= len(shapes[0]):
+            return 0, f"a dim {self.dim}"
+        first = _replace(shapes[0], self.dim, 0)
+        odd = (number for number, shape in enumerate(shapes) if _replace(shape, self.dim, 0) != first)
+        return next(((number, f"{shapes[0]} but for dim {self.dim}") for number in odd), None)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return _replace(shapes[0], self.dim, sum(shape[self.dim] for shape in shapes))
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        start, strides = box.offsets[self.dim], contiguous_strides(box.sizes)
+        stop, base = start + box.sizes[self.dim], 0
+        for number, shape in enumerate(shapes):
+            low, high = max(start, base), min(stop, base + shape[self.dim])
+            if low < high:
+                part = _along(box, self.dim, low - base, high - low)
+                yield Piece(number, part, (low - start) * strides[self.dim], strides)
+            base += shape[self.dim]
+
+
+@dataclass(frozen=True)
+class Slice(IndexMap):
+    """Indices [start, start + size) of a dim."""
+
+    dim: int
+    start: int
+    size: int
+    problem = "A tensor is too small to be cut."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        stop = self.start + self.size
+        return _misfit_in_dim(shapes[0], self.dim, lambda n: n >= stop, f"at least {stop}")
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return _replace(shapes[0], self.dim, self.size)
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        part = _along(box, self.dim, box.offsets[self.dim] + self.start, box.sizes[self.dim])
+        yield Piece(0, part, 0, contiguous_strides(box.sizes))
+
+
+@dataclass(frozen=True)
+class Stack(IndexMap):
+    """Tensors of one shape along a new dim."""
+
+    dim: int
+    problem = "Tensors cannot be stacked."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        if self.dim > len(shapes[0]):
+            return 0, f"{self.dim} dims or more"
+        odd = (number for number, shape in enumerate(shapes) if shape != shapes[0])
+        return next(((number, str(shapes[0])) for number in odd), None)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return (*shapes[0][: self.dim], len(shapes), *shapes[0][self.dim :])
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        strides = contiguous_strides(box.sizes)
+        part = Box(_replace(box.offsets, self.dim), _replace(box.sizes, self.dim))
+        for place in range(box.sizes[self.dim]):
+            offset = place * strides[self.dim]
+            yield Piece(box.offsets[self.dim] + place, part, offset, _replace(strides, self.dim))
+
+
+@dataclass(frozen=True)
+class Index(IndexMap):
+    """One index of a dim, which is gone."""
+
+    dim: int
+    index: int
+    problem = "A tensor is too small to be taken apart."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        return _misfit_in_dim(shapes[0], self.dim, lambda n: n > self.index, f"at least {self.index + 1}")
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return _replace(shapes[0], self.dim)
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        def with_dim(values: Shape, value: int) -> Shape:
+            return (*values[: self.dim], value, *values[self.dim :])
+
+        part = Box(with_dim(box.offsets, self.index), with_dim(box.sizes, 1))
+        yield Piece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
+
+
+@dataclass(frozen=True)
+class Permute(IndexMap):
+    """Dims in another order: dim i of the result is dim ``dims[i]`` of the input."""
+
+    dims: Shape
+    problem = "Dims cannot be put in this order."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        fits = sorted(self.dims) == list(range(len(shapes[0])))
+        return None if fits else (0, f"a tensor whose dims are put in the order {self.dims}")
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return tuple(shapes[0][dim] for dim in self.dims)
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        def back(values: Shape) -> Shape:
+            return tuple(values[self.dims.index(dim)] for dim in range(len(self.dims)))
+
+        yield Piece(0, Box(back(box.offsets), back(box.sizes)), 0, back(contiguous_strides(box.sizes)))
+
+
+@dataclass(frozen=True)
+class Reshape(IndexMap):
+    """The same items, row-major, in another shape."""
+
+    new: Shape
+    problem = "A tensor cannot have this shape."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        return None if numel_of(self.new) == numel_of(shapes[0]) else (0, str(self.new))
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return self.new
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        start = run_start(self.new, box)
+        if start is None:  # not one run of items: index by index of the first dim that has several
+            dim = next(d for d, size in enumerate(box.sizes) if size > 1)
+            step = contiguous_strides(box.sizes)[dim]
+            for place in range(box.sizes[dim]):
+                for piece in self.pieces(shapes, _along(box, dim, box.offsets[dim] + place, 1)):
+                    yield piece._replace(offset=piece.offset + place * step)
+            return
+        position = 0
+        for part in boxes_of_range(tuple(shapes[0]), start, start + box.numel):
+            yield Piece(0, part, position, contiguous_strides(part.sizes))
+            position += part.numel
+
+
+@dataclass(frozen=True)
+class Interleave(IndexMap):
+    """Within each of ``groups`` equal groups of a dim, ``parts`` runs become interleaved items.
+
+        groups 1, parts 2:  a0 a1 a2 b0 b1 b2  ->  a0 b0 a1 b1 a2 b2      (``back``: the other way)
+
+    With one group per head this turns rotary halves into rotary pairs.
+    """
+
+    dim: int
+    groups: int
+    parts: int = 2
+    back: bool = False
+    problem = "A tensor cannot be interleaved."
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        runs, expected = self.groups * self.parts, f"a multiple of {self.groups} x {self.parts}"
+        return _misfit_in_dim(shapes[0], self.dim, lambda n: runs > 0 and n % runs == 0, expected)
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return tuple(shapes[0])
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        group, strides = shapes[0][self.dim] // self.groups, contiguous_strides(box.sizes)
+        start = position = box.offsets[self.dim]
+        stop = start + box.sizes[self.dim]
+        in_group = self._back_in_group if self.back else self._in_group
+        while position < stop:
+            inside = position % group
+            size = group - inside if inside or stop - position < group else (stop - position) // group * group
+            part = _along(box, self.dim, position, min(size, stop - position))
+            is_whole = part.sizes[self.dim] % group == 0
+            found = self._groups(part, group, strides) if is_whole else in_group(part, inside, group, strides)
+            for piece in found:
+                yield piece._replace(offset=piece.offset + (position - start) * strides[self.dim])
+            position += part.sizes[self.dim]
+
+    def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[Piece]:
+        """Whole groups: as many items of the input, in another order."""
+        dim, run = self.dim, group // self.parts
+        runs, apart = ((run, self.parts), (1, run)) if self.back else ((self.parts, run), (1, self.parts))
+        shape = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
+        yield Piece(0, box, 0, _replace(strides, dim, *(n * strides[dim] for n in (group, *apart))), shape)
+
+    def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[Piece]:
+        """Items from ``low`` on of one group. Never the whole group, which may be the whole tensor."""
+        dim, parts, run = self.dim, self.parts, group // self.parts
+        base, high = box.offsets[dim] - low, low + box.sizes[dim]
+        for p in range(parts):
+            first, last = -(-(low - p) // parts), -(-(high - p) // parts)
+            if first < last:
+                inner = _along(box, dim, base + p * run + first, last - first)
+                offset = (first * parts + p - low) * strides[dim]
+                yield Piece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
+
+    def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[Piece]:
+        """The same the other way; reads at most ``parts`` times as many items as are wanted."""
+        dim, parts, run = self.dim, self.parts, group // self.parts
+        base, high = box.offsets[dim] - low, low + box.sizes[dim]
+        within_one = low // run == (high - 1) // run
+        first, last = (low % run, (high - 1) % run + 1) if within_one else (0, run)
+        inner = _along(box, dim, base + first * parts, (last - first) * parts)
+        shape = _replace(box.sizes, dim, last - first, parts)
+        for p in range(low // run, (high - 1) // run + 1):
+            begin, end = max(low, p * run), min(high, (p + 1) * run)
+            corner = _replace((0,) * len(box.sizes), dim, begin - p * run - first, p)
+            take = Box(corner, _replace(box.sizes, dim, end - begin, 1))
+            offset = (begin - low) * strides[dim]
+            yield Piece(0, inner, offset, _replace(strides, dim, strides[dim], 0), shape, take)
+
+
+@dataclass(frozen=True)
+class Pad(IndexMap):
+    """Zeros after the end of a dim, up to ``size``."""
+
+    dim: int
+    size: int
+    problem = "A tensor is too large to be padded."
+    has_gaps = True
+
+    def misfit(self, shapes: Sequence[Shape]) -> tuple[int, str] | None:
+        return _misfit_in_dim(shapes[0], self.dim, lambda n: n <= self.size, f"at most {self.size}")
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        return _replace(shapes[0], self.dim, self.size)
+
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+        filled = min(box.sizes[self.dim], shapes[0][self.dim] - box.offsets[self.dim])
+        if filled > 0:
+            part = _along(box, self.dim, box.offsets[self.dim], filled)
+            yield Piece(0, part, 0, contiguous_strides(box.sizes))
