@@ -219,14 +219,14 @@ class CheckpointManager:
         """Raise if there were steps, or if one was asked for."""
         skipped = "; ".join(f"step {number}: {reason.splitlines()[0]}" for number, reason in search.skipped)
         if search.damaged:
-            raise CorruptCheckpointError.explained(
+            raise CorruptCheckpointError(
                 "No step of this run is good.",
                 expected="one good step",
                 got=skipped,
                 where=self._root.where,
             )
         if search.num_vanished:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "The steps were removed while they were read.",
                 expected="one to remain",
                 got="none; tensors may hold some of what was read",
@@ -234,7 +234,7 @@ class CheckpointManager:
                 todo="see which job removes them",
             )
         if wanted is not None:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "There is no such step.",
                 expected=f"one of {self.steps()}",
                 got=skipped or wanted,

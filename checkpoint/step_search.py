@@ -182,7 +182,7 @@ class StepSearch:
             self._to_say.append(f"step {step.number} (ram) was skipped: {reason}")
 
     def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
-        return CheckpointError.explained(
+        return CheckpointError(
             problem,
             expected="the newest step to be there for all ranks, until it is read",
             got=f"{_told(views)} (after {self._patience_s:g} s)",

@@ -12,16 +12,14 @@ The tree (each class is also the builtin a caller would expect to catch):
     |   +-- CorruptCheckpointError         the bytes on disk are not what they claim to be
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as asked
 
-A message answers four questions: what was expected, what was got instead, where, and what to do
-about it. `explain` builds that text, so that all of them read alike and tests can match on the parts.
+A message answers four questions: what was expected, what was got instead, where, and what to do about it. Our errors
+take the answers and build the text themselves; `explain` builds it for others (a ValueError, a warning), so that all
+read alike and tests can match on the parts:
+
+    raise CheckpointError("There is no such step.", expected="one of [1, 2]", got=3, where="/run")
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = [
     "CheckpointError",
@@ -37,29 +35,27 @@ __all__ = [
 ]
 
 
+_UNSAID = object()  # of a part that the message goes without
+
+
 class VescaleError(Exception):
-    """Base of every error raised by vescale_fsdp: one sentence, and the parts of `explain` if they are given."""
+    """Base of every error raised by vescale_fsdp.
+
+    Args:
+        problem: one sentence; the whole message if nothing follows.
+        expected, got, where, todo: as for `explain`.
+    """
 
     def __init__(
         self,
         problem: str,
         *,
-        expected: object = None,
-        got: object = None,
+        expected: object = _UNSAID,
+        got: object = _UNSAID,
         where: object = None,
         todo: str | None = None,
     ) -> None:
-        is_explained = expected is not None
-        super().__init__(
-            explain(problem, expected=expected, got=got, where=where, todo=todo) if is_explained else problem
-        )
-
-    @classmethod
-    def explained(
-        cls, problem: str, *, expected: object, got: object, where: object = None, todo: str | None = None
-    ) -> Self:
-        """The error whose text `explain` builds."""
-        return cls(explain(problem, expected=expected, got=got, where=where, todo=todo))
+        super().__init__(explain(problem, expected=expected, got=got, where=where, todo=todo))
 
 
 class LayoutError(VescaleError, ValueError):
@@ -95,12 +91,19 @@ class ConversionError(VescaleError, RuntimeError):
 
 
 def explain(
-    problem: str, *, expected: object, got: object, where: object = None, todo: str | None = None
+    problem: str,
+    *,
+    expected: object = _UNSAID,
+    got: object = _UNSAID,
+    where: object = None,
+    todo: str | None = None,
 ) -> str:
-    """Return the text of an error: one sentence, then expected / got / where / what to do."""
-    lines = [problem, f"  expected: {expected}", f"  got: {got}"]
-    if where is not None:
-        lines.append(f"  where: {where}")
-    if todo is not None:
-        lines.append(f"  what to do: {todo}")
-    return "\n".join(lines)
+    """Return the text of an error: one sentence, then expected / got / where / what to do, as far as they are said."""
+    parts = {"expected": expected, "got": got, "where": where, "what to do": todo}
+    always = ("expected", "got")  # where None may be what was expected or got
+    said = [
+        f"  {name}: {part}"
+        for name, part in parts.items()
+        if part is not _UNSAID and (part is not None or name in always)
+    ]
+    return "\n".join([problem, *said])

@@ -62,7 +62,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 # torch 2.11-2.13: tells tensor subclasses that keep their values in inner tensors, which have no bytes of their own.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
-from vescale_fsdp.errors import UnsupportedOpError, explain
+from vescale_fsdp.errors import UnsupportedOpError
 
 __all__ = [
     "MUON_COEFFICIENTS",
@@ -126,12 +126,10 @@ def newer_class(home: ModuleType, name: str, instead: str) -> Any:
 
     def refuse(self: object, *args: object, **kwargs: object) -> None:
         raise UnsupportedOpError(
-            explain(
-                f"This torch does not have {name}.",
-                expected="torch 2.13 or newer",
-                got=torch.__version__,
-                todo=instead,
-            )
+            f"This torch does not have {name}.",
+            expected="torch 2.13 or newer",
+            got=torch.__version__,
+            todo=instead,
         )
 
     return vars(home).get(name) or type(name, (), {"__init__": refuse, "__module__": __name__})

@@ -210,7 +210,7 @@ def _warn_of_empty(left: list[str]) -> None:
 
 
 def _other_dtype(stored: StoredTensor, tensor: torch.Tensor) -> CheckpointError:
-    return CheckpointError.explained(
+    return CheckpointError(
         "A tensor has another dtype than in the checkpoint.",
         expected=stored.dtype,
         got=tensor.dtype,

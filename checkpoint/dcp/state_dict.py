@@ -168,7 +168,7 @@ def _walk(
 def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor sharded like the template, with this rank's region of the full values."""
     if tuple(template.shape) != tuple(full.shape):
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "A full tensor has another shape than the one it is loaded into.",
             expected=tuple(template.shape),
             got=tuple(full.shape),

@@ -138,7 +138,7 @@ def _state_of(planner: SavePlanner) -> Any:
         if planner.flatten_state_dict:
             return unflatten_state_dict(planner.state_dict, planner.mappings)
         return planner.state_dict
-    raise CheckpointError.explained(
+    raise CheckpointError(
         "RaggedWriter cannot get the state from this planner.",
         expected="RaggedSavePlanner, or DCP's DefaultSavePlanner",
         got=type(planner).__qualname__,

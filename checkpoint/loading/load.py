@@ -144,7 +144,7 @@ class Loader:
         save_ids = self.coordinator.everyone(reader.manifest.save_id)
         first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
         if len(first_ranks) > 1:
-            raise NoCheckpointError.explained(
+            raise NoCheckpointError(
                 "Ranks found different checkpoints at this path.",
                 expected="one checkpoint, which stays until it is read",
                 got=", ".join(f"{save_id} on rank {rank}" for save_id, rank in first_ranks.items()),
@@ -201,7 +201,7 @@ class Loader:
     def _prove_match(self, found: Match, strict: Strict) -> None:
         if found.problems:
             name, expected, got = found.problems[0]
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 f"{len(found.problems)} leaves of the state are of another kind than in the checkpoint.",
                 expected=f"{expected} (as saved)",
                 got=got,
@@ -209,7 +209,7 @@ class Loader:
                 todo="build the state as it was when it was saved",
             )
         if strict and found.unused:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "A name pattern fits no leaf.",
                 expected="patterns for names of leaves: their keys, joined by '/'",
                 got=", ".join(map(repr, sorted(found.unused))),
@@ -217,7 +217,7 @@ class Loader:
                 todo="'model/*' fits all that lies in 'model'; strict=False allows patterns for nothing",
             )
         if strict and (found.missing or (strict != "missing" and found.unexpected)):
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "The state and the checkpoint do not hold the same leaves.",
                 expected="equal names",
                 got=f"missing in the checkpoint: {_some(found.missing)}; "
@@ -236,7 +236,7 @@ class Loader:
             raise _cannot_fill(read.name, "a tensor on the meta device", "call to_empty() on the model first")
         described = describer.describe(read.name, read.tensor)
         if (described.shape, described.dtype) != (entry.shape, entry.dtype):
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "A tensor has another shape or dtype than in the checkpoint.",
                 expected=f"{entry.dtype} {list(entry.shape)} (as saved)",
                 got=f"{described.dtype} {list(described.shape)}",
@@ -254,7 +254,7 @@ class Loader:
         """A tensor that a Stateful object did not have: made in full if it was not sharded."""
         entry = reader.manifest.entries[place]
         if entry.cuts:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "An object lacks a sharded tensor that the checkpoint has for it.",
                 expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
                 got="nothing under that name",
@@ -314,7 +314,7 @@ def _prove_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
-    return CheckpointError.explained(
+    return CheckpointError(
         "A tensor of the state cannot be filled.",
         expected="memory of its own for every element",
         got=got,
@@ -324,7 +324,7 @@ def _cannot_fill(name: str, got: str, todo: str) -> CheckpointError:
 
 
 def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
-    return NoCheckpointError.explained(
+    return NoCheckpointError(
         "The checkpoint was removed or replaced while it was read.",
         expected="one that stays until it is read",
         got=f"{type(error).__name__}: {error}",

@@ -61,7 +61,7 @@ class SourceFinder:
         numel = sum(share.numel for _, share in found)
         if numel != wanted.numel:
             entry = self.manifest.entries[place]
-            raise CorruptCheckpointError.explained(
+            raise CorruptCheckpointError(
                 "The checkpoint does not hold all of a tensor.",
                 expected=f"{wanted.numel} elements of box {wanted.box.offsets} + {wanted.box.sizes}",
                 got=f"{numel}",

@@ -56,7 +56,7 @@ def read_manifest(storage: Storage) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _no_checkpoint(storage) from error
     except ValueError as error:
-        raise CorruptCheckpointError.explained(
+        raise CorruptCheckpointError(
             "The manifest cannot be read as one.",
             expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
             got=str(error),
@@ -79,7 +79,7 @@ def _no_checkpoint(storage: Storage) -> NoCheckpointError:
     elif any(name.endswith((".safetensors", ".bin", ".pt", ".pth")) for name in names):
         got += ", but files of weights"
         todo = "vescale-convert to-vescale brings them into this format"
-    return NoCheckpointError.explained(
+    return NoCheckpointError(
         "There is no checkpoint at this path.",
         expected="a folder with manifest.json (it is written last: a folder without one is incomplete)",
         got=got,
@@ -159,7 +159,7 @@ class StoredTensor:
             raise self._misfit(f"{box.sizes} of {self.dtype}", f"{tuple(out.shape)} of {out.dtype}")
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
-        return CheckpointError.explained(
+        return CheckpointError(
             "This cannot be read from the tensor.", expected=expected, got=got, where=self.name
         )
 
@@ -243,7 +243,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             try:
                 values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
             except (LookupError, TypeError, ValueError, RecursionError) as error:
-                raise CorruptCheckpointError.explained(
+                raise CorruptCheckpointError(
                     "A per-rank value is not what was written.",
                     expected="a tree of FORMAT.md",
                     got=f"{type(error).__name__}: {error}",

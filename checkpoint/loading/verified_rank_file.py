@@ -147,9 +147,7 @@ class OpenRankFile:
     def corrupt(self, problem: str, expected: str, got: str) -> CorruptCheckpointError:
         """An error that names this file."""
         todo = "restore an older step; verify(path) lists all that is wrong"
-        return CorruptCheckpointError.explained(
-            problem, expected=expected, got=got, where=self.where, todo=todo
-        )
+        return CorruptCheckpointError(problem, expected=expected, got=got, where=self.where, todo=todo)
 
 
 def _some(names: Sequence[str]) -> str:

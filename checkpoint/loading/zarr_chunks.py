@@ -77,7 +77,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     nbytes = numel_of(chunk.box.sizes) * entry.itemsize
 
     def corrupt(expected: str, got: str) -> CorruptCheckpointError:
-        return CorruptCheckpointError.explained(
+        return CorruptCheckpointError(
             f"A chunk of tensor {entry.name} is not what was written.",
             expected=expected,
             got=got,

@@ -257,7 +257,7 @@ def cut_from_json(data: Sequence[Any]) -> Cut:
         return LayoutCut(int(values[0]), int(values[1]))
     if kind == "units":
         return UnitsCut(tuple(values[0]), tuple((int(count), int(units)) for count, units in values[1]))
-    raise CorruptCheckpointError.explained(
+    raise CorruptCheckpointError(
         "The manifest cuts a tensor in an unknown way.", expected="shard, layout or units", got=kind
     )
 

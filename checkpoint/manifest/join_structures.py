@@ -117,7 +117,7 @@ def _kind(node: Json) -> str | None:
 
 
 def _differ(name: str, left: object, right: object) -> CheckpointError:
-    return CheckpointError.explained(
+    return CheckpointError(
         "Ranks disagree about the state; the first difference is named below.",
         expected=f"the same on all ranks: {_short(left)}",
         got=_short(right),
@@ -146,7 +146,7 @@ def prove_complete(
             checked[key] = Holders(ranks, structure.axes[entry.axes]).missing_place()
         missing = checked[key]
         if missing is not None and entry.numel:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "Ranks disagree about the layout: part of a tensor is held by no rank.",
                 expected=f"all places of axes {[axis.size for axis in structure.axes[entry.axes]]} taken",
                 got=f"nobody at place {missing}; {_first_difference(entry.name, classes)}",

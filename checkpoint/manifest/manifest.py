@@ -270,7 +270,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError.explained(
+    return CorruptCheckpointError(
         "The manifest is damaged or no manifest.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
@@ -298,7 +298,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     version = data.get("version")
     # Asked after the checksum: a flipped bit can make a 3 of a 1, and nobody should update because of it.
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "The checkpoint was written by a newer version of the format.",
             expected=f"version <= {FORMAT_VERSION}",
             got=f"version {version}",

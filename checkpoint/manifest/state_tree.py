@@ -81,7 +81,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
         import numpy as np
 
         return np.dtype(node["dtype"]).type(decode(value, tensor, where))
-    raise CorruptCheckpointError.explained(
+    raise CorruptCheckpointError(
         "The state tree has a node of unknown kind.",
         expected="a kind of FORMAT.md",
         got=kind,

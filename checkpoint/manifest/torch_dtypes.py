@@ -58,7 +58,7 @@ def dtype_named(name: str) -> torch.dtype:
     dtypes = _torch_dtypes()
     if name in dtypes:
         return dtypes[name]
-    raise CheckpointError.explained(
+    raise CheckpointError(
         "The checkpoint holds a dtype that this version of torch does not have.",
         expected="a dtype of torch, such as 'float32'",
         got=repr(name),

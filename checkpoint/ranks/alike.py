@@ -42,7 +42,7 @@ def unlike(everyone: Sequence[Json]) -> CheckpointError:
     for rank, value in enumerate(values):
         ranks_by_text.setdefault(repr(value), []).append(rank)
     shown = [f"{text[:200]} on ranks {ranks[:16]}" for text, ranks in ranks_by_text.items()]
-    return CheckpointError.explained(
+    return CheckpointError(
         "Ranks disagree about an argument.",
         expected="the same arguments on all ranks",
         got="; ".join(shown[:4]),

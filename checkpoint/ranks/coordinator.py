@@ -254,7 +254,7 @@ class GroupCoordinator(Coordinator):
             error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
             raise error
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-        raise _KINDS.get(worst, CheckpointError).explained(
+        raise _KINDS.get(worst, CheckpointError)(
             f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
             expected="all ranks to succeed",
             got=shown,
@@ -268,7 +268,7 @@ class GroupCoordinator(Coordinator):
         try:
             yield
         except RuntimeError as lost:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 f"Ranks could not be reached while {doing}.",
                 expected=f"all {self.world_size} ranks to come within the process group's time-out",
                 got=f"{type(lost).__name__}: {lost}",

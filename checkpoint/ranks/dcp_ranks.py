@@ -56,7 +56,7 @@ class DcpRanks:
         self._alone = self._no_dist
         ours = self.coordinator()
         if not options.get("use_collectives", True) and not isinstance(ours, SoloCoordinator):
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "Ranks that save one checkpoint cannot do without each other.",
                 expected="use_collectives=True: with RaggedSavePlanner no plan is gathered anyway",
                 got="use_collectives=False",
@@ -79,7 +79,7 @@ class DcpRanks:
 
 
 def _other_ranks(ours: str, theirs: str) -> CheckpointError:
-    return CheckpointError.explained(
+    return CheckpointError(
         "DCP and its storage were given different ranks.",
         expected=f"{ours}, as RaggedWriter or RaggedReader was made",
         got=f"{theirs}, as dcp.save or dcp.load was called",
@@ -89,7 +89,7 @@ def _other_ranks(ours: str, theirs: str) -> CheckpointError:
 
 def wrong_partner(planner: str, partner: str) -> CheckpointError:
     """The error of a planner that another storage asks for what only ours knows."""
-    return CheckpointError.explained(
+    return CheckpointError(
         f"{planner} works only with {partner}.",
         expected=partner,
         got="another storage",

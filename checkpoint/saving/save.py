@@ -170,7 +170,7 @@ class Saver:
         try:
             held.enter_context(self.storage.lock())
         except BlockingIOError as busy:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "Another job is saving to this path.",
                 expected="one job per path",
                 got=f"a lock held by another process: {busy}",
@@ -178,7 +178,7 @@ class Saver:
                 todo="wait for it, or save to another path",
             ) from busy
         if not self.overwrite and self.storage.exists(MANIFEST_NAME):
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "The path already holds a checkpoint.",
                 expected="a path without a manifest",
                 got=MANIFEST_NAME,
@@ -220,7 +220,7 @@ def plain_json(user: Json) -> Json:
             raise ValueError(f"more than {MAX_DEPTH} levels")
         return plain
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "The user's part of a checkpoint cannot be written as JSON.",
             expected="dicts whose keys differ as text, lists, strings, finite numbers, True, False, None",
             got=str(error),
@@ -253,7 +253,7 @@ def commit_manifest(
         wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
         missing = [name for name in wanted if name not in present and check_files]
         if missing:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "A rank's file is not where it was written.",
                 expected=f"{manifest.world_size} files in {folder}",
                 got=f"{len(missing)} missing, first {missing[0]}",
@@ -296,7 +296,7 @@ def _publish(storage: Storage, data: bytes, replace: bool) -> None:
                 storage.sync_folder("")
                 return
         if isinstance(error, FileExistsError) and found != data:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "Another job has committed a checkpoint to this path meanwhile.",
                 expected="no manifest",
                 got=MANIFEST_NAME,

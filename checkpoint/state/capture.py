@@ -56,7 +56,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
                 taker.describer.layouts,
             )
     except RecursionError as error:
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "The state is nested too deeply.",
             expected="at most 100 levels, and no container inside itself",
             got=str(error),
@@ -126,7 +126,7 @@ class _Taker(TreeSink):
             problem = ("one name with another", "keys that differ as text (1 and '1' are the same name)")
         if problem is not None:
             title, expected = problem
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 f"A leaf of the state has {title}.",
                 expected=expected,
                 got=repr(name),
@@ -166,7 +166,7 @@ class _LeafTaker(TreeSink):
     def stateful(self, name: str, value: Stateful, depth: int) -> Json:
         # A load gives an object what was stored for it without asking what it holds now: a data loader would start.
         if self._inside:
-            raise CheckpointError.explained(
+            raise CheckpointError(
                 "An object lies in the state of another one, inside a PerRank.",
                 expected="a state_dict() of plain values, tensors and containers",
                 got=f"a {type(value).__qualname__}",
@@ -184,7 +184,7 @@ class _LeafTaker(TreeSink):
         return {"$": "tensor", "i": len(self.tensors) - 1}
 
     def per_rank(self, name: str, value: PerRank) -> Json:
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "A PerRank value lies inside another.",
             expected="one PerRank around both",
             got="two",

@@ -160,7 +160,7 @@ class Describer:
             elif placement.is_shard():
                 shards[number] = (placement.dim, 1)  # type: ignore[attr-defined]
             elif not placement.is_replicate():
-                raise CheckpointError.explained(
+                raise CheckpointError(
                     "A tensor is not in a state that can be saved.",
                     expected="placements that are Shard, RaggedShard or Replicate",
                     got=tuple(map(str, tensor.placements)),
@@ -180,7 +180,7 @@ class Describer:
         for axis in place.disordered:
             placement = tensor.placements[axis]
             if placement.is_shard() or isinstance(placement, StridedShard):
-                raise CheckpointError.explained(
+                raise CheckpointError(
                     "This tensor is sharded over ranks that its mesh names out of order: torch's redistribute "
                     "and FSDP2 give them different shards.",
                     expected="a mesh with ascending ranks along the axis, or a RaggedShard",
@@ -225,7 +225,7 @@ class Describer:
 
 
 def _no_order(name: str, tensor: DTensor) -> CheckpointError:
-    return CheckpointError.explained(
+    return CheckpointError(
         "The ranks' parts of a tensor are no ranges of its dims.",
         expected="split factors that are sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
@@ -284,7 +284,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and is_wrapper(tensor):
         problem = f"a tensor of type {type(tensor).__name__}"
     if problem is not None:
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "A tensor cannot be saved or loaded.",
             expected="a dense tensor with values, or a DTensor of such",
             got=problem,

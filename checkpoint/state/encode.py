@@ -64,7 +64,7 @@ class _HashableSink(TreeSink):
         raise self._refused(name, "a PerRank value")
 
     def _refused(self, name: str, got: str) -> CheckpointError:
-        return CheckpointError.explained(
+        return CheckpointError(
             "Keys and members of sets cannot be loaded in place.",
             expected="plain values",
             got=got,
@@ -115,7 +115,7 @@ def encode(value: Any, name: str, sink: TreeSink, depth: int = 0) -> Json:
 def _encode_int(value: int, name: str) -> int:
     if value.bit_length() <= _MAX_INT_BITS:
         return value
-    raise CheckpointError.explained(
+    raise CheckpointError(
         "A number is too long to be saved.",
         expected=f"integers of at most {_MAX_INT_BITS} bits, which readers of JSON take",
         got=f"{value.bit_length()} bits",
@@ -125,7 +125,7 @@ def _encode_int(value: int, name: str) -> int:
 
 
 def _too_deep(name: str) -> CheckpointError:
-    return CheckpointError.explained(
+    return CheckpointError(
         "The state is nested too deeply.",
         expected=f"at most {MAX_DEPTH} levels, and no container inside itself",
         got="more",
@@ -189,7 +189,7 @@ def _tensor_of(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
 
 def _refuse(value: object, name: str) -> CheckpointError:
     kind = type(value)
-    return CheckpointError.explained(
+    return CheckpointError(
         "A value of this type cannot be saved: nothing is pickled.",
         expected="tensors, numbers, strings, bytes, None, dict, list, tuple, set, PerRank, "
         "or an object with state_dict and load_state_dict",

@@ -230,7 +230,7 @@ def _give(target: Any, state: Any, name: str) -> Any:
     try:
         target.load_state_dict(state)
     except Exception as error:
-        raise CheckpointError.explained(
+        raise CheckpointError(
             "An object did not take the state that was stored for it.",
             expected=f"load_state_dict of {type(target).__qualname__} to return",
             got=f"{type(error).__name__}: {error}",

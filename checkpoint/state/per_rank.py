@@ -115,7 +115,7 @@ def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[to
             found[name] = (head["values"][name]["tree"], tensors[firsts[place] : firsts[place + 1]])
         return found
     except (LookupError, TypeError, ValueError, ArithmeticError, struct.error, RuntimeError) as error:
-        raise CorruptCheckpointError.explained(
+        raise CorruptCheckpointError(
             "The per-rank values cannot be unpacked.",
             expected="a length, a JSON head and the tensors it lists",
             got=str(error),

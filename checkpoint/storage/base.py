@@ -23,7 +23,7 @@ from io import UnsupportedOperation
 from typing import Any, NamedTuple, TypeVar
 
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 
 __all__ = [
     "Buffer",
@@ -271,13 +271,11 @@ class Storage(ABC):
         size = self.required_size(name)
         if size != nbytes:
             raise CorruptCheckpointError(
-                explain(
-                    "A file of the checkpoint has the wrong size.",
-                    expected=f"{nbytes} bytes",
-                    got=f"{size} bytes",
-                    where=f"{self.where}/{name}",
-                    todo=_COPY_AGAIN,
-                )
+                "A file of the checkpoint has the wrong size.",
+                expected=f"{nbytes} bytes",
+                got=f"{size} bytes",
+                where=f"{self.where}/{name}",
+                todo=_COPY_AGAIN,
             )
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -292,13 +290,11 @@ class Storage(ABC):
             raise self._missing(name, "no such file") from error
         except EOFError as error:
             raise CorruptCheckpointError(
-                explain(
-                    "A file of the checkpoint is truncated.",
-                    expected=f"{len(buffer)} bytes at offset {offset}",
-                    got=error,
-                    where=f"{self.where}/{name}",
-                    todo=_COPY_AGAIN,
-                )
+                "A file of the checkpoint is truncated.",
+                expected=f"{len(buffer)} bytes at offset {offset}",
+                got=error,
+                where=f"{self.where}/{name}",
+                todo=_COPY_AGAIN,
             ) from error
 
     def _reader(self, name: str) -> FileReader:
@@ -307,13 +303,11 @@ class Storage(ABC):
 
     def _missing(self, name: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            explain(
-                "A file of the checkpoint is missing.",
-                expected=f"a file {name}",
-                got=got,
-                where=self.where,
-                todo="copy the checkpoint again, with all its files",
-            )
+            "A file of the checkpoint is missing.",
+            expected=f"a file {name}",
+            got=got,
+            where=self.where,
+            todo="copy the checkpoint again, with all its files",
         )
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:

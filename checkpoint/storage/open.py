@@ -46,12 +46,10 @@ def open_store(url: str) -> Storage:
         return RemoteStorage(url, explains=True)
     except (ValueError, ImportError) as error:
         raise ConversionError(
-            explain(
-                "This URL cannot be opened.",
-                expected="a local path or a URL whose file system fsspec knows",
-                got=f"{url} ({error})",
-                todo="install the package the message names (for example s3fs for s3://)",
-            )
+            "This URL cannot be opened.",
+            expected="a local path or a URL whose file system fsspec knows",
+            got=f"{url} ({error})",
+            todo="install the package the message names (for example s3fs for s3://)",
         ) from error
 
 

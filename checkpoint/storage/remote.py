@@ -149,13 +149,11 @@ class _RemoteReader(FileReader):
             answer = f"{self._path} gave {len(data)} bytes of {stop_bytes - start_bytes} at {start_bytes}"
             if len(data) > stop_bytes - start_bytes:
                 raise ConversionError(
-                    explain(
-                        "The server does not give parts of files.",
-                        expected="as many bytes as were asked for",
-                        got=answer,
-                        where=self._storage.where,
-                        todo="download the checkpoint first, or use a server that knows range requests",
-                    )
+                    "The server does not give parts of files.",
+                    expected="as many bytes as were asked for",
+                    got=answer,
+                    where=self._storage.where,
+                    todo="download the checkpoint first, or use a server that knows range requests",
                 )
             if len(data) < stop_bytes - start_bytes:
                 self._prove_end(stop_bytes)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.spec import inner_box, is_ragged_spec, ragged_axis
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
 from vescale_fsdp.torch_private import DTensorSpec
 
@@ -81,13 +81,11 @@ def tensor_shard(local: torch.Tensor, boxes: Sequence[Box], index: MetadataIndex
             return local.view(-1)[start : start + box.numel].view(box.sizes)
         start += box.numel
     raise CheckpointError(
-        explain(
-            "The checkpoint planner asked for a box that this rank does not hold.",
-            expected=f"one of {[box.offsets for box in boxes]}",
-            got=f"offset {offsets}",
-            where=index.fqn,
-            todo="save and load with the placements the state had when the plan was made",
-        )
+        "The checkpoint planner asked for a box that this rank does not hold.",
+        expected=f"one of {[box.offsets for box in boxes]}",
+        got=f"offset {offsets}",
+        where=index.fqn,
+        todo="save and load with the placements the state had when the plan was made",
     )
 
 
@@ -131,23 +129,19 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
     most = _most_boxes(spec)
     if most > 1:
         raise CheckpointError(
-            explain(
-                "torch's safetensors writer keeps one box of a tensor per rank and drops the others.",
-                expected="pieces of one box: whole rows, granularity=Rows(1) for matrices",
-                got=f"up to {most} boxes per rank",
-                where=name,
-                todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
-            )
+            "torch's safetensors writer keeps one box of a tensor per rank and drops the others.",
+            expected="pieces of one box: whole rows, granularity=Rows(1) for matrices",
+            got=f"up to {most} boxes per rank",
+            where=name,
+            todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
         )
     if vars(writer).get("save_distributed") is False and ragged_axis(spec.placements)[1].num_shards > 1:
         raise CheckpointError(
-            explain(
-                "torch's safetensors writer lets all ranks write one file, of which the last one's part is left.",
-                expected="HuggingFaceStorageWriter(.., save_distributed=True)",
-                got="save_distributed=False, which is its default, and a tensor that is cut over ranks",
-                where=name,
-                todo="pass save_distributed=True",
-            )
+            "torch's safetensors writer lets all ranks write one file, of which the last one's part is left.",
+            expected="HuggingFaceStorageWriter(.., save_distributed=True)",
+            got="save_distributed=False, which is its default, and a tensor that is cut over ranks",
+            where=name,
+            todo="pass save_distributed=True",
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 
 __all__ = ["ascends", "place_in", "ranks_by_place"]
 
@@ -42,13 +42,11 @@ def ranks_by_place(mesh: DeviceMesh) -> torch.Tensor:
         order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
         if not torch.equal(order, order[:, :1].expand_as(order)):
             raise PlacementError(
-                explain(
-                    "An axis of the mesh names its ranks in different orders: replicas would hold different shards.",
-                    expected="every line of an axis in the same order, best ascending",
-                    got=mesh.mesh.tolist(),
-                    where=f"mesh axis {axis}",
-                    todo="name the ranks in ascending order: init_device_mesh does",
-                )
+                "An axis of the mesh names its ranks in different orders: replicas would hold different shards.",
+                expected="every line of an axis in the same order, best ascending",
+                got=mesh.mesh.tolist(),
+                where=f"mesh axis {axis}",
+                todo="name the ranks in ascending order: init_device_mesh does",
             )
         ranks = ranks.index_select(axis, order[:, 0])
     return ranks

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import local_of
@@ -117,13 +117,11 @@ def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
     if pieces is None:
         assert isinstance(param, DTensor)
         raise LayoutError(
-            explain(
-                "State in blocks needs parameters that ranks hold in contiguous runs.",
-                expected="plain tensors, RaggedShard, Shard(0) or Replicate",
-                got=param.placements,
-                where=f"parameter of shape {tuple(param.shape)}",
-                todo=f"shard this parameter by rows, or use {otherwise}",
-            )
+            "State in blocks needs parameters that ranks hold in contiguous runs.",
+            expected="plain tensors, RaggedShard, Shard(0) or Replicate",
+            got=param.placements,
+            where=f"parameter of shape {tuple(param.shape)}",
+            todo=f"shard this parameter by rows, or use {otherwise}",
         )
     return pieces
 
@@ -176,12 +174,10 @@ def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:
     local = local_of(tensor).detach()
     if not local.is_contiguous():
         raise LayoutError(
-            explain(
-                f"A {what} is not contiguous in memory.",
-                expected="row-major strides",
-                got=f"shape {tuple(local.shape)}, strides {local.stride()}",
-                todo="call .contiguous() on it before the model is sharded and the optimizer is made",
-            )
+            f"A {what} is not contiguous in memory.",
+            expected="row-major strides",
+            got=f"shape {tuple(local.shape)}, strides {local.stride()}",
+            todo="call .contiguous() on it before the model is sharded and the optimizer is made",
         )
     return local.view(-1)
 
@@ -196,13 +192,11 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
     assert grad is not None
     if grad.is_sparse or grad.is_complex():
         raise LayoutError(
-            explain(
-                "This gradient cannot be used.",
-                expected="a dense real tensor",
-                got=f"layout {grad.layout}, dtype {grad.dtype}",
-                where=f"parameter of shape {tuple(param.shape)}",
-                todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
-            )
+            "This gradient cannot be used.",
+            expected="a dense real tensor",
+            got=f"layout {grad.layout}, dtype {grad.dtype}",
+            where=f"parameter of shape {tuple(param.shape)}",
+            todo="use torch.optim.SparseAdam for sparse embeddings, or sparse=False",
         )
     if not isinstance(grad, DTensor):
         return grad.detach().reshape(-1)

@@ -35,7 +35,7 @@ from vescale_fsdp.dtensor.spec import (
     ragged_axis,
     spec_with,
 )
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
@@ -104,13 +104,11 @@ class RaggedDTensor(DTensor):
         expected = _shape_of_piece(spec)
         if tuple(local_tensor.shape) != expected or not local_tensor.is_contiguous():
             raise PlacementError(
-                explain(
-                    "The local tensor is not this rank's piece.",
-                    expected=f"a contiguous tensor of shape {expected}",
-                    got=f"shape {tuple(local_tensor.shape)}, strides {local_tensor.stride()}",
-                    where=f"rank {device_mesh.get_coordinate()} of {spec.placements}",
-                    todo="flatten the piece: tensor.reshape(-1)[range]",
-                )
+                "The local tensor is not this rank's piece.",
+                expected=f"a contiguous tensor of shape {expected}",
+                got=f"shape {tuple(local_tensor.shape)}, strides {local_tensor.stride()}",
+                where=f"rank {device_mesh.get_coordinate()} of {spec.placements}",
+                todo="flatten the piece: tensor.reshape(-1)[range]",
             )
         return _FromLocal.apply(local_tensor, spec)  # type: ignore[no-any-return]
 
@@ -152,20 +150,16 @@ class RaggedDTensor(DTensor):
         """
         if async_op or forward_dtype is not None or backward_dtype is not None:
             raise UnsupportedOpError(
-                explain(
-                    "redistribute of a ragged tensor takes no options.",
-                    expected="async_op=False, forward_dtype=None, backward_dtype=None",
-                    got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
-                    todo="cast with .to(dtype); vescale_fsdp.redistribute_async overlaps with computation",
-                )
+                "redistribute of a ragged tensor takes no options.",
+                expected="async_op=False, forward_dtype=None, backward_dtype=None",
+                got=f"async_op={async_op}, forward_dtype={forward_dtype}, {backward_dtype=}",
+                todo="cast with .to(dtype); vescale_fsdp.redistribute_async overlaps with computation",
             )
         if device_mesh is not None and device_mesh != self.device_mesh:
-            raise PlacementError(
-                explain("A tensor stays on its mesh.", expected=self.device_mesh, got=device_mesh)
-            )
+            raise PlacementError("A tensor stays on its mesh.", expected=self.device_mesh, got=device_mesh)
         if placements is None:
             raise PlacementError(
-                explain("redistribute needs placements.", expected="one placement per mesh axis", got=None)
+                "redistribute needs placements.", expected="one placement per mesh axis", got=None
             )
         return redistribute(self, placements)
 
@@ -181,13 +175,11 @@ class RaggedDTensor(DTensor):
             (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
         ):
             raise PlacementError(
-                explain(
-                    "What is assigned to .data must be sharded as the tensor is.",
-                    expected=f"a ragged tensor of shape {tuple(self.shape)}, {self.dtype} on {self.device}, placed "
-                    f"{tuple(map(str, self.placements))}",
-                    got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
-                    todo="copy_ what vescale_fsdp.distribute_tensor makes of the full tensor into the tensor",
-                )
+                "What is assigned to .data must be sharded as the tensor is.",
+                expected=f"a ragged tensor of shape {tuple(self.shape)}, {self.dtype} on {self.device}, placed "
+                f"{tuple(map(str, self.placements))}",
+                got=f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype} on {value.device}",
+                todo="copy_ what vescale_fsdp.distribute_tensor makes of the full tensor into the tensor",
             )
         self._local_tensor = value._local_tensor.detach()
 
@@ -230,14 +222,12 @@ class RaggedDTensor(DTensor):
         # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
         if protocol == torch.serialization.DEFAULT_PROTOCOL:
             raise UnsupportedOpError(
-                explain(
-                    "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
-                    expected="a checkpoint that knows the global tensor",
-                    got="torch.save (pickle protocol 2), which would store this rank's piece alone",
-                    where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
-                    todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
-                    "or torch.save(tensor.full_tensor()) on one rank",
-                )
+                "torch.save cannot store a ragged tensor in a way that loads anywhere else.",
+                expected="a checkpoint that knows the global tensor",
+                got="torch.save (pickle protocol 2), which would store this rank's piece alone",
+                where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
+                todo="save it with vescale_fsdp.checkpoint.save or torch.distributed.checkpoint.save, "
+                "or torch.save(tensor.full_tensor()) on one rank",
             )
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
@@ -348,7 +338,7 @@ def distribute_tensor(
     axis, placement = ragged_axis(spec.placements)
     if any(p.is_partial() for p in spec.placements):
         raise PlacementError(
-            explain("A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements)
+            "A tensor cannot be made Partial.", expected="Replicate or Shard", got=spec.placements
         )
     full = tensor.detach()
     if src_data_rank is not None:

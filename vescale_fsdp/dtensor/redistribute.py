@@ -48,7 +48,7 @@ from vescale_fsdp.dtensor.spec import (
     ragged_axis,
     spec_with,
 )
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
@@ -128,22 +128,18 @@ class Move:
 def _check_reachable(source: DTensorSpec, target: DTensorSpec) -> None:
     if source.mesh != target.mesh or source.shape != target.shape:
         raise PlacementError(
-            explain(
-                "A tensor keeps its mesh and its shape when it is redistributed.",
-                expected=f"shape {tuple(source.shape)} on {source.mesh}",
-                got=f"shape {tuple(target.shape)} on {target.mesh}",
-                todo="gather it with full_tensor() and distribute it anew",
-            )
+            "A tensor keeps its mesh and its shape when it is redistributed.",
+            expected=f"shape {tuple(source.shape)} on {source.mesh}",
+            got=f"shape {tuple(target.shape)} on {target.mesh}",
+            todo="gather it with full_tensor() and distribute it anew",
         )
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if want.is_partial() and have != want:
             raise PlacementError(
-                explain(
-                    "A tensor cannot be redistributed to Partial.",
-                    expected="Replicate, Shard or RaggedShard",
-                    got=want,
-                    where=f"mesh axis {axis} of {target.placements}",
-                )
+                "A tensor cannot be redistributed to Partial.",
+                expected="Replicate, Shard or RaggedShard",
+                got=want,
+                where=f"mesh axis {axis} of {target.placements}",
             )
 
 
@@ -252,12 +248,10 @@ def _reduce_others(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
         if have.is_partial() and not want.is_partial():
             if not _reducible(have):
                 raise PlacementError(
-                    explain(
-                        "This Partial cannot be reduced on ragged pieces.",
-                        expected=f"Partial of one of {sorted(_REDUCE_OPS)}",
-                        got=have,
-                        where=f"mesh axis {axis} of {source.placements}",
-                    )
+                    "This Partial cannot be reduced on ragged pieces.",
+                    expected=f"Partial of one of {sorted(_REDUCE_OPS)}",
+                    got=have,
+                    where=f"mesh axis {axis} of {source.placements}",
                 )
             local = local.clone()
             yield all_reduce_in_place(local, _op_of(have), source.mesh.get_group(axis))

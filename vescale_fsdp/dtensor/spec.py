@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from vescale_fsdp.dtensor.mesh_order import ascends
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, whole_box
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta
@@ -89,11 +89,9 @@ def ragged_axis(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
     found = [(axis, p) for axis, p in enumerate(placements) if isinstance(p, RaggedShard)]
     if len(found) != 1:
         raise PlacementError(
-            explain(
-                "A ragged tensor must have exactly one RaggedShard.",
-                expected="exactly one",
-                got=tuple(placements),
-            )
+            "A ragged tensor must have exactly one RaggedShard.",
+            expected="exactly one",
+            got=tuple(placements),
         )
     return found[0]
 
@@ -133,7 +131,7 @@ def _canonical(
 ) -> tuple[Placement, ...]:
     if len(placements) != mesh.ndim:
         raise PlacementError(
-            explain("Every mesh axis needs a placement.", expected=f"{mesh.ndim} placements", got=placements)
+            "Every mesh axis needs a placement.", expected=f"{mesh.ndim} placements", got=placements
         )
     if not is_ragged_spec(placements):
         return placements
@@ -146,13 +144,11 @@ def _canonical(
     )
     if isinstance(placement, StridedRaggedShard) and placement.split_factor != split:
         raise PlacementError(
-            explain(
-                "The split factor does not match the other axes.",
-                expected=f"split_factor {split}: the ranks that share dim 0 by Shard(0) beside it",
-                got=placement,
-                where=str(placements),
-                todo="give RaggedShard; the split factor is filled in",
-            )
+            "The split factor does not match the other axes.",
+            expected=f"split_factor {split}: the ranks that share dim 0 by Shard(0) beside it",
+            got=placement,
+            where=str(placements),
+            todo="give RaggedShard; the split factor is filled in",
         )
     ragged = placement.with_split_factor(split)
     positive = [Shard(p.dim % len(shape)) if isinstance(p, Shard) else p for p in placements]
@@ -169,41 +165,33 @@ def _check_beside(
     """Refuse meshes, shapes and neighbours that a ragged placement cannot stand beside."""
     if placement.num_shards != mesh.size(axis):
         raise PlacementError(
-            explain(
-                "The units do not match the number of ranks.",
-                expected=f"{mesh.size(axis)} units, one per rank of mesh axis {axis}",
-                got=placement.local_units,
-            )
+            "The units do not match the number of ranks.",
+            expected=f"{mesh.size(axis)} units, one per rank of mesh axis {axis}",
+            got=placement.local_units,
         )
     if not shape:
         raise PlacementError(
-            explain(
-                "A 0-d tensor has nothing to cut.",
-                expected="a tensor of at least one dim",
-                got="shape ()",
-                todo="use Replicate, or a 1-D tensor of one element",
-            )
+            "A 0-d tensor has nothing to cut.",
+            expected="a tensor of at least one dim",
+            got="shape ()",
+            todo="use Replicate, or a 1-D tensor of one element",
         )
     for other, p in enumerate(placements):
         plain_shard = type(p) is Shard and -len(shape) <= p.dim < len(shape)
         if other != axis and not (p.is_replicate() or p.is_partial() or plain_shard):
             raise PlacementError(
-                explain(
-                    "This placement cannot stand beside a RaggedShard.",
-                    expected="Replicate, Partial or Shard(d) of an existing dim",
-                    got=p,
-                    where=f"mesh axis {other} of {placements}",
-                    todo="redistribute that axis first",
-                )
+                "This placement cannot stand beside a RaggedShard.",
+                expected="Replicate, Partial or Shard(d) of an existing dim",
+                got=p,
+                where=f"mesh axis {other} of {placements}",
+                todo="redistribute that axis first",
             )
         if plain_shard and other != axis and not ascends(mesh, other):
             raise PlacementError(
-                explain(
-                    "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by the order of "
-                    "the mesh and gathers it by that of the ranks.",
-                    expected="ranks in ascending order along the axis",
-                    got=mesh.mesh.tolist(),
-                    where=f"mesh axis {other} of {placements}",
-                    todo="name the ranks in ascending order: init_device_mesh does",
-                )
+                "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by the order of "
+                "the mesh and gathers it by that of the ranks.",
+                expected="ranks in ascending order along the axis",
+                got=mesh.mesh.tolist(),
+                where=f"mesh axis {other} of {placements}",
+                todo="name the ranks in ascending order: init_device_mesh does",
             )

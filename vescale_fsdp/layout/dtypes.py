@@ -65,12 +65,10 @@ class DType:
         """
         if self.torch_name is None:
             raise ConversionError(
-                explain(
-                    "PyTorch has no such element type.",
-                    expected="a type of torch",
-                    got=self.name,
-                    todo="leave these tensors out with --exclude",
-                )
+                "PyTorch has no such element type.",
+                expected="a type of torch",
+                got=self.name,
+                todo="leave these tensors out with --exclude",
             )
         return self.torch_name
 
@@ -203,11 +201,9 @@ def itemsize_of(name: str) -> int:
     dtype = known_dtype(name)
     if dtype is None:
         raise LayoutError(
-            explain(
-                "This dtype is not known.",
-                expected="a dtype of torch by its name, such as 'bfloat16'",
-                got=name,
-            )
+            "This dtype is not known.",
+            expected="a dtype of torch by its name, such as 'bfloat16'",
+            got=name,
         )
     return dtype.itemsize
 
@@ -220,12 +216,10 @@ def dtype_from_code(code: str) -> DType:
     """
     if code not in _BY_CODE:
         raise ConversionError(
-            explain(
-                "The safetensors format has no such element type.",
-                expected=f"one of {', '.join(sorted(_BY_CODE))}",
-                got=code,
-                todo="check that the file is a safetensors file of a known version",
-            )
+            "The safetensors format has no such element type.",
+            expected=f"one of {', '.join(sorted(_BY_CODE))}",
+            got=code,
+            todo="check that the file is a safetensors file of a known version",
         )
     return _BY_CODE[code]
 
@@ -239,11 +233,9 @@ def dtype_from_torch(name: str) -> DType:
     dtype = known_dtype(name)
     if dtype is None:
         raise ConversionError(
-            explain(
-                "This element type cannot be converted.",
-                expected=f"one of {', '.join(sorted(_BY_NAME))}",
-                got=name,
-                todo="convert the tensor to one of these types before saving it",
-            )
+            "This element type cannot be converted.",
+            expected=f"one of {', '.join(sorted(_BY_NAME))}",
+            got=name,
+            todo="convert the tensor to one of these types before saving it",
         )
     return dtype

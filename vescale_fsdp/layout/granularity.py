@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 
 __all__ = [
@@ -61,13 +61,11 @@ def _positive(owner: Granularity, **fields: int) -> None:
     for name, value in fields.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise LayoutError(
-                explain(
-                    f"{type(owner).__name__}: {name} cannot be {value!r}.",
-                    expected=f"a whole number {name} >= 1",
-                    got=repr(value),
-                    where=f"{type(owner).__name__}({name}=...)",
-                    todo="give the number of elements or rows that must stay together",
-                )
+                f"{type(owner).__name__}: {name} cannot be {value!r}.",
+                expected=f"a whole number {name} >= 1",
+                got=repr(value),
+                where=f"{type(owner).__name__}({name}=...)",
+                todo="give the number of elements or rows that must stay together",
             )
 
 
@@ -132,13 +130,11 @@ class Whole(Granularity):
     def __post_init__(self) -> None:
         if self.per not in ("tensor", "matrix"):
             raise LayoutError(
-                explain(
-                    "Whole does not know this unit.",
-                    expected="per='tensor' or per='matrix'",
-                    got=repr(self.per),
-                    where="Whole(per=...)",
-                    todo="use per='matrix' to keep each expert of a stacked (E, m, k) tensor whole",
-                )
+                "Whole does not know this unit.",
+                expected="per='tensor' or per='matrix'",
+                got=repr(self.per),
+                where="Whole(per=...)",
+                todo="use per='matrix' to keep each expert of a stacked (E, m, k) tensor whole",
             )
 
     def raw_block_numel(self, shape: tuple[int, ...]) -> int:
@@ -178,13 +174,11 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     if isinstance(found, Granularity):
         return found
     raise LayoutError(
-        explain(
-            "The granularity rule did not give a granularity.",
-            expected="Element(), Flat(n), Rows(n), Tiles(r, c) or Whole()",
-            got=repr(found),
-            where=f"parameter {fqn!r}",
-            todo="pass a Granularity, a mapping of name patterns to them, or a function that returns one",
-        )
+        "The granularity rule did not give a granularity.",
+        expected="Element(), Flat(n), Rows(n), Tiles(r, c) or Whole()",
+        got=repr(found),
+        where=f"parameter {fqn!r}",
+        todo="pass a Granularity, a mapping of name patterns to them, or a function that returns one",
     )
 
 
@@ -205,13 +199,11 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
         return
     near = {pattern: difflib.get_close_matches(pattern, fqns, n=3, cutoff=0.3) for pattern in unmatched}
     raise LayoutError(
-        explain(
-            "A pattern of the granularity mapping matches no parameter.",
-            expected="patterns (fnmatch) that each match a name relative to the wrapped module",
-            got=", ".join(map(repr, unmatched)),
-            where="; ".join(f"near {p!r}: {', '.join(n) or list(fqns[:5])}" for p, n in near.items()),
-            todo="correct the pattern, or give each fully_shard call the patterns of its own module",
-        )
+        "A pattern of the granularity mapping matches no parameter.",
+        expected="patterns (fnmatch) that each match a name relative to the wrapped module",
+        got=", ".join(map(repr, unmatched)),
+        where="; ".join(f"near {p!r}: {', '.join(n) or list(fqns[:5])}" for p, n in near.items()),
+        todo="correct the pattern, or give each fully_shard call the patterns of its own module",
     )
 
 
@@ -241,12 +233,10 @@ def parse_granularity(text: str) -> Granularity:
         if isinstance(error, LayoutError):
             raise
     raise LayoutError(
-        explain(
-            "This text does not name a granularity.",
-            expected="element, flat:256, rows:32, tiles:128x128, whole or whole:matrix",
-            got=repr(text),
-            todo="write the kind, a colon, and its sizes",
-        )
+        "This text does not name a granularity.",
+        expected="element, flat:256, rows:32, tiles:128x128, whole or whole:matrix",
+        got=repr(text),
+        todo="write the kind, a colon, and its sizes",
     )
 
 

@@ -36,7 +36,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 
 __all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot"]
@@ -114,13 +114,11 @@ class TensorSlot:
         """
         if self.runs:
             raise LayoutError(
-                explain(
-                    "A scattered tensor is not one range of the buffer.",
-                    expected="a contiguous slot",
-                    got=f"{len(self.runs)} runs of pieces",
-                    where=self.fqn,
-                    todo="ask GroupLayout.piece(slot, rank) for what each rank holds",
-                )
+                "A scattered tensor is not one range of the buffer.",
+                expected="a contiguous slot",
+                got=f"{len(self.runs)} runs of pieces",
+                where=self.fqn,
+                todo="ask GroupLayout.piece(slot, rank) for what each rank holds",
             )
         return FlatRange(self.offset, self.offset + self.numel)
 
@@ -171,12 +169,10 @@ class GroupLayout:
     def __post_init__(self) -> None:
         if self.num_shards < 1 or self.shard_numel < 0:
             raise LayoutError(
-                explain(
-                    "A group needs at least one shard of non-negative size.",
-                    expected="num_shards >= 1 and shard_numel >= 0",
-                    got=f"num_shards={self.num_shards}, shard_numel={self.shard_numel}",
-                    todo="pass the number of ranks the group is sharded over",
-                )
+                "A group needs at least one shard of non-negative size.",
+                expected="num_shards >= 1 and shard_numel >= 0",
+                got=f"num_shards={self.num_shards}, shard_numel={self.shard_numel}",
+                todo="pass the number of ranks the group is sharded over",
             )
         end_of_buffer = self.numel
         for slot in self.slots:
@@ -186,34 +182,28 @@ class GroupLayout:
     def _prove_slot(self, slot: TensorSlot, end_of_buffer: int) -> None:
         if slot.offset < 0 or slot.block_numel < 1 or (slot.shape and min(slot.shape) < 0):
             raise LayoutError(
-                explain(
-                    "A slot has a negative size or offset, or an empty block.",
-                    expected="sizes >= 0, block_numel >= 1, offset >= 0",
-                    got=slot,
-                    where=slot.fqn,
-                )
+                "A slot has a negative size or offset, or an empty block.",
+                expected="sizes >= 0, block_numel >= 1, offset >= 0",
+                got=slot,
+                where=slot.fqn,
             )
         if slot.runs:
             self._prove_runs(slot)
             return
         if slot.offset + slot.numel > end_of_buffer:
             raise LayoutError(
-                explain(
-                    "A slot does not fit into the group's buffer.",
-                    expected=f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {self.shard_numel})",
-                    got=f"[{slot.span.start}, {slot.span.stop})",
-                    where=slot.fqn,
-                )
+                "A slot does not fit into the group's buffer.",
+                expected=f"end of slot <= {end_of_buffer} ({self.num_shards} shards x {self.shard_numel})",
+                got=f"[{slot.span.start}, {slot.span.stop})",
+                where=slot.fqn,
             )
         if not self._cuts_between_blocks(slot):
             raise LayoutError(
-                explain(
-                    "A rank boundary cuts a block.",
-                    expected=f"k * {self.shard_numel} a multiple of {slot.block_numel} away from the start",
-                    got=f"slot [{slot.span.start}, {slot.span.stop})",
-                    where=slot.fqn,
-                    todo="take the layout from plan_group",
-                )
+                "A rank boundary cuts a block.",
+                expected=f"k * {self.shard_numel} a multiple of {slot.block_numel} away from the start",
+                got=f"slot [{slot.span.start}, {slot.span.stop})",
+                where=slot.fqn,
+                todo="take the layout from plan_group",
             )
 
     def _cuts_between_blocks(self, slot: TensorSlot) -> bool:
@@ -248,23 +238,19 @@ class GroupLayout:
             problem = f"offset {slot.offset} is not that of the first piece"
         if problem:
             raise LayoutError(
-                explain(
-                    "The pieces of this scattered slot are not valid.",
-                    expected=f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per "
-                    f"rank, in rank order, inside {self.num_shards} shards of {self.shard_numel}",
-                    got=problem,
-                    where=slot.fqn,
-                    todo="take the layout from plan_group",
-                )
+                "The pieces of this scattered slot are not valid.",
+                expected=f"{slot.numel} elements in whole blocks of {slot.block_numel}, one piece per "
+                f"rank, in rank order, inside {self.num_shards} shards of {self.shard_numel}",
+                got=problem,
+                where=slot.fqn,
+                todo="take the layout from plan_group",
             )
 
     def _prove_disjoint(self) -> None:
         names = [slot.fqn for slot in self.slots]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise LayoutError(
-                explain("A name appears twice in one group.", expected="distinct names", got=twice)
-            )
+            raise LayoutError("A name appears twice in one group.", expected="distinct names", got=twice)
         filled = [slot for slot in self.slots if slot.numel]
         whole = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))
         for left, right in pairwise(whole):
@@ -331,11 +317,9 @@ class GroupLayout:
             return self._by_fqn[fqn]
         except KeyError:
             raise LayoutError(
-                explain(
-                    "The group holds no tensor of this name.",
-                    expected=f"one of {sorted(self._by_fqn)[:8]}",
-                    got=repr(fqn),
-                )
+                "The group holds no tensor of this name.",
+                expected=f"one of {sorted(self._by_fqn)[:8]}",
+                got=repr(fqn),
             ) from None
 
     def shard_range(self, rank: int) -> FlatRange:
@@ -405,15 +389,13 @@ class GroupLayout:
 
 def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:
     return LayoutError(
-        explain(
-            "Two slots overlap.",
-            expected="disjoint ranges of the buffer",
-            got=" and ".join(
-                f"{slot.fqn} {tuple(map(tuple, slot.runs)) if slot.runs else tuple(slot.span)}"
-                for slot in (left, right)
-            ),
-            todo="take the layout from plan_group",
-        )
+        "Two slots overlap.",
+        expected="disjoint ranges of the buffer",
+        got=" and ".join(
+            f"{slot.fqn} {tuple(map(tuple, slot.runs)) if slot.runs else tuple(slot.span)}"
+            for slot in (left, right)
+        ),
+        todo="take the layout from plan_group",
     )
 
 
@@ -427,7 +409,7 @@ class ModelLayout:
         names = [name for name, _ in self.groups]
         if len(set(names)) != len(names):
             raise LayoutError(
-                explain("A group name appears twice in one model.", expected="distinct names", got=names)
+                "A group name appears twice in one model.", expected="distinct names", got=names
             )
 
     @classmethod

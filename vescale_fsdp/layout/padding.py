@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -54,12 +54,10 @@ class PaddingPolicy:
     def __post_init__(self) -> None:
         if self.scatter not in ("never", "auto") or not 0 <= self.warn_above <= self.refuse_above:
             raise LayoutError(
-                explain(
-                    "The padding policy is not valid.",
-                    expected="scatter 'auto' or 'never', and 0 <= warn_above <= refuse_above",
-                    got=self,
-                    todo="give both limits as fractions of the payload, such as 0.25 and 10.0",
-                )
+                "The padding policy is not valid.",
+                expected="scatter 'auto' or 'never', and 0 <= warn_above <= refuse_above",
+                got=self,
+                todo="give both limits as fractions of the payload, such as 0.25 and 10.0",
             )
 
 
@@ -99,18 +97,16 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
     if ratio > policy.refuse_above:
         cures = find_cures(layout, policy.warn_above, policy.scatter)
         raise LayoutError(
-            explain(
-                "The group would be mostly padding: it has too few blocks for its ranks.",
-                expected=f"padding of at most {policy.refuse_above:.0%} of the payload",
-                got=_numbers(layout),
-                where=where or layout.slots[0].fqn,
-                todo="; ".join(
-                    (
-                        *cure_texts(cures, layout),
-                        "or accept it: padding_policy=PaddingPolicy(refuse_above=...)",
-                    )
-                ),
-            )
+            "The group would be mostly padding: it has too few blocks for its ranks.",
+            expected=f"padding of at most {policy.refuse_above:.0%} of the payload",
+            got=_numbers(layout),
+            where=where or layout.slots[0].fqn,
+            todo="; ".join(
+                (
+                    *cure_texts(cures, layout),
+                    "or accept it: padding_policy=PaddingPolicy(refuse_above=...)",
+                )
+            ),
         )
     if warn:
         sizes = tuple((slot.fqn, slot.shape, slot.block_numel) for slot in layout.slots)

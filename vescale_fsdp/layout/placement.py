@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 
 __all__ = ["RaggedShard", "StridedRaggedShard"]
@@ -51,25 +51,21 @@ class RaggedShard(Placement):
         object.__setattr__(self, "local_units", tuple(self.local_units))
         if self.dims != tuple(range(len(self.dims))):
             raise PlacementError(
-                explain("Only leading dims can be cut.", expected="(), (0,), (0, 1), ...", got=self.dims)
+                "Only leading dims can be cut.", expected="(), (0,), (0, 1), ...", got=self.dims
             )
         if not self.local_units or min(self.local_units) < 0 or sum(self.local_units) == 0:
             raise PlacementError(
-                explain(
-                    "The units cannot be shared out.",
-                    expected="one unit count >= 0 per rank, at least one of them > 0",
-                    got=self.local_units,
-                    where="RaggedShard(local_units=...)",
-                )
+                "The units cannot be shared out.",
+                expected="one unit count >= 0 per rank, at least one of them > 0",
+                got=self.local_units,
+                where="RaggedShard(local_units=...)",
             )
         if not self.dims and sum(1 for units in self.local_units if units) != 1:
             raise PlacementError(
-                explain(
-                    "dims=() keeps the tensor on one rank.",
-                    expected="exactly one rank with units > 0",
-                    got=self.local_units,
-                    todo="name the dims to cut, or give one owner",
-                )
+                "dims=() keeps the tensor on one rank.",
+                expected="exactly one rank with units > 0",
+                got=self.local_units,
+                todo="name the dims to cut, or give one owner",
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,11 +94,9 @@ class RaggedShard(Placement):
         numel = numel_of(shape)
         if sum(piece_numels) != numel:
             raise PlacementError(
-                explain(
-                    "The pieces do not add up to the tensor.",
-                    expected=f"{numel} elements for shape {tuple(shape)}",
-                    got=f"{sum(piece_numels)} in {tuple(piece_numels)}",
-                )
+                "The pieces do not add up to the tensor.",
+                expected=f"{numel} elements for shape {tuple(shape)}",
+                got=f"{sum(piece_numels)} in {tuple(piece_numels)}",
             )
         if numel == 0:
             return cls((0,), (1,) + (0,) * (len(piece_numels) - 1))
@@ -139,13 +133,11 @@ class RaggedShard(Placement):
         if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
             return numel // units
         raise PlacementError(
-            explain(
-                "A tensor of this shape cannot be cut like this.",
-                expected=f"dims {self.dims} of the shape to divide into {units} units",
-                got=f"shape {tuple(shape)}",
-                where=str(self),
-                todo="use RaggedShard.from_piece_numels, or take the placement from a plan",
-            )
+            "A tensor of this shape cannot be cut like this.",
+            expected=f"dims {self.dims} of the shape to divide into {units} units",
+            got=f"shape {tuple(shape)}",
+            where=str(self),
+            todo="use RaggedShard.from_piece_numels, or take the placement from a plan",
         )
 
     def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
@@ -191,12 +183,10 @@ class StridedRaggedShard(RaggedShard):
         super().__post_init__()
         if self.split_factor < 2:
             raise PlacementError(
-                explain(
-                    "A strided cut needs several chunks.",
-                    expected="split_factor >= 2",
-                    got=self.split_factor,
-                    todo="use RaggedShard",
-                )
+                "A strided cut needs several chunks.",
+                expected="split_factor >= 2",
+                got=self.split_factor,
+                todo="use RaggedShard",
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -213,12 +203,10 @@ class StridedRaggedShard(RaggedShard):
         """
         if shape[0] % self.split_factor:
             raise PlacementError(
-                explain(
-                    "Dim 0 does not divide into the chunks.",
-                    expected=f"a multiple of {self.split_factor}",
-                    got=f"shape {tuple(shape)}",
-                    where=str(self),
-                )
+                "Dim 0 does not divide into the chunks.",
+                expected=f"a multiple of {self.split_factor}",
+                got=f"shape {tuple(shape)}",
+                where=str(self),
             )
         chunk = (shape[0] // self.split_factor, *shape[1:])
         piece = self.piece(chunk, rank)

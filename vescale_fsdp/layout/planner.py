@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import chunk_of, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
@@ -129,13 +129,11 @@ def plan_by_rows(
         block = max(1, min(math.lcm(tensor.block_numel, max(1, row_numel)), numel))
         if chunk < rows and (chunk * row_numel) % block:
             raise LayoutError(
-                explain(
-                    "Cutting rows evenly, as all-gather hooks need them, would cut a block.",
-                    expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
-                    got=f"blocks of {block} elements",
-                    where=tensor.fqn,
-                    todo="choose smaller blocks for this parameter, or a number of ranks that fits",
-                )
+                "Cutting rows evenly, as all-gather hooks need them, would cut a block.",
+                expected=f"blocks that divide {chunk} rows of {row_numel}, {rows} over {num_shards} ranks",
+                got=f"blocks of {block} elements",
+                where=tensor.fqn,
+                todo="choose smaller blocks for this parameter, or a number of ranks that fits",
             )
         runs = []
         if numel:
@@ -156,43 +154,35 @@ def _offset(runs: Sequence[PieceRun], shard_numel: int) -> int:
 def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: int, scatter: Scatter) -> None:
     if num_shards < 1 or align_numel < 1:
         raise LayoutError(
-            explain(
-                "There must be at least one shard, and a positive alignment.",
-                expected="num_shards >= 1 and align_numel >= 1",
-                got=f"num_shards={num_shards}, align_numel={align_numel}",
-                todo="pass the size of the mesh axis that shards the group",
-            )
+            "There must be at least one shard, and a positive alignment.",
+            expected="num_shards >= 1 and align_numel >= 1",
+            got=f"num_shards={num_shards}, align_numel={align_numel}",
+            todo="pass the size of the mesh axis that shards the group",
         )
     if scatter not in ("never", "auto"):
         raise LayoutError(
-            explain(
-                "This scatter mode does not exist.",
-                expected="'never' or 'auto'",
-                got=repr(scatter),
-                where="plan_group(scatter=...)",
-                todo="'auto' lets the planner copy small tensors where that avoids padding",
-            )
+            "This scatter mode does not exist.",
+            expected="'never' or 'auto'",
+            got=repr(scatter),
+            where="plan_group(scatter=...)",
+            todo="'auto' lets the planner copy small tensors where that avoids padding",
         )
     for tensor in tensors:
         if tensor.block_numel < 1 or (tensor.shape and min(tensor.shape) < 0):
             raise LayoutError(
-                explain(
-                    "This tensor cannot be laid out.",
-                    expected="sizes >= 0 and block_numel >= 1",
-                    got=f"shape {tensor.shape}, block_numel {tensor.block_numel}",
-                    where=tensor.fqn,
-                    todo="take block_numel from Granularity.block_numel(shape)",
-                )
+                "This tensor cannot be laid out.",
+                expected="sizes >= 0 and block_numel >= 1",
+                got=f"shape {tensor.shape}, block_numel {tensor.block_numel}",
+                where=tensor.fqn,
+                todo="take block_numel from Granularity.block_numel(shape)",
             )
     dtypes = {tensor.dtype: tensor.fqn for tensor in tensors}
     if len(dtypes) > 1:
         raise LayoutError(
-            explain(
-                "The tensors of one group differ in dtype.",
-                expected="one dtype per group",
-                got=", ".join(f"{dtype} ({fqn})" for dtype, fqn in sorted(dtypes.items())),
-                todo="plan one group per dtype; fully_shard does so by itself",
-            )
+            "The tensors of one group differ in dtype.",
+            expected="one dtype per group",
+            got=", ".join(f"{dtype} ({fqn})" for dtype, fqn in sorted(dtypes.items())),
+            todo="plan one group per dtype; fully_shard does so by itself",
         )
 
 

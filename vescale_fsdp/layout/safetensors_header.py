@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_code
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 
@@ -91,11 +91,9 @@ def _told(error: Exception) -> str:
 
 def _corrupt(expected: str, got: str, where: object) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        explain(
-            "The safetensors file is damaged or incomplete.",
-            expected=expected,
-            got=got,
-            where=where,
-            todo="copy the file again from where it was made",
-        )
+        "The safetensors file is damaged or incomplete.",
+        expected=expected,
+        got=got,
+        where=where,
+        todo="copy the file again from where it was made",
     )

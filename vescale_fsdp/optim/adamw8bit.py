@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.optim.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
@@ -93,12 +93,10 @@ class AdamW8bit(StructuredOptimizer):
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         if group["state_bits"] not in (8, 32):
             raise LayoutError(
-                explain(
-                    "Optimizer state is kept in 8 or in 32 bits.",
-                    expected="state_bits=8 or state_bits=32",
-                    got=group["state_bits"],
-                    todo="correct the param group",
-                )
+                "Optimizer state is kept in 8 or in 32 bits.",
+                expected="state_bits=8 or state_bits=32",
+                got=group["state_bits"],
+                todo="correct the param group",
             )
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):

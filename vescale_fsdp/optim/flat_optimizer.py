@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import UnsupportedOpError, explain
+from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.planner import ALIGN_NUMEL
 from vescale_fsdp.optim.state_loading import copy_state
 from vescale_fsdp.optim.structured_optimizer import evaluated
@@ -105,13 +105,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:
         if kind not in ELEMENT_WISE:
             raise UnsupportedOpError(
-                explain(
-                    "This optimizer cannot step flat shards: its updates need whole matrices, or are not known "
-                    "to be element-wise.",
-                    expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
-                    got=f"{kind.__module__}.{kind.__name__}",
-                    todo="use it as it is, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
-                )
+                "This optimizer cannot step flat shards: its updates need whole matrices, or are not known "
+                "to be element-wise.",
+                expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
+                got=f"{kind.__module__}.{kind.__name__}",
+                todo="use it as it is, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
             )
         self._kind = kind
         self._options = options

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.piece_map import local_part_of, local_tensor, pieces_of
 from vescale_fsdp.dtensor.ragged_dtensor import redistribute
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of
 
 __all__ = ["Held", "check_state", "copy_state"]
@@ -43,14 +43,12 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
     """
     if set(saved) != set(state):
         raise CheckpointError(
-            explain(
-                "The saved optimizer state has other parts than this optimizer keeps.",
-                expected=sorted(state),
-                got=sorted(saved),
-                where=where,
-                todo="build the optimizer with the param groups and options it was saved with; state is "
-                "never quantised or dequantised in silence",
-            )
+            "The saved optimizer state has other parts than this optimizer keeps.",
+            expected=sorted(state),
+            got=sorted(saved),
+            where=where,
+            todo="build the optimizer with the param groups and options it was saved with; state is "
+            "never quantised or dequantised in silence",
         )
     for name, target in state.items():
         value = saved[name]
@@ -59,13 +57,11 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
         exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
         if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
             raise CheckpointError(
-                explain(
-                    "A saved optimizer state tensor does not fit.",
-                    expected=f"{name} of shape {tuple(target.shape)}, {target.dtype}",
-                    got=f"shape {got_shape}, {kind}",
-                    where=where,
-                    todo="load a checkpoint of the same model and the same optimizer options",
-                )
+                "A saved optimizer state tensor does not fit.",
+                expected=f"{name} of shape {tuple(target.shape)}, {target.dtype}",
+                got=f"shape {got_shape}, {kind}",
+                where=where,
+                todo="load a checkpoint of the same model and the same optimizer options",
             )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
-from vescale_fsdp.errors import CheckpointError, LayoutError, explain
+from vescale_fsdp.errors import CheckpointError, LayoutError
 from vescale_fsdp.optim.state_loading import Held, check_state, copy_state
 
 __all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates", "evaluated"]
@@ -53,12 +53,10 @@ def check_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay:
     }
     if any(bad.values()):
         raise LayoutError(
-            explain(
-                f"An optimizer cannot take these values: {', '.join(n for n, is_bad in bad.items() if is_bad)}.",
-                expected="lr, eps, weight_decay >= 0 and betas in [0, 1)",
-                got=f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
-                todo="correct the optimizer's arguments",
-            )
+            f"An optimizer cannot take these values: {', '.join(n for n, is_bad in bad.items() if is_bad)}.",
+            expected="lr, eps, weight_decay >= 0 and betas in [0, 1)",
+            got=f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
+            todo="correct the optimizer's arguments",
         )
 
 
@@ -107,13 +105,11 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         algorithm = param_group.setdefault("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
             raise LayoutError(
-                explain(
-                    "A param group names an unknown algorithm.",
-                    expected=f"{self.algorithm!r} or 'adamw'",
-                    got=repr(algorithm),
-                    where=f"param group {len(self.param_groups)} of {type(self).__name__}",
-                    todo="leave 'algorithm' out, or pass the parameters in adamw_params=[...]",
-                )
+                "A param group names an unknown algorithm.",
+                expected=f"{self.algorithm!r} or 'adamw'",
+                got=repr(algorithm),
+                where=f"param group {len(self.param_groups)} of {type(self).__name__}",
+                todo="leave 'algorithm' out, or pass the parameters in adamw_params=[...]",
             )
         if algorithm == "adamw":
             param_group = {**asdict(self._adamw), **param_group}
@@ -127,14 +123,12 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
     def _check_param(self, param: torch.Tensor) -> None:
         if param.is_meta or not param.is_floating_point():
             raise LayoutError(
-                explain(
-                    f"{type(self).__name__} cannot keep state for this parameter.",
-                    expected="a floating-point tensor with storage",
-                    got=f"{param.dtype} on device {param.device}",
-                    where=f"parameter of shape {tuple(param.shape)}",
-                    todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
-                    "the optimizer",
-                )
+                f"{type(self).__name__} cannot keep state for this parameter.",
+                expected="a floating-point tensor with storage",
+                got=f"{param.dtype} on device {param.device}",
+                where=f"parameter of shape {tuple(param.shape)}",
+                todo="materialise the model first: model.to_empty(device=...), initialise it, then build "
+                "the optimizer",
             )
         local_tensor(param)  # refuses what is not contiguous before state is made for it
 
@@ -220,14 +214,12 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             got = {key: _plain(saved.get(key, "not recorded")) for key in keys}
             if got != expected:
                 raise CheckpointError(
-                    explain(
-                        "The checkpoint's optimizer state means something else than this optimizer's.",
-                        expected=expected,
-                        got=got,
-                        where=f"param group {number} of {type(self).__name__}",
-                        todo="build the optimizer with the recorded options; if another optimizer wrote the "
-                        "state and you know that it means the same, write these keys into its param groups",
-                    )
+                    "The checkpoint's optimizer state means something else than this optimizer's.",
+                    expected=expected,
+                    got=got,
+                    where=f"param group {number} of {type(self).__name__}",
+                    todo="build the optimizer with the recorded options; if another optimizer wrote the "
+                    "state and you know that it means the same, write these keys into its param groups",
                 )
 
 
@@ -247,12 +239,10 @@ def _plain(value: Any) -> Any:
 def _as_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, torch.Tensor):
         raise LayoutError(
-            explain(
-                "An optimizer takes an iterable of parameters.",
-                expected="an iterable of parameters or param groups",
-                got="one tensor",
-                todo="pass [param]",
-            )
+            "An optimizer takes an iterable of parameters.",
+            expected="an iterable of parameters or param groups",
+            got="one tensor",
+            todo="pass [param]",
         )
     items = list(params)
     if items and isinstance(items[0], dict):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
 
@@ -72,14 +72,12 @@ class BlockGrid:
         inner_stop = 0 if piece.stop == self.numel else piece.stop % self.band_numel
         if piece.numel and (piece.start % self.band_numel or inner_stop):
             raise LayoutError(
-                explain(
-                    "A rank boundary cuts a quantisation block.",
-                    expected=f"cuts at multiples of {self.band_numel} elements ({self.rows} x {self.line_numel})",
-                    got=f"[{piece.start}, {piece.stop}) of {self.numel}",
-                    where=f"{where} of shape {self.shape}",
-                    todo="ask for whole blocks when sharding: fully_shard(model, granularity=AdamW8bit.granularity())"
-                    " or the codec's own granularity",
-                )
+                "A rank boundary cuts a quantisation block.",
+                expected=f"cuts at multiples of {self.band_numel} elements ({self.rows} x {self.line_numel})",
+                got=f"[{piece.start}, {piece.stop}) of {self.numel}",
+                where=f"{where} of shape {self.shape}",
+                todo="ask for whole blocks when sharding: fully_shard(model, granularity=AdamW8bit.granularity())"
+                " or the codec's own granularity",
             )
         return self.bands_of(piece.numel) * self.scales_per_band
 
@@ -121,10 +119,8 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
         run = block.numel if isinstance(block, Flat) else block.cols
         return BlockGrid(shape, run, 1, run, (-(-numel // run),))
     raise LayoutError(
-        explain(
-            "Quantisation blocks are runs or tiles.",
-            expected="Flat(256), Flat(2048), Tiles(32, 32), ...",
-            got=block,
-            todo="pass one of these as the block",
-        )
+        "Quantisation blocks are runs or tiles.",
+        expected="Flat(256), Flat(2048), Tiles(32, 32), ...",
+        got=block,
+        todo="pass one of these as the block",
     )

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Tiles
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 
@@ -51,12 +51,10 @@ class BlockCodec(ABC):
     def __post_init__(self) -> None:
         if min(self.rows, self.cols) < 1:
             raise LayoutError(
-                explain(
-                    "A block must have at least one element.",
-                    expected="rows >= 1 and cols >= 1",
-                    got=f"{self.rows} x {self.cols}",
-                    where=type(self).__name__,
-                )
+                "A block must have at least one element.",
+                expected="rows >= 1 and cols >= 1",
+                got=f"{self.rows} x {self.cols}",
+                where=type(self).__name__,
             )
 
     @property

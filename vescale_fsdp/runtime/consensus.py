@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_private import is_fake, outside_modes
@@ -136,13 +136,11 @@ def _raise_difference(lines: list[str], groups: list[dist.ProcessGroup]) -> None
         sides.setdefault(texts[rank], []).append(rank)
     (expected, here), *others = sides.items()
     raise LifecycleError(
-        explain(
-            "The ranks have sharded different models, or the same one differently.",
-            expected=f"on all ranks what ranks {here[:16]} have: {expected}",
-            got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
-            todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
-            "on all of them",
-        )
+        "The ranks have sharded different models, or the same one differently.",
+        expected=f"on all ranks what ranks {here[:16]} have: {expected}",
+        got="; ".join(f"ranks {ranks[:16]} have: {text}" for text, ranks in others[:4]),
+        todo="build and shard the model with the same arguments on every rank, and load or replace parameters "
+        "on all of them",
     )
 
 

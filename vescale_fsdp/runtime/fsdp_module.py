@@ -41,12 +41,10 @@ class FSDPModule(_Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise MisuseError(
-            explain(
-                "A sharded module cannot be deep-copied: its buffers and hooks belong to one module.",
-                expected="deepcopy before fully_shard",
-                got=f"deepcopy of {type(self).__name__}",
-                todo="copy the module first, or build a second one and load this one's state dict",
-            )
+            "A sharded module cannot be deep-copied: its buffers and hooks belong to one module.",
+            expected="deepcopy before fully_shard",
+            got=f"deepcopy of {type(self).__name__}",
+            todo="copy the module first, or build a second one and load this one's state dict",
         )
 
     def _state(self) -> FSDPState:
@@ -290,12 +288,10 @@ class FSDPModule(_Module):
         """
         if not enable:
             raise UnsupportedOpError(
-                explain(
-                    "Unused parameters are always reduced.",
-                    expected="enable=True",
-                    got="enable=False",
-                    todo="leave it on; freeze parameters that are never used",
-                )
+                "Unused parameters are always reduced.",
+                expected="enable=True",
+                got="enable=False",
+                todo="leave it on; freeze parameters that are never used",
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -340,12 +336,10 @@ class FSDPModule(_Module):
             return
         if not state.is_root:
             raise LifecycleError(
-                explain(
-                    "reset_iter_state belongs to the root.",
-                    expected="the module whose forward is called first",
-                    got=type(self).__name__,
-                    todo="call it on the outermost sharded module",
-                )
+                "reset_iter_state belongs to the root.",
+                expected="the module whose forward is called first",
+                got=type(self).__name__,
+                todo="call it on the outermost sharded module",
             )
         for unit in self._states():
             unit._outstanding = 0
@@ -390,9 +384,7 @@ def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
 
 def _unsupported(method: str) -> UnsupportedOpError:
     return UnsupportedOpError(
-        explain(
-            f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
-        )
+        f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
     )
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
@@ -107,12 +107,10 @@ class FSDPState:
             return
         if len(self.modules) > 1:
             raise LifecycleError(
-                explain(
-                    "The root of a sharded model cannot be a list of modules.",
-                    expected="fully_shard(model) on one root module after the lists",
-                    got=f"{len(self.modules)} modules that run without a sharded parent",
-                    todo="call fully_shard on the module whose forward is called first",
-                )
+                "The root of a sharded model cannot be a list of modules.",
+                expected="fully_shard(model) on one root module after the lists",
+                got=f"{len(self.modules)} modules that run without a sharded parent",
+                todo="call fully_shard on the module whose forward is called first",
             )
         below: list[FSDPState] = []
         for name, module in self.modules[0].named_modules():
@@ -121,13 +119,11 @@ class FSDPState:
                 continue
             if state is not self and state.schedule is not None:
                 raise LifecycleError(
-                    explain(
-                        "A sharded submodule ran before its root.",
-                        expected="the first forward to be the root's",
-                        got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
-                        where=type(self.modules[0]).__name__,
-                        todo="call the outermost module first, or do not shard it",
-                    )
+                    "A sharded submodule ran before its root.",
+                    expected="the first forward to be the root's",
+                    got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
+                    where=type(self.modules[0]).__name__,
+                    todo="call the outermost module first, or do not shard it",
                 )
             below.append(state)
             state.name_it(name or type(module).__name__)

@@ -159,12 +159,10 @@ def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
         return wanted
     if data.spmd is not None:
         raise UnsupportedOpError(
-            explain(
-                "reshard_after_forward cannot be a number with dp_mesh_dims.",
-                expected="True, False or None",
-                got=wanted,
-                todo="pass the data-parallel axes alone as mesh=",
-            )
+            "reshard_after_forward cannot be a number with dp_mesh_dims.",
+            expected="True, False or None",
+            got=wanted,
+            todo="pass the data-parallel axes alone as mesh=",
         )
     if wanted == 1:
         warnings.warn("reshard_after_forward=1 keeps full parameters: it means False", stacklevel=3)
@@ -205,12 +203,10 @@ def _check_module(module: nn.Module) -> None:
         )
     if state_of(module) is not None:
         raise MisuseError(
-            explain(
-                "A module is sharded once.",
-                expected="a module fully_shard was not called on",
-                got=type(module).__name__,
-                todo="call fully_shard bottom-up, once per module",
-            )
+            "A module is sharded once.",
+            expected="a module fully_shard was not called on",
+            got=type(module).__name__,
+            todo="call fully_shard bottom-up, once per module",
         )
 
 

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_fsdp.collectives import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
@@ -285,22 +285,18 @@ class ParamGroup:
     def _check_shard(self) -> None:
         if self.shard.is_meta:
             raise LifecycleError(
-                explain(
-                    "Parameters are still on the meta device.",
-                    expected="materialised parameters before the first forward",
-                    got=", ".join(param.slot.fqn for param in self.params[:4]),
-                    todo="call model.to_empty(device=...) and initialise, or load a checkpoint",
-                )
+                "Parameters are still on the meta device.",
+                expected="materialised parameters before the first forward",
+                got=", ".join(param.slot.fqn for param in self.params[:4]),
+                todo="call model.to_empty(device=...) and initialise, or load a checkpoint",
             )
         if self.offload is not None and self.shard.device.type != "cpu":
             raise LifecycleError(
-                explain(
-                    "Under CPUOffloadPolicy the shards live on the host.",
-                    expected="parameters on cpu",
-                    got=f"{self.shard.device}",
-                    where=self.params[0].slot.fqn,
-                    todo="do not move the module to the accelerator; model.to_empty(device='cpu') if it is meta",
-                )
+                "Under CPUOffloadPolicy the shards live on the host.",
+                expected="parameters on cpu",
+                got=f"{self.shard.device}",
+                where=self.params[0].slot.fqn,
+                todo="do not move the module to the accelerator; model.to_empty(device='cpu') if it is meta",
             )
 
     def _part_range(self) -> FlatRange:
@@ -474,13 +470,11 @@ class ParamGroup:
 
 def _refuse_replaced(fqns: list[str]) -> NoReturn:
     raise LifecycleError(
-        explain(
-            "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
-            expected="the unsharded parameters that the gather handed out",
-            got=", ".join(fqns[:4]),
-            todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
-            "vescale_fsdp.distribute_tensor made",
-        )
+        "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
+        expected="the unsharded parameters that the gather handed out",
+        got=", ".join(fqns[:4]),
+        todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
+        "vescale_fsdp.distribute_tensor made",
     )
 
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.collectives import Work
-from vescale_fsdp.errors import MisuseError, explain
+from vescale_fsdp.errors import MisuseError
 from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
@@ -160,13 +160,11 @@ class _SelfGatheringParam:
         if self._rows.shape == padded or all(size == padded for size in self._sizes):
             return
         raise MisuseError(
-            explain(
-                "fsdp_pre_all_gather must pad where rows do not divide among the ranks.",
-                expected=f"inputs of {tuple(padded)}, as on the ranks with most rows",
-                got=f"{[tuple(size) for size in self._sizes]} from rows of {tuple(self._rows.shape)}",
-                where=f"{self.param.slot.fqn}, shape {shape} over {self.num_shards} ranks",
-                todo="return inputs of the padded size, or choose a number of rows that divides",
-            )
+            "fsdp_pre_all_gather must pad where rows do not divide among the ranks.",
+            expected=f"inputs of {tuple(padded)}, as on the ranks with most rows",
+            got=f"{[tuple(size) for size in self._sizes]} from rows of {tuple(self._rows.shape)}",
+            where=f"{self.param.slot.fqn}, shape {shape} over {self.num_shards} ranks",
+            todo="return inputs of the padded size, or choose a number of rows that divides",
         )
 
     def finish_gather(self, dtype: torch.dtype) -> None:

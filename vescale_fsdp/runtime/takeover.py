@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
 from vescale_fsdp.torch_private import local_of, set_local, spec_of, storage_id
@@ -137,32 +137,26 @@ def _lies_in(shard: torch.Tensor, at: slice, local: torch.Tensor) -> bool:
 def _refuse_mixed(meta: list[str], kinds: list[str]) -> NoReturn:
     if meta:
         raise LifecycleError(
-            explain(
-                "Parameters are still on the meta device.",
-                expected="all parameters of the unit materialised before the first forward",
-                got=", ".join(meta[:4]),
-                todo="load them too, or call model.to_empty(device=...) and initialise",
-            )
+            "Parameters are still on the meta device.",
+            expected="all parameters of the unit materialised before the first forward",
+            got=", ".join(meta[:4]),
+            todo="load them too, or call model.to_empty(device=...) and initialise",
         )
     raise LifecycleError(
-        explain(
-            "The parameters of a group took different dtypes or devices.",
-            expected="one dtype on one device",
-            got=kinds,
-            todo="convert or load the whole sharded module, not a part of it",
-        )
+        "The parameters of a group took different dtypes or devices.",
+        expected="one dtype on one device",
+        got=kinds,
+        todo="convert or load the whole sharded module, not a part of it",
     )
 
 
 def _refuse(param: ManagedParam, held: object, how: str) -> NoReturn:
     raise LifecycleError(
-        explain(
-            f"A sharded parameter was replaced {how}.",
-            expected=f"the parameter of shape {tuple(param.sharded.shape)}, {param.sharded.dtype}, "
-            f"placed {tuple(map(str, param.spec.placements))}",
-            got=type(held).__name__,
-            where=f"{param.slot.fqn}, held by {', '.join(type(m).__name__ for m, _ in param.owners)}",
-            todo="write values into it: load_state_dict, vescale_fsdp.checkpoint.set_model_state_dict, or copy_ of a "
-            "tensor that vescale_fsdp.distribute_tensor made. Replace, delete or parametrize before fully_shard",
-        )
+        f"A sharded parameter was replaced {how}.",
+        expected=f"the parameter of shape {tuple(param.sharded.shape)}, {param.sharded.dtype}, "
+        f"placed {tuple(map(str, param.spec.placements))}",
+        got=type(held).__name__,
+        where=f"{param.slot.fqn}, held by {', '.join(type(m).__name__ for m, _ in param.owners)}",
+        todo="write values into it: load_state_dict, vescale_fsdp.checkpoint.set_model_state_dict, or copy_ of a "
+        "tensor that vescale_fsdp.distribute_tensor made. Replace, delete or parametrize before fully_shard",
     )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of, spec_with
-from vescale_fsdp.errors import PlacementError, UnsupportedOpError, explain
+from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
 __all__ = [
@@ -38,13 +38,11 @@ def refuse(
     """The error for an operator that has no right answer here: raise what this returns."""
     placement = ", ".join(map(str, spec.placements)) if spec is not None else "RaggedShard"
     return UnsupportedOpError(
-        explain(
-            f"{func} cannot be computed on ragged pieces: {why}.",
-            expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
-            got=str(func),
-            where=f"tensor of shape {tuple(spec.shape) if spec is not None else '?'} placed ({placement})",
-            todo=todo or "gather it with .full_tensor(), or work on this rank's flat piece with .to_local()",
-        )
+        f"{func} cannot be computed on ragged pieces: {why}.",
+        expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
+        got=str(func),
+        where=f"tensor of shape {tuple(spec.shape) if spec is not None else '?'} placed ({placement})",
+        todo=todo or "gather it with .full_tensor(), or work on this rank's flat piece with .to_local()",
     )
 
 
@@ -151,12 +149,10 @@ def _check_same_cut(func: torch._ops.OpOverload, have: DTensorSpec, want: DTenso
         raise refuse(func, want, f"it is combined with a ragged tensor of shape {tuple(have.shape)}")
     if have.placements != want.placements or have.mesh != want.mesh:
         raise PlacementError(
-            explain(
-                f"{func} met two ragged tensors that are cut differently.",
-                expected=f"shape {tuple(want.shape)} placed {tuple(map(str, want.placements))}",
-                got=f"shape {tuple(have.shape)} placed {tuple(map(str, have.placements))}",
-                todo="redistribute one to the placements of the other",
-            )
+            f"{func} met two ragged tensors that are cut differently.",
+            expected=f"shape {tuple(want.shape)} placed {tuple(map(str, want.placements))}",
+            got=f"shape {tuple(have.shape)} placed {tuple(map(str, have.placements))}",
+            todo="redistribute one to the placements of the other",
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError
 from vescale_fsdp.layout.safetensors_header import read_header
 
 __all__ = ["ParamShape", "PlannedUnit", "ShapeSource", "natural_order", "shapes_of", "units_of"]
@@ -75,11 +75,9 @@ def shapes_of(source: ShapeSource, *, dtype: str = "bfloat16") -> tuple[ParamSha
             for fqn, p in source.named_parameters()
         )
     raise LayoutError(
-        explain(
-            "There are no shapes to plan with.",
-            expected="a module, a mapping from name to shape, or a folder with safetensors files",
-            got=type(source).__name__,
-        )
+        "There are no shapes to plan with.",
+        expected="a module, a mapping from name to shape, or a folder with safetensors files",
+        got=type(source).__name__,
     )
 
 
@@ -89,12 +87,10 @@ def _of_entry(fqn: str, entry: Any, dtype: str) -> ParamShape:
         shape, kind = entry
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise LayoutError(
-            explain(
-                "This shape is not valid.",
-                expected="whole numbers >= 0, or (shape, dtype name)",
-                got=entry,
-                where=fqn,
-            )
+            "This shape is not valid.",
+            expected="whole numbers >= 0, or (shape, dtype name)",
+            got=entry,
+            where=fqn,
         )
     return ParamShape(fqn, tuple(shape), kind)
 
@@ -103,13 +99,11 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise LayoutError(
-            explain(
-                "The folder holds no safetensors files.",
-                expected="*.safetensors as Hugging Face repositories have them",
-                got=f"{len(list(folder.glob('*')))} other files" if folder.is_dir() else "no folder",
-                where=folder,
-                todo="download the weights' files, or pass a mapping of shapes",
-            )
+            "The folder holds no safetensors files.",
+            expected="*.safetensors as Hugging Face repositories have them",
+            got=f"{len(list(folder.glob('*')))} other files" if folder.is_dir() else "no folder",
+            where=folder,
+            todo="download the weights' files, or pass a mapping of shapes",
         )
     found: dict[str, ParamShape] = {}
     for file in files:
@@ -193,13 +187,11 @@ def _matching(shapes: Sequence[ParamShape], names: Sequence[str]) -> set[str]:
         ]
         if name and not matched:
             raise LayoutError(
-                explain(
-                    "A unit's name matches no module.",
-                    expected="names of modules that hold parameters, or '' for the root",
-                    got=repr(name),
-                    where=f"near it: {', '.join(difflib.get_close_matches(name, modules, 5, 0.3)) or modules[:5]}",
-                    todo="write one part per module level, such as 'model.layers.*'",
-                )
+                "A unit's name matches no module.",
+                expected="names of modules that hold parameters, or '' for the root",
+                got=repr(name),
+                where=f"near it: {', '.join(difflib.get_close_matches(name, modules, 5, 0.3)) or modules[:5]}",
+                todo="write one part per module level, such as 'model.layers.*'",
             )
         found.update(matched)
     return found

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -125,11 +125,9 @@ class PlanReport:
             if group in (found.name, *found.units) and num_shards in self.shards:
                 return found.layouts[self.shards.index(num_shards)]
         raise LayoutError(
-            explain(
-                "The report holds no such plan.",
-                expected=f"one of {[found.name for found in self.groups]} over one of {list(self.shards)}",
-                got=f"{group!r} over {num_shards}",
-            )
+            "The report holds no such plan.",
+            expected=f"one of {[found.name for found in self.groups]} over one of {list(self.shards)}",
+            got=f"{group!r} over {num_shards}",
         )
 
     def advice(self) -> Iterator[str]:
@@ -218,7 +216,7 @@ def plan_report(
     """
     if not shards:
         raise LayoutError(
-            explain("There is nothing to plan for.", expected="numbers of shards", got=f"shards={shards!r}")
+            "There is nothing to plan for.", expected="numbers of shards", got=f"shards={shards!r}"
         )
     found = units_of(shapes_of(model_or_shapes, dtype=dtype), units)
     check_patterns(granularity, [shape.fqn for unit in found for shape in unit.params])

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 
 __all__ = ["Matrix", "matrices_of"]
@@ -49,24 +49,20 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     """
     if len(shape) not in (2, 3):
         raise LayoutError(
-            explain(
-                "Only matrices and stacks of matrices can be orthogonalised.",
-                expected="a shape of 2 dims, or of 3 (experts, rows, columns)",
-                got=f"shape {shape}",
-                todo="pass this parameter in adamw_params=[...]",
-            )
+            "Only matrices and stacks of matrices can be orthogonalised.",
+            expected="a shape of 2 dims, or of 3 (experts, rows, columns)",
+            got=f"shape {shape}",
+            todo="pass this parameter in adamw_params=[...]",
         )
     rows, cols = shape[-2:]
     heights = row_splits if row_splits is not None else (rows,)
     if sum(heights) != rows or min(heights) < 0:
         raise LayoutError(
-            explain(
-                "row_splits do not cut the matrix.",
-                expected=f"row counts that add up to {rows}",
-                got=f"{heights}, which add up to {sum(heights)}",
-                where=f"parameter of shape {shape}",
-                todo="give the rows of each fused projection, in order",
-            )
+            "row_splits do not cut the matrix.",
+            expected=f"row counts that add up to {rows}",
+            got=f"{heights}, which add up to {sum(heights)}",
+            where=f"parameter of shape {shape}",
+            todo="give the rows of each fused projection, in order",
         )
     tops = (0, *accumulate(heights))
     stack = range(shape[0]) if len(shape) == 3 else range(1)

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
 from vescale_fsdp.optim.muon.bucket_exchange import Ranks
 from vescale_fsdp.optim.muon.matrices import matrices_of
@@ -75,11 +75,9 @@ class Muon(StructuredOptimizer):
         check_rates(float(lr), (momentum, 0.0), eps, weight_decay)
         if adjust_lr_fn not in _ADJUST_LR or not 0 <= ns_steps < 100:
             raise LayoutError(
-                explain(
-                    "Muon cannot work with these arguments.",
-                    expected=f"adjust_lr_fn in {_ADJUST_LR} and 0 <= ns_steps < 100",
-                    got=f"adjust_lr_fn={adjust_lr_fn!r}, ns_steps={ns_steps}",
-                )
+                "Muon cannot work with these arguments.",
+                expected=f"adjust_lr_fn in {_ADJUST_LR} and 0 <= ns_steps < 100",
+                got=f"adjust_lr_fn={adjust_lr_fn!r}, ns_steps={ns_steps}",
             )
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], MuonPlan] = {}  # by which parameters have a gradient

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
 
@@ -91,14 +91,12 @@ class FactorGrid:
         first, last = self._band_at(piece.start), self._band_at(piece.stop)
         if self.band_start(first) != piece.start or self.band_start(last) != piece.stop:
             raise LayoutError(
-                explain(
-                    "A rank boundary cuts a Shampoo block.",
-                    expected=f"cuts between blocks of {self.block} rows of {self.cols}",
-                    got=f"[{piece.start}, {piece.stop})",
-                    where=f"{self.stack} matrices of {self.rows} x {self.cols}",
-                    todo="ask for whole blocks when sharding: fully_shard(model, granularity="
-                    f"Shampoo.granularity(block_size={self.block})), or pass the parameter in adamw_params=[...]",
-                )
+                "A rank boundary cuts a Shampoo block.",
+                expected=f"cuts between blocks of {self.block} rows of {self.cols}",
+                got=f"[{piece.start}, {piece.stop})",
+                where=f"{self.stack} matrices of {self.rows} x {self.cols}",
+                todo="ask for whole blocks when sharding: fully_shard(model, granularity="
+                f"Shampoo.granularity(block_size={self.block})), or pass the parameter in adamw_params=[...]",
             )
         return range(first, last)
 
@@ -126,12 +124,10 @@ def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
     """
     if len(shape) not in (1, 2, 3) or 0 in shape:
         raise LayoutError(
-            explain(
-                "Shampoo has factors for vectors, matrices and stacks of matrices.",
-                expected="a non-empty shape of 1, 2 or 3 dims",
-                got=f"shape {shape}",
-                todo="pass this parameter in adamw_params=[...]",
-            )
+            "Shampoo has factors for vectors, matrices and stacks of matrices.",
+            expected="a non-empty shape of 1, 2 or 3 dims",
+            got=f"shape {shape}",
+            todo="pass this parameter in adamw_params=[...]",
         )
     if len(shape) == 1:
         return FactorGrid(1, shape[0], 1, block, 1)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
-from vescale_fsdp.errors import LayoutError, explain
+from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Granularity
 from vescale_fsdp.optim.shampoo.block_math import accumulate, graft, inverse_root
 from vescale_fsdp.optim.shampoo.factor_grid import Block, FactorGrid, factor_grid_of, granularity_of
@@ -68,11 +68,9 @@ class Shampoo(StructuredOptimizer):
         check_rates(float(lr), betas, eps, weight_decay)
         if block_size < 1 or update_every < 1 or grafting not in ("adam", "none"):
             raise LayoutError(
-                explain(
-                    "Shampoo cannot work with these arguments.",
-                    expected="block_size >= 1, update_every >= 1, grafting 'adam' or 'none'",
-                    got=f"block_size={block_size}, update_every={update_every}, grafting={grafting!r}",
-                )
+                "Shampoo cannot work with these arguments.",
+                expected="block_size >= 1, update_every >= 1, grafting 'adam' or 'none'",
+                got=f"block_size={block_size}, update_every={update_every}, grafting={grafting!r}",
             )
         defaults = {
             "lr": lr,

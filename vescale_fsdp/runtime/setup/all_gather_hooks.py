@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from vescale_fsdp.errors import MisuseError, UnsupportedOpError, explain
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 from vescale_fsdp.torch_private import is_wrapper
 
 __all__ = ["TensorHooks", "check_hooks", "has_hooks", "inner_of", "rows_of", "takes_mesh_only"]
@@ -67,34 +67,28 @@ def check_hooks(fqn: str, tensor: torch.Tensor) -> None:
     cls = type(tensor).__name__
     if not (isinstance(tensor, _Before) and isinstance(tensor, _After)):
         raise MisuseError(
-            explain(
-                "This tensor subclass has only one of the two all-gather hooks.",
-                expected="both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
-                got=cls,
-                where=fqn,
-                todo="define the other one",
-            )
+            "This tensor subclass has only one of the two all-gather hooks.",
+            expected="both fsdp_pre_all_gather and fsdp_post_all_gather, or neither",
+            got=cls,
+            where=fqn,
+            todo="define the other one",
         )
     if len(_arguments(tensor)) not in (1, 5):
         raise MisuseError(
-            explain(
-                "fsdp_pre_all_gather takes other arguments than it will be given.",
-                expected="(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)",
-                got=f"({', '.join(_arguments(tensor))})",
-                where=f"{fqn}, {cls}",
-            )
+            "fsdp_pre_all_gather takes other arguments than it will be given.",
+            expected="(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)",
+            got=f"({', '.join(_arguments(tensor))})",
+            where=f"{fqn}, {cls}",
         )
     inner = _inner_tensors(tensor)
     if len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (tensor.shape, tensor.dtype):
         raise UnsupportedOpError(
-            explain(
-                "This tensor subclass does not wrap one tensor like itself.",
-                expected=f"a wrapper subclass whose __tensor_flatten__ names one inner tensor of shape "
-                f"{tuple(tensor.shape)} and {tensor.dtype}",
-                got=f"{cls} over {[(tuple(t.shape), t.dtype) for t in inner] or 'nothing it names'}",
-                where=fqn,
-                todo="keep the high-precision values in one inner tensor, and convert in fsdp_pre_all_gather",
-            )
+            "This tensor subclass does not wrap one tensor like itself.",
+            expected=f"a wrapper subclass whose __tensor_flatten__ names one inner tensor of shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}",
+            got=f"{cls} over {[(tuple(t.shape), t.dtype) for t in inner] or 'nothing it names'}",
+            where=fqn,
+            todo="keep the high-precision values in one inner tensor, and convert in fsdp_pre_all_gather",
         )
 
 

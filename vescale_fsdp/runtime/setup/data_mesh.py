@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp.dtensor.mesh_order import ranks_by_place
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.torch_private import (
     DataParallelMeshDims,
     FSDPMeshInfo,
@@ -124,12 +124,10 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise PlacementError(
-            explain(
-                "The mesh must be 1-D or 2-D.",
-                expected="(shard,) or (replicate, shard)",
-                got=f"{mesh.ndim} axes: {mesh}",
-                todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
-            )
+            "The mesh must be 1-D or 2-D.",
+            expected="(shard,) or (replicate, shard)",
+            got=f"{mesh.ndim} axes: {mesh}",
+            todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
         )
     return DataMesh(mesh)
 
@@ -150,23 +148,19 @@ def _named_axes(mesh: DeviceMesh, dims: Any) -> DataMesh:
 def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
     if not isinstance(dims, DataParallelMeshDims):
         raise PlacementError(
-            explain(
-                "dp_mesh_dims must name axes of the mesh.",
-                expected="torch.distributed.fsdp.DataParallelMeshDims(shard=..., replicate=...)",
-                got=repr(dims),
-            )
+            "dp_mesh_dims must name axes of the mesh.",
+            expected="torch.distributed.fsdp.DataParallelMeshDims(shard=..., replicate=...)",
+            got=repr(dims),
         )
     names = mesh.mesh_dim_names or ()
     asked = (*dims.shard_names, *dims.replicate_names)
     if not asked or any(name not in names for name in asked) or len(set(asked)) < len(asked):
         raise PlacementError(
-            explain(
-                "dp_mesh_dims does not go with the mesh.",
-                expected=f"at least one of the axes {names}, each once",
-                got=f"shard={dims.shard_names}, replicate={dims.replicate_names}",
-                where=str(mesh),
-                todo="give the full mesh, made with mesh_dim_names, and names of its axes",
-            )
+            "dp_mesh_dims does not go with the mesh.",
+            expected=f"at least one of the axes {names}, each once",
+            got=f"shard={dims.shard_names}, replicate={dims.replicate_names}",
+            where=str(mesh),
+            todo="give the full mesh, made with mesh_dim_names, and names of its axes",
         )
     shard, replicate = (
         tuple(names.index(name) for name in kind) for kind in (dims.shard_names, dims.replicate_names)
@@ -188,12 +182,10 @@ def mesh_of_info(info: Any) -> DataMesh:
     axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
     if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
         raise PlacementError(
-            explain(
-                "A parameter's own mesh must say which axis shards.",
-                expected="FSDPMeshInfo of a 1-D mesh, or HSDPMeshInfo of a 2-D mesh (replicate, shard)",
-                got=info,
-                todo="FSDPMeshInfo(mesh, shard_mesh_dim=0), HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
-            )
+            "A parameter's own mesh must say which axis shards.",
+            expected="FSDPMeshInfo of a 1-D mesh, or HSDPMeshInfo of a 2-D mesh (replicate, shard)",
+            got=info,
+            todo="FSDPMeshInfo(mesh, shard_mesh_dim=0), HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
         )
     full_mesh = spmd_mesh_of(info)
     return DataMesh(info.mesh, None if full_mesh is None else _spmd_axes(full_mesh, info.dp_mesh_dims))

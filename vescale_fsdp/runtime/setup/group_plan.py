@@ -135,13 +135,11 @@ def _block_numel(fqn: str, param: nn.Parameter, wish: Wish, rules: PlanRules) ->
         return granularity.block_numel(shape)
     if granularity != Element():
         raise LayoutError(
-            explain(
-                "Two rules say what must stay whole of one parameter.",
-                expected="granularity= or a RaggedShard of shard_placement_fn",
-                got=f"{granularity} and {wish.ragged}",
-                where=fqn,
-                todo="leave one of them out",
-            )
+            "Two rules say what must stay whole of one parameter.",
+            expected="granularity= or a RaggedShard of shard_placement_fn",
+            got=f"{granularity} and {wish.ragged}",
+            where=fqn,
+            todo="leave one of them out",
         )
     return max(1, wish.ragged.unit_numel(shape))
 
@@ -178,12 +176,10 @@ def _check_hooked(bucket: _Bucket, part_size: int | None) -> None:
         problem = "a mesh without names: their hooks are given the axis that shards"
     if problem is not None:
         raise UnsupportedOpError(
-            explain(
-                "Parameters with all-gather hooks of their own cannot be sharded so.",
-                expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
-                got=problem,
-                where=", ".join(bucket.params),
-            )
+            "Parameters with all-gather hooks of their own cannot be sharded so.",
+            expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
+            got=problem,
+            where=", ".join(bucket.params),
         )
 
 
@@ -207,44 +203,36 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     taken_by = replaced_as(param)
     if taken_by is not None:
         raise LayoutError(
-            explain(
-                "A parameter is shared by modules of two units; each would train its own copy.",
-                expected="all modules that share a parameter in one unit",
-                got=f"one that fully_shard has already taken as {taken_by!r}",
-                where=fqn,
-                todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
-            )
+            "A parameter is shared by modules of two units; each would train its own copy.",
+            expected="all modules that share a parameter in one unit",
+            got=f"one that fully_shard has already taken as {taken_by!r}",
+            where=fqn,
+            todo="pass those modules as a list, fully_shard([a, b]), or leave both to their parent",
         )
     local = local_part(param)
     if has_hooks(local):
         check_hooks(fqn, local)
     elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor):
         raise UnsupportedOpError(
-            explain(
-                "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
-                expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
-                got=f"{type(local).__name__} without fsdp_pre_all_gather and fsdp_post_all_gather",
-                where=fqn,
-                todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
-            )
+            "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
+            expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
+            got=f"{type(local).__name__} without fsdp_pre_all_gather and fsdp_post_all_gather",
+            where=fqn,
+            todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
         )
     if param.ndim == 0:
         raise LayoutError(
-            explain(
-                "A parameter without dims cannot be sharded.",
-                expected="at least one dim",
-                got="shape ()",
-                where=fqn,
-                todo="make it a 1-D tensor of one element",
-            )
+            "A parameter without dims cannot be sharded.",
+            expected="at least one dim",
+            got="shape ()",
+            where=fqn,
+            todo="make it a 1-D tensor of one element",
         )
     if not param.is_contiguous():
         raise UnsupportedOpError(
-            explain(
-                "A parameter must be contiguous: its rows are cut as they lie in memory.",
-                expected="row-major strides",
-                got=f"shape {tuple(param.shape)}, strides {param.stride()}",
-                where=fqn,
-                todo="replace it by param.contiguous() before fully_shard",
-            )
+            "A parameter must be contiguous: its rows are cut as they lie in memory.",
+            expected="row-major strides",
+            got=f"shape {tuple(param.shape)}, strides {param.stride()}",
+            where=fqn,
+            todo="replace it by param.contiguous() before fully_shard",
         )

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import LifecycleError
 
 __all__ = ["note_replaced", "replaced_as"]
 
@@ -65,12 +65,10 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     stale = [name for param in params if (name := replaced_as(param)) is not None]
     if stale:
         raise LifecycleError(
-            explain(
-                "The optimizer holds parameters that the model no longer has: its step would train nothing.",
-                expected="an optimizer of the sharded parameters",
-                got=f"{len(stale)} of {len(params)} replaced since it was built: {', '.join(stale[:4])}",
-                where=type(optimizer).__name__,
-                todo="build the optimizer after fully_shard (and after tensors were assigned to the model), from "
-                "model.parameters()",
-            )
+            "The optimizer holds parameters that the model no longer has: its step would train nothing.",
+            expected="an optimizer of the sharded parameters",
+            got=f"{len(stale)} of {len(params)} replaced since it was built: {', '.join(stale[:4])}",
+            where=type(optimizer).__name__,
+            todo="build the optimizer after fully_shard (and after tensors were assigned to the model), from "
+            "model.parameters()",
         )

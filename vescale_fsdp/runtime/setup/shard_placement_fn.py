@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, mesh_of_info
 from vescale_fsdp.torch_private import ShardPlacementResult
@@ -48,12 +48,10 @@ class PlacementWishes:
     def __init__(self, function: Callable[[nn.Parameter], Any] | None, default: DataMesh) -> None:
         if function is not None and default.is_replicated_only:
             raise PlacementError(
-                explain(
-                    "shard_placement_fn needs an axis that shards.",
-                    expected="dp_mesh_dims with shard=",
-                    got=f"replication only, over {default.mesh}",
-                    todo="leave shard_placement_fn out",
-                )
+                "shard_placement_fn needs an axis that shards.",
+                expected="dp_mesh_dims with shard=",
+                got=f"replication only, over {default.mesh}",
+                todo="leave shard_placement_fn out",
             )
         self._function = function
         self._default = default
@@ -76,14 +74,12 @@ class PlacementWishes:
         if placement is None or (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
             return Wish(data)
         raise PlacementError(
-            explain(
-                "shard_placement_fn returned a placement that cannot be used.",
-                expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {data.num_shards} units, "
-                "or a ShardPlacementResult of one of them",
-                got=wanted,
-                where=fqn,
-                todo="say what must stay whole with granularity=",
-            )
+            "shard_placement_fn returned a placement that cannot be used.",
+            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {data.num_shards} units, "
+            "or a ShardPlacementResult of one of them",
+            got=wanted,
+            where=fqn,
+            todo="say what must stay whole with granularity=",
         )
 
     def _mesh(self, fqn: str, info: Any) -> DataMesh:
@@ -92,13 +88,11 @@ class PlacementWishes:
         if given is info or known.mesh is data.mesh:
             return known
         raise PlacementError(
-            explain(
-                "Two meshes of a unit stand for the same ranks.",
-                expected="the same mesh_info object for all parameters of these ranks",
-                got=f"{data.mesh} beside {known.mesh}",
-                where=fqn,
-                todo="make each FSDPMeshInfo once and return that object",
-            )
+            "Two meshes of a unit stand for the same ranks.",
+            expected="the same mesh_info object for all parameters of these ranks",
+            got=f"{data.mesh} beside {known.mesh}",
+            where=fqn,
+            todo="make each FSDPMeshInfo once and return that object",
         )
 
 
