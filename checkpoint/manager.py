@@ -20,12 +20,13 @@ from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
 from vescale_fsdp.checkpoint.step_search import StepSearch
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
@@ -91,7 +92,7 @@ class CheckpointManager:
             raise ValueError(
                 explain("patience_s is no time.", expected=">= 0", got=patience_s, where=str(root))
             )
-        self._root = open_rank_storage(root)
+        self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s = patience_s
         self._keep_last = keep_last
         self._keep_every = keep_every

@@ -32,8 +32,9 @@ from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, StoredT
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict
@@ -98,7 +99,7 @@ class RaggedReader(StorageReader):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> None:
-        self._storage = open_rank_storage(path)
+        self._storage = open_storage(path, neighbours=num_neighbours())
         self._ranks = DcpRanks(process_group, no_dist)
         self._reader: CheckpointReader | None = None
         self._stored: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class RaggedReader(StorageReader):
         """Another path, if one is given."""
         self._reader = None
         if checkpoint_id is not None:
-            self._storage = open_rank_storage(checkpoint_id)
+            self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
 
     def read_metadata(self, *args: Any, **unused: Any) -> Metadata:
         """The checkpoint as DCP sees it: every tensor is one chunk, every other leaf is bytes.

@@ -25,10 +25,11 @@ from torch.futures import Future
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.save import Saver, commit_manifest
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import unflatten_state_dict
 
@@ -80,7 +81,7 @@ class RaggedWriter(StorageWriter):
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> None:
-        self._storage = open_rank_storage(path)
+        self._storage = open_storage(path, neighbours=num_neighbours())
         self._user = user
         self._overwrite = overwrite
         self._ranks = DcpRanks(process_group, no_dist)
@@ -91,7 +92,7 @@ class RaggedWriter(StorageWriter):
         """Another path, if one is given."""
         self._held.close()
         if checkpoint_id is not None:
-            self._storage = open_rank_storage(checkpoint_id)
+            self._storage = open_storage(checkpoint_id, neighbours=num_neighbours())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """See that DCP saves with the ranks this writer was made for."""

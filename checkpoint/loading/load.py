@@ -29,11 +29,12 @@ from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.describe import Describer
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 from vescale_fsdp.torch_private import local_of
 
@@ -98,7 +99,7 @@ def load(
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
-        loader = Loader(open_rank_storage(path), coordinator, verify)
+        loader = Loader(open_storage(path, neighbours=num_neighbours()), coordinator, verify)
     return loader.load(state, strict=strict, include=patterns)
 
 

@@ -31,9 +31,10 @@ from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, N
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
@@ -94,7 +95,7 @@ def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
     Raises:
         CheckpointError: if the path holds no complete checkpoint.
     """
-    return CheckpointReader(open_rank_storage(path))
+    return CheckpointReader(open_storage(path, neighbours=num_neighbours()))
 
 
 @dataclass(frozen=True)

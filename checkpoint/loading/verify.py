@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from vescale_fsdp.checkpoint.loading.file_checks import Check, check_files
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Problem", "VerifyReport", "verify"]
@@ -48,7 +49,7 @@ class VerifyReport:
 
 def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
     """Hash every byte of a checkpoint and compare; report all problems instead of raising the first."""
-    storage = open_rank_storage(path)
+    storage = open_storage(path, neighbours=num_neighbours())
     try:
         manifest = read_manifest(storage)
     except (CheckpointError, OSError) as error:

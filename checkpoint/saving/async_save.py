@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.save import Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 
 __all__ = ["AsyncSaver", "SaveHandle", "async_save"]
 
@@ -116,7 +117,9 @@ class AsyncSaver:
         error: BaseException | None = None
         try:
             self.drain()
-            saver = Saver(open_rank_storage(path), self._coordinator, overwrite=overwrite)
+            saver = Saver(
+                open_storage(path, neighbours=num_neighbours()), self._coordinator, overwrite=overwrite
+            )
             with torch.no_grad():
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
             user = plain_json(user)

@@ -36,13 +36,14 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import distinct_keys, dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.rank_storage import open_rank_storage
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Form, RankShare
 from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
 from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.per_rank import pack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain
 
 __all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
@@ -81,7 +82,9 @@ def save(
     """
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
-        saver = Saver(open_rank_storage(path), coordinator, overwrite=overwrite, format=format)
+        saver = Saver(
+            open_storage(path, neighbours=num_neighbours()), coordinator, overwrite=overwrite, format=format
+        )
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), user)
 
 

@@ -319,7 +319,7 @@ class Storage(ABC):
 
     def read_file(self, name: str) -> bytes:
         """The whole of a (small) file; raises as `read_into`."""
-        return self.read(name, 0, self.required_size(name))
+        return self.read(name, 0, self.required_info(name).size_bytes)
 
     def read_pieces(self, name: str) -> Iterator[bytes]:
         """The whole of a file, a few MiB at a time; raises as `read_into`."""
@@ -348,12 +348,9 @@ class Storage(ABC):
             ConnectionError: if the store could not be reached in all tries. It says nothing of what lies there.
         """
         try:
-            return self._try(work)
+            return work()
         except SourceError as carried:
             raise carried.error from carried.error.__cause__
-
-    def _try(self, work: Callable[[], T]) -> T:
-        return work()
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -93,19 +93,12 @@ def _transfer(
         if done == 0 and any(len(view) for view in batch):
             return offset
         offset += done
-        first += _drop(views, first, done)
+        while first < len(views) and done >= len(views[first]):
+            done -= len(views[first])
+            first += 1
+        if done:
+            views[first] = views[first][done:]
     return None
-
-
-def _drop(views: list[memoryview], first: int, done_bytes: int) -> int:
-    """How many views from ``first`` on are complete after so many bytes; the next is cut to its rest."""
-    complete = 0
-    while first + complete < len(views) and done_bytes >= len(views[first + complete]):
-        done_bytes -= len(views[first + complete])
-        complete += 1
-    if done_bytes:
-        views[first + complete] = views[first + complete][done_bytes:]
-    return complete
 
 
 class _LocalReader(FileReader):

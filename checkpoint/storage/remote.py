@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
@@ -196,6 +197,9 @@ class RemoteStorage(Storage):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+    def retrying(self, work: Callable[[], T]) -> T:
+        return super().retrying(partial(self._try, work))
 
     def _try(self, work: Callable[[], T]) -> T:
         """Call until it works; errors that may pass end in a ConnectionError, others are raised as they are."""
