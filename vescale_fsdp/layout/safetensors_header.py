@@ -58,7 +58,9 @@ def read_header(
         entries = {name: _entry(fields, base) for name, fields in table.items()}
     # RecursionError: lists in lists in lists.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _corrupt("a header of names, types, shapes and offsets", _told(error), where) from error
+        raise _corrupt(
+            "a header of names, types, shapes and offsets", f"{type(error).__name__}: {error!s:.200}", where
+        ) from error
     end = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start_bytes, item[1].nbytes)):
         if entry.start_bytes != end:
@@ -98,10 +100,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise ValueError("a name appears twice")
     return table
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error!s:.200}"
 
 
 def _corrupt(expected: str, got: str, where: object) -> CorruptCheckpointError:
