@@ -26,6 +26,7 @@ __all__ = [
     "reduce_in_place",
     "reduce_scatter_into",
     "sums_in_wider",
+    "wait_for",
 ]
 
 
@@ -59,6 +60,13 @@ class Work(Protocol):
         """Block the caller (on an accelerator: its current stream) until the collective is done."""
 
 
+def wait_for(*works: Work | None) -> None:
+    """Wait for collectives; None stands for one that was done at once."""
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
 class _AllOf:
     """Several collectives under way, as one."""
 
@@ -66,9 +74,7 @@ class _AllOf:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        wait_for(*self._works)
 
 
 class _KeepSlice:
@@ -78,8 +84,7 @@ class _KeepSlice:
         self._work, self._kept, self._into = work, kept, into
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+        wait_for(self._work)
         self._into.copy_(self._kept)
 
 
@@ -273,7 +278,5 @@ def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A small tensor of every rank, stacked: [num_ranks, *tensor.shape]. Waits."""
     flat = tensor.detach().contiguous().view(-1)
     full = flat.new_empty(dist.get_world_size(group) * flat.numel())
-    work = all_gather_into(full, flat, group)
-    if work is not None:
-        work.wait()
+    wait_for(all_gather_into(full, flat, group))
     return full.view(-1, *tensor.shape)

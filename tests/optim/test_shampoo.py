@@ -206,14 +206,14 @@ def test_granularity_keeps_bands_whole(shape: tuple[int, ...]) -> None:
     cuts = [*range(0, numel, block), numel]
     bands = [len(grid.bands_in(FlatRange(a, b))) for a, b in pairwise(cuts)]
 
-    assert sum(bands) == grid.left_shape[0]
+    assert sum(bands) == grid.factor_shapes["left"][0]
     assert min(bands) >= 1
 
 
 def test_blocks_tile_the_parameter() -> None:
     """The drawing: 5 x 7 in blocks of 4 has blocks of 4x4, 4x3, 1x4 and 1x3."""
     grid = factor_grid_of((5, 7), 4)
-    assert grid.left_shape == grid.right_shape == (2, 2, 4, 4)
+    assert grid.factor_shapes == {"left": (2, 2, 4, 4), "right": (2, 2, 4, 4)}
     sizes = [(b.top, b.height, b.left, b.width) for b in grid.blocks_in(FlatRange(0, 35))]
     assert sizes == [(0, 4, 0, 4), (0, 4, 4, 3), (4, 1, 0, 4), (4, 1, 4, 3)]
 

@@ -1,6 +1,6 @@
 """One all-to-all between two cuts of a tensor: each rank sends every other just what that one will own.
 
-A cut gives every rank some boxes of the tensor (`boxes_held`). What rank s sends to rank r are the
+A cut gives every rank some boxes of the tensor. What rank s sends to rank r are the
 intersections of s's old boxes with r's new ones, in that order, which both sides can list. What stays on
 its rank is copied and never enters the collective.
 """
@@ -18,15 +18,7 @@ from vescale_fsdp.dtensor.spec import local_shape
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of, whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = ["boxes_held", "exchange"]
-
-
-def boxes_held(placement: Placement, shape: Sequence[int], num_ranks: int, rank: int) -> tuple[Box, ...]:
-    """Boxes of a tensor that a rank holds under RaggedShard or Shard, in the order of its local elements."""
-    if isinstance(placement, RaggedShard):
-        return boxes_of_range(tuple(shape), *placement.piece(shape, rank))
-    box = _shard_box(placement, shape, num_ranks, rank)
-    return (box,) if box.numel else ()
+__all__ = ["exchange"]
 
 
 def _shard_box(placement: Placement, shape: Sequence[int], num_ranks: int, rank: int) -> Box:
@@ -44,8 +36,6 @@ def _common(mine: Sequence[Box], theirs: Sequence[Box]) -> Iterator[tuple[int, i
 
 def _views(flat: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
     """The boxes of a local tensor as n-d views of it."""
-    if not boxes:
-        return []
     parts = flat.split([box.numel for box in boxes])
     return [part.view(box.sizes) for part, box in zip(parts, boxes, strict=True)]
 
@@ -69,15 +59,15 @@ def exchange(
         What this rank holds under ``want``, in new memory.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    both_ragged = isinstance(have, RaggedShard) and isinstance(want, RaggedShard)
     # Two ragged cuts are both runs of the flat tensor: one box per rank instead of several.
-    flat = isinstance(have, RaggedShard) and isinstance(want, RaggedShard)
+    seen_as = (numel_of(shape),) if both_ragged else shape
 
     def held(placement: Placement, r: int) -> tuple[Box, ...]:
-        if flat:
-            assert isinstance(placement, RaggedShard)
-            start, stop = placement.piece(shape, r)
-            return (Box((start,), (stop - start,)),) if stop > start else ()
-        return boxes_held(placement, shape, num_ranks, r)
+        if isinstance(placement, RaggedShard):
+            return boxes_of_range(seen_as, *placement.piece(shape, r))
+        box = _shard_box(placement, shape, num_ranks, r)
+        return (box,) if box.numel else ()
 
     old, new = held(have, rank), held(want, rank)
     result = local.new_empty(sum(box.numel for box in new))
@@ -92,14 +82,12 @@ def exchange(
     arriving = [(j, box) for r in others for j, box in incoming[r]]
     received = local.new_empty(sum(box.numel for _, box in arriving))
     yield all_to_all_into(received, sent, _numels(incoming, num_ranks), _numels(outgoing, num_ranks), group)
-    if arriving:
-        parts = received.split([box.numel for _, box in arriving])
-        for (j, box), part in zip(arriving, parts, strict=True):
-            targets[j][box.slices(new[j].offsets)].copy_(part.view(box.sizes))
+    for (j, box), part in zip(arriving, _views(received, [box for _, box in arriving]), strict=True):
+        targets[j][box.slices(new[j].offsets)].copy_(part)
     if isinstance(want, RaggedShard):
         return result.view(local_shape(want, shape, rank))
     return result.view(_shard_box(want, shape, num_ranks, rank).sizes)
 
 
 def _numels(boxes: dict[int, list[tuple[int, Box]]], num_ranks: int) -> list[int]:
-    return [sum(numel_of(box.sizes) for _, box in boxes.get(r, [])) for r in range(num_ranks)]
+    return [sum(box.numel for _, box in boxes.get(r, [])) for r in range(num_ranks)]

@@ -32,16 +32,12 @@ from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
 from vescale_fsdp.torch_private import DTensorSpec
 
-__all__ = ["check_storage_writer", "chunk_list", "tensor_shard", "write_items"]
+__all__ = ["check_storage_writer", "chunk_of_box", "tensor_shard", "write_items"]
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def chunk_of_box(box: Box) -> ChunkStorageMetadata:
+    """A box as DCP knows it."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-
-
-def chunk_list(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
-    """The boxes this rank wants to read or write, in flat order."""
-    return [_chunk(box) for box in boxes]
 
 
 def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTensorSpec) -> list[WriteItem]:
@@ -62,7 +58,7 @@ def write_items(fqn: str, local: torch.Tensor, boxes: Sequence[Box], spec: DTens
         WriteItem(
             index=MetadataIndex(fqn, torch.Size(box.offsets), index),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=spec.shape),
+            tensor_data=TensorWriteData(chunk=chunk_of_box(box), properties=properties, size=spec.shape),
         )
         for index, box in enumerate(boxes)
     ]
@@ -103,7 +99,7 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if isinstance(value, Mapping):
             check_storage_writer(writer, value)
-        elif isinstance(value, DTensor):
+        elif isinstance(value, DTensor) and is_ragged_spec(value._spec.placements):
             _check_writer(writer, name, value._spec)
 
 
@@ -124,9 +120,9 @@ def _writer_in_use() -> StorageWriter | None:
 def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
     if writer is None or vars(writer).get("serialization_format") is not SerializationFormat.SAFETENSORS:
         return
-    if not is_ragged_spec(spec.placements):
-        return
-    most = _most_boxes(spec)
+    _, placement = ragged_axis(spec.placements)
+    inner = inner_box(spec).sizes
+    most = max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))
     if most > 1:
         raise CheckpointError(
             "torch's safetensors writer keeps one box of a tensor per rank and drops the others.",
@@ -135,7 +131,7 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
             where=name,
             todo="save .distcp files or with vescale_fsdp.checkpoint, and convert with vescale-convert",
         )
-    if vars(writer).get("save_distributed") is False and ragged_axis(spec.placements)[1].num_shards > 1:
+    if vars(writer).get("save_distributed") is False and placement.num_shards > 1:
         raise CheckpointError(
             "torch's safetensors writer lets all ranks write one file, of which the last one's part is left.",
             expected="HuggingFaceStorageWriter(.., save_distributed=True)",
@@ -143,10 +139,3 @@ def _check_writer(writer: object, name: str, spec: DTensorSpec) -> None:
             where=name,
             todo="pass save_distributed=True",
         )
-
-
-def _most_boxes(spec: DTensorSpec) -> int:
-    """The most boxes that any rank holds of a ragged tensor."""
-    _, placement = ragged_axis(spec.placements)
-    inner = inner_box(spec).sizes
-    return max(len(boxes_of_range(inner, *placement.piece(inner, r))) for r in range(placement.num_shards))

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
@@ -48,15 +48,13 @@ class PieceMap:
         shape: global shape.
         starts: flat start of each shard rank's piece, then the numel: ``num_shards + 1`` ints.
         shard_rank: this rank's number among the shards.
-        mesh: the parameter's mesh; None if every rank holds all of it.
-        axis: the mesh axis that shards it; None with ``mesh``.
+        cut_over: the mesh and its axis that shards the parameter; None if every rank holds all of it.
     """
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
     shard_rank: int = 0
-    mesh: DeviceMesh | None = None
-    axis: int | None = None
+    cut_over: tuple[DeviceMesh, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -100,7 +98,7 @@ def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
         numels = tuple(chunk_of(shape[0], num_shards, r).numel * row_numel for r in range(num_shards))
     else:
         return None
-    return PieceMap(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), mesh, axis)
+    return PieceMap(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), (mesh, axis))
 
 
 def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
@@ -150,19 +148,17 @@ def zeros_beside(
         return local.view(shape)
     mesh = param.device_mesh
     placements: list[Placement] = [Replicate()] * mesh.ndim
-    if pieces.axis is None:
+    if pieces.cut_over is None:
         return DTensor.from_local(local.view(shape), mesh, placements, run_check=False)
-    placements[pieces.axis] = RaggedShard.from_piece_numels(shape, piece_numels)
+    placements[pieces.cut_over[1]] = RaggedShard.from_piece_numels(shape, piece_numels)
     return RaggedDTensor.from_local(local, mesh, placements, shape=shape)
 
 
 def local_part_of(full: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of a tensor that all ranks have in full, cut as ``like`` is. No communication."""
     mesh = like.device_mesh
-    if isinstance(like, RaggedDTensor):
-        return local_of(distribute_tensor(full, mesh, like.placements))
-    stock = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return local_of(stock.redistribute(placements=like.placements))
+    replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return local_of(redistribute(replicated, like.placements))
 
 
 def local_tensor(tensor: torch.Tensor, what: str = "parameter") -> torch.Tensor:

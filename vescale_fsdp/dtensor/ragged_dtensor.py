@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.collectives import broadcast_in_place
+from vescale_fsdp.collectives import broadcast_in_place, wait_for
 from vescale_fsdp.dtensor.all_to_all import exchange
-from vescale_fsdp.dtensor.dcp_hooks import chunk_list, tensor_shard, write_items
+from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
-from vescale_fsdp.dtensor.redistribute import Move, finish, redistribute_local
+from vescale_fsdp.dtensor.redistribute import Move, redistribute_local, start_move
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
     inner_box,
@@ -48,6 +48,7 @@ __all__ = [
     "is_ragged",
     "redistribute",
     "redistribute_async",
+    "wrap_like",
 ]
 
 
@@ -272,7 +273,7 @@ class RaggedDTensor(DTensor):
         return write_items(fqn, self._local_tensor, self.boxes, self._spec)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return chunk_list(self.boxes)
+        return [chunk_of_box(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return tensor_shard(self._local_tensor, self.boxes, index)
@@ -303,7 +304,7 @@ def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
     return local_shape(placement, inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
 
 
-def _wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
+def wrap_like(local: torch.Tensor, spec: DTensorSpec, like: DTensor | None = None) -> DTensor:
     """A ragged or stock DTensor, as the placements of ``spec`` ask."""
     if not is_ragged_spec(spec.placements):
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
@@ -357,7 +358,7 @@ def distribute_tensor(
             inner.sizes,
             device_mesh.get_group(axis),
         )
-        local = finish(steps)
+        local = Move(steps).wait()
     return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
 
 
@@ -369,9 +370,7 @@ def _from_source(full: torch.Tensor, spec: DTensorSpec, ragged: int, source: int
     others = [axis for axis in range(mesh.ndim) if axis != ragged]
     for index, axis in enumerate(others):
         if all(place[later] == source for later in (*others[index + 1 :], ragged)):
-            work = broadcast_in_place(full, mesh.get_group(axis), source)
-            if work is not None:
-                work.wait()
+            wait_for(broadcast_in_place(full, mesh.get_group(axis), source))
     return full
 
 
@@ -399,11 +398,11 @@ class PendingTensor:
     def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
         self._source = tensor
         self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
-        self._move = Move(local_of(tensor), tensor._spec, self._target)
+        self._move = start_move(local_of(tensor), tensor._spec, self._target)
 
     def wait(self) -> DTensor:
         """The tensor under its new placements, once it is here."""
-        return _wrap_like(self._move.wait(), self._target, like=self._source)
+        return wrap_like(self._move.wait(), self._target, like=self._source)
 
 
 def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
@@ -437,7 +436,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor, None]:  # type: ignore[override]
-        return _wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
+        return wrap_like(grad.contiguous(), spec_with(ctx.spec, dtype=grad.dtype)), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -445,12 +444,12 @@ class _Redistribute(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, target: DTensorSpec) -> DTensor:
         ctx.spec = tensor._spec
         if tensor._spec.placements == target.placements:
-            return _wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
-        return _wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
+            return wrap_like(local_of(tensor).view_as(local_of(tensor)), target, like=tensor)
+        return wrap_like(redistribute_local(local_of(tensor), tensor._spec, target), target, like=tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
         # The gradient of an unreduced sum is that of each summand: the same on every rank.
         placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
         target = spec_with(ctx.spec, placements=placements, dtype=grad.dtype)
-        return _wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None
+        return wrap_like(redistribute_local(local_of(grad), grad._spec, target), target), None

@@ -39,6 +39,7 @@ from vescale_fsdp.collectives import (
     broadcast_in_place,
     reduce_in_place,
     reduce_scatter_into,
+    wait_for,
 )
 from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.spec import (
@@ -52,7 +53,7 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-__all__ = ["Move", "finish", "gather_pieces", "redistribute_local"]
+__all__ = ["Move", "redistribute_local", "start_move"]
 
 # The steps of a move: each work that has to end before it can go on is yielded; the new local is returned.
 _Steps = Generator[Work | None, None, torch.Tensor]
@@ -79,18 +80,13 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     Raises:
         PlacementError: if the meshes differ, or the target has a Partial that the source has not.
     """
-    return Move(local, source, target).wait()
+    return start_move(local, source, target).wait()
 
 
-def finish(steps: _Steps) -> torch.Tensor:
-    """Take all steps of a move at once."""
-    while True:
-        try:
-            work = next(steps)
-        except StopIteration as end:
-            return end.value
-        if work is not None:
-            work.wait()
+def start_move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Move:
+    """Start `redistribute_local`. ``local`` must not be written before `Move.wait`."""
+    _check_reachable(source, target)
+    return Move(_moves(local.detach(), source, target))
 
 
 class Move:
@@ -100,12 +96,11 @@ class Move:
     All ranks must start and wait for their moves in the same order.
 
     Args:
-        local, source, target: as for `redistribute_local`. ``local`` must not be written before `wait`.
+        steps: each work that has to end before the move can go on; they return the new local tensor.
     """
 
-    def __init__(self, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
-        _check_reachable(source, target)
-        self._steps = _moves(local.detach(), source, target)
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
         self._work: Work | None = None
         self._result: torch.Tensor | None = None
         self._advance()
@@ -113,8 +108,7 @@ class Move:
     def wait(self) -> torch.Tensor:
         """The local tensor under the target, once it is here; the same tensor each time."""
         while self._result is None:
-            if self._work is not None:
-                self._work.wait()
+            wait_for(self._work)
             self._advance()
         return self._result
 
@@ -149,8 +143,7 @@ def _moves(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _St
     if is_ragged_spec(now.placements) and now.placements != target.placements:
         axis, _ = ragged_axis(now.placements)
         if not isinstance(target.placements[axis], RaggedShard) or not _same_cut(now, target, axis):
-            local = yield from _reduce_others(local, now, target)
-            now = _with_partials_of(now, target)
+            local, now = yield from _reduce_others(local, now, target)
             step = _with(now, axis, _stop_over(now, target, axis))
             local = yield from _axis_moves(local, now, step, axis)
             now = step
@@ -162,7 +155,7 @@ def _moves(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _St
         axis, placement = ragged_axis(target.placements)
         step = _with(now, axis, placement)
         local = yield from _axis_moves(local, now, step, axis)
-        local = yield from _reduce_others(local, step, target)
+        local, _ = yield from _reduce_others(local, step, target)
     return local
 
 
@@ -176,13 +169,11 @@ def _same_cut(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
     """Whether the axes but ``axis`` leave every rank the same box under both specs."""
     pairs = zip(source.placements, target.placements, strict=True)
     return all(
-        other == axis or have == want or not (have.is_shard() or want.is_shard() or _ragged(want))
+        other == axis
+        or have == want
+        or not (have.is_shard() or want.is_shard() or isinstance(want, RaggedShard))
         for other, (have, want) in enumerate(pairs)
     )
-
-
-def _ragged(placement: Placement) -> bool:
-    return isinstance(placement, RaggedShard)
 
 
 def _stop_over(source: DTensorSpec, target: DTensorSpec, axis: int) -> Placement:
@@ -231,19 +222,11 @@ def _torch_redistribute(local: torch.Tensor, source: DTensorSpec, target: DTenso
     return local_of(stock.redistribute(placements=target.placements)).contiguous()
 
 
-def _with_partials_of(spec: DTensorSpec, target: DTensorSpec) -> DTensorSpec:
-    """The spec after `_reduce_others`."""
-    return spec_with(
-        spec,
-        placements=[
-            Replicate() if have.is_partial() and not want.is_partial() else have
-            for have, want in zip(spec.placements, target.placements, strict=True)
-        ],
-    )
-
-
-def _reduce_others(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> _Steps:
-    """All-reduce the pieces over the axes that are Partial in ``source`` and not in ``target``."""
+def _reduce_others(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
+) -> Generator[Work | None, None, tuple[torch.Tensor, DTensorSpec]]:
+    """All-reduce the pieces over the axes that are Partial in ``source`` and not in ``target``, and the spec then."""
+    now = source
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if have.is_partial() and not want.is_partial():
             if not _reducible(have):
@@ -256,7 +239,8 @@ def _reduce_others(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec
             local = local.clone()
             yield all_reduce_in_place(local, _op_of(have), source.mesh.get_group(axis))
             _divide_average(local, have, source.mesh.size(axis))
-    return local
+            now = _with(now, axis, Replicate())
+    return local, now
 
 
 def _op_of(partial: Placement) -> dist.ReduceOp.RedOpType:
@@ -293,22 +277,6 @@ def _axis_moves(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, a
 
 def _worth_padding(piece_numels: Sequence[int]) -> bool:
     return len(piece_numels) * max(piece_numels) <= 2 * sum(piece_numels)
-
-
-def gather_pieces(
-    local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """All pieces of a tensor, one after the other, on every rank.
-
-    Args:
-        local: this rank's piece, any shape, ``piece_numels[rank]`` elements.
-        piece_numels: elements per rank of the group.
-        group: the ranks, in the order of the pieces.
-
-    Returns:
-        1-D, sum(piece_numels) elements.
-    """
-    return finish(_gather_steps(local.detach(), piece_numels, group))
 
 
 def _gather_steps(local: torch.Tensor, piece_numels: tuple[int, ...], group: dist.ProcessGroup) -> _Steps:

@@ -16,7 +16,7 @@ Example, shape (4, 5), range [3, 17)::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -107,10 +107,7 @@ def numel_of(shape: Sequence[int]) -> int:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides in elements; ``strides[d]`` is the numel of everything right of dim ``d``."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
+    return tuple(numel_of(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @lru_cache(maxsize=4096)
@@ -136,65 +133,27 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, 
         raise ValueError(f"range [{start}, {stop}) does not lie inside shape {shape} of {numel} elements")
     if start == stop:
         return ()
-    strides = contiguous_strides(shape)
-    head: list[Box] = []
-    tail: list[Box] = []
-    prefix: tuple[int, ...] = ()  # leading indices shared by everything still to cut
-    base = 0
-    for dim, stride in enumerate(strides):
-        first, first_rest = divmod(start - base, stride)
-        last, last_rest = divmod(stop - base, stride)
-        if first == last:  # the whole rest lies under one index of this dim
-            prefix += (first,)
-            base += first * stride
-            continue
-        if first_rest:
-            head = _suffix_boxes(shape, strides, (*prefix, first), start, base + (first + 1) * stride)
-            first += 1
-        if last_rest:
-            tail = _prefix_boxes(shape, strides, (*prefix, last), base + last * stride, stop)
-        middle = [_slab(shape, prefix, dim, first, last)] if last > first else []
-        return tuple(head + middle + tail)
-    return (Box(prefix, (1,) * len(shape)),)
+    return tuple(_boxes_under((), shape, start, stop))
 
 
-def _slab(shape: tuple[int, ...], prefix: tuple[int, ...], dim: int, first: int, last: int) -> Box:
-    """Box of indices [first, last) of ``dim`` under fixed leading indices, whole to the right."""
-    rest = shape[dim + 1 :]
-    return Box((*prefix, first, *(0,) * len(rest)), (*(1,) * len(prefix), last - first, *rest))
-
-
-def _suffix_boxes(
-    shape: tuple[int, ...], strides: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int
-) -> list[Box]:
-    """Boxes of [start, stop) where ``stop`` is the end of everything under ``prefix``."""
-    boxes: list[Box] = []
-    base = sum(i * s for i, s in zip(prefix, strides, strict=False))
-    for dim in range(len(prefix), len(shape)):
-        index, rest = divmod(start - base, strides[dim])
-        first = index + 1 if rest else index
-        if first < shape[dim]:
-            boxes.append(_slab(shape, prefix, dim, first, shape[dim]))
-        if not rest:
-            break
-        prefix, base = (*prefix, index), base + index * strides[dim]
-    return boxes[::-1]  # collected from the outside in; flat order runs from the inside out
-
-
-def _prefix_boxes(
-    shape: tuple[int, ...], strides: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int
-) -> list[Box]:
-    """Boxes of [start, stop) where ``start`` is the beginning of everything under ``prefix``."""
-    boxes: list[Box] = []
-    base = start
-    for dim in range(len(prefix), len(shape)):
-        index, rest = divmod(stop - base, strides[dim])
-        if index:
-            boxes.append(_slab(shape, prefix, dim, 0, index))
-        if not rest:
-            break
-        prefix, base = (*prefix, index), base + index * strides[dim]
-    return boxes
+def _boxes_under(prefix: tuple[int, ...], rest: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Boxes of the non-empty range [start, stop) of what lies under fixed leading indices, ``rest`` its shape."""
+    ones = (1,) * len(prefix)
+    if not rest:
+        yield Box(prefix, ones)
+        return
+    inner = rest[1:]
+    (first, head), (last, tail) = divmod(start, numel_of(inner)), divmod(stop, numel_of(inner))
+    if first == last:  # all of it lies under one index of this dim
+        yield from _boxes_under((*prefix, first), inner, head, tail)
+        return
+    if head:
+        yield from _boxes_under((*prefix, first), inner, head, numel_of(inner))
+        first += 1
+    if last > first:
+        yield Box((*prefix, first, *(0,) * len(inner)), (*ones, last - first, *inner))
+    if tail:
+        yield from _boxes_under((*prefix, last), inner, 0, tail)
 
 
 def run_start(shape: Sequence[int], box: Box) -> int | None:

@@ -159,18 +159,14 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     Raises:
         LayoutError: if the rule is none of these or gives something that is not a Granularity.
     """
-    found: object
+    found: object = rule
     if rule is None:
         found = Element()
-    elif isinstance(rule, Granularity):
-        found = rule
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         found = next(matches, Element())
-    elif callable(rule):
+    elif callable(rule) and not isinstance(rule, Granularity):
         found = rule(fqn, param)
-    else:
-        found = rule
     if isinstance(found, Granularity):
         return found
     raise LayoutError(

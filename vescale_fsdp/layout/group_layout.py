@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 
-__all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot"]
+__all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot", "runs_between"]
 
 
 class Piece(NamedTuple):
@@ -63,17 +63,35 @@ class PieceRun(NamedTuple):
     local_offset: int  # of each piece, in elements from the start of its rank's shard
 
     @property
+    def ranks(self) -> range:
+        """Who holds a piece of the run."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    @property
     def numel(self) -> int:
         """Elements of all pieces of the run."""
         return self.num_ranks * self.piece_numel
 
-    def overlaps(self, start: int, stop: int, shard_numel: int) -> bool:
-        """Whether a piece shares an element with the range [start, stop) of the global buffer."""
-        origin = self.first_rank * shard_numel + self.local_offset
-        # Piece i is [origin + i*S, .. + piece_numel): first to end after start, last to begin before stop.
-        first = (start - origin - self.piece_numel) // shard_numel + 1
-        last = -(-(stop - origin) // shard_numel) - 1
-        return start < stop and max(first, 0) <= min(last, self.num_ranks - 1)
+    def meets(self, other: PieceRun) -> bool:
+        """Whether pieces of both runs share an element of the buffer."""
+        return max(self.first_rank, other.first_rank) < min(self.ranks.stop, other.ranks.stop) and max(
+            self.local_offset, other.local_offset
+        ) < min(self.local_offset + self.piece_numel, other.local_offset + other.piece_numel)
+
+
+def runs_between(start: int, stop: int, shard_numel: int) -> Iterator[PieceRun]:
+    """The non-empty range [start, stop) of the buffer, cut at rank boundaries; whole shards are one run."""
+    (first, head), (last, tail) = divmod(start, shard_numel), divmod(stop, shard_numel)
+    if first == last:
+        yield PieceRun(first, 1, tail - head, head)
+        return
+    if head:
+        yield PieceRun(first, 1, shard_numel - head, head)
+        first += 1
+    if last > first:
+        yield PieceRun(first, last - first, shard_numel, 0)
+    if tail:
+        yield PieceRun(last, 1, tail, 0)
 
 
 @dataclass(frozen=True, slots=True)  # thousands are made for a model
@@ -121,16 +139,6 @@ class TensorSlot:
                 todo="ask GroupLayout.piece(slot, rank) for what each rank holds",
             )
         return FlatRange(self.offset, self.offset + self.numel)
-
-    def scattered_piece(self, rank: int) -> Piece:
-        """What ``rank`` holds of a scattered tensor; an empty range (at offset 0) if it holds nothing."""
-        start = 0
-        for run in self.runs:
-            if run.first_rank <= rank < run.first_rank + run.num_ranks:
-                start += (rank - run.first_rank) * run.piece_numel
-                return Piece(FlatRange(start, start + run.piece_numel), run.local_offset)
-            start += run.numel
-        return Piece(FlatRange(0, 0), 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss; ``runs`` only where there are some."""
@@ -230,7 +238,7 @@ class GroupLayout:
                 problem = f"run {tuple(run)} cuts blocks of {slot.block_numel}"
             if run.local_offset + run.piece_numel > self.shard_numel:
                 problem = f"run {tuple(run)} leaves its shard of {self.shard_numel}"
-            next_rank, start = run.first_rank + run.num_ranks, start + run.numel
+            next_rank, start = run.ranks.stop, start + run.numel
         first = slot.runs[0]
         if start != slot.numel or next_rank > self.num_shards:
             problem = f"{start} elements on ranks below {next_rank}"
@@ -262,21 +270,10 @@ class GroupLayout:
             for run in slot.runs:
                 # Only slots that reach into the shards of these ranks can meet the run.
                 first = bisect_right(starts, run.first_rank * self.shard_numel) - 1
-                stop = bisect_left(starts, (run.first_rank + run.num_ranks) * self.shard_numel)
+                stop = bisect_left(starts, run.ranks.stop * self.shard_numel)
                 for other in (*whole[max(first, 0) : stop], *scattered[:index]):
-                    if self._run_meets(run, other):
+                    if any(run.meets(piece) for piece in self.runs_of(other)):
                         raise _overlap(slot, other)
-
-    def _run_meets(self, run: PieceRun, slot: TensorSlot) -> bool:
-        if not slot.runs:
-            return run.overlaps(slot.offset, slot.offset + slot.numel, self.shard_numel)
-        return any(
-            max(run.first_rank, other.first_rank)
-            < min(run.first_rank + run.num_ranks, other.first_rank + other.num_ranks)
-            and max(run.local_offset, other.local_offset)
-            < min(run.local_offset + run.piece_numel, other.local_offset + other.piece_numel)
-            for other in slot.runs
-        )
 
     @cached_property
     def _by_fqn(self) -> dict[str, TensorSlot]:
@@ -328,13 +325,13 @@ class GroupLayout:
 
     def piece(self, slot: TensorSlot, rank: int) -> Piece:
         """What ``rank`` holds of a tensor; an empty range (at offset 0) if it holds nothing."""
-        if slot.runs:
-            return slot.scattered_piece(rank)
-        shard = self.shard_range(rank)
-        held = slot.span.intersect(shard)
-        if held.numel == 0:
-            return Piece(FlatRange(0, 0), 0)
-        return Piece(held.shift(-slot.offset), held.start - shard.start)
+        start = 0
+        for run in self.runs_of(slot):
+            if rank in run.ranks:
+                start += (rank - run.first_rank) * run.piece_numel
+                return Piece(FlatRange(start, start + run.piece_numel), run.local_offset)
+            start += run.numel
+        return Piece(FlatRange(0, 0), 0)
 
     def pieces_of(self, rank: int) -> Iterator[tuple[TensorSlot, Piece]]:
         """Non-empty pieces a rank holds, in buffer order."""
@@ -352,25 +349,13 @@ class GroupLayout:
     def holders(self, slot: TensorSlot) -> Iterator[int]:
         """Ranks that hold at least one element of a tensor, in order."""
         for run in self.runs_of(slot):
-            yield from range(run.first_rank, run.first_rank + run.num_ranks)
+            yield from run.ranks
 
     def runs_of(self, slot: TensorSlot) -> tuple[PieceRun, ...]:
         """The pieces of any slot as runs of equal pieces; at most three for a contiguous one."""
         if slot.runs or not slot.numel:
             return slot.runs
-        size = self.shard_numel
-        (first, head), (last, tail) = divmod(slot.offset, size), divmod(slot.offset + slot.numel, size)
-        if first == last:
-            return (PieceRun(first, 1, slot.numel, head),)
-        runs = []
-        if head:
-            runs.append(PieceRun(first, 1, size - head, head))
-            first += 1
-        if last > first:
-            runs.append(PieceRun(first, last - first, size, 0))
-        if tail:
-            runs.append(PieceRun(last, 1, tail, 0))
-        return tuple(runs)
+        return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""

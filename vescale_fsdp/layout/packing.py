@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from vescale_fsdp.layout.group_layout import PieceRun
+from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 __all__ = [
     "Chunk",
@@ -179,26 +179,11 @@ def free_gaps(
     for start, stop in (*sorted(spans), (num_shards * shard_numel,) * 2):
         cursor += -cursor % align_numel
         if start - cursor >= least_numel:
-            between = _gaps_between(cursor, start, shard_numel)
-            gaps.extend(gap for gap in between if gap.stop - gap.start >= least_numel)
+            for first_rank, num_ranks, numel, offset in runs_between(cursor, start, shard_numel):
+                if numel >= least_numel:
+                    gaps.append(Gap(first_rank, num_ranks, offset, offset + numel))
         cursor = max(cursor, stop)
     return gaps
-
-
-def _gaps_between(start: int, stop: int, shard_numel: int) -> Iterable[Gap]:
-    """A free range of the buffer, cut at rank boundaries; whole shards are one gap."""
-    first, head = divmod(start, shard_numel)
-    last, tail = divmod(stop, shard_numel)
-    if first == last:
-        yield Gap(first, 1, head, tail)
-        return
-    if head:
-        yield Gap(first, 1, head, shard_numel)
-        first += 1
-    if last > first:
-        yield Gap(first, last - first, 0, shard_numel)
-    if tail:
-        yield Gap(last, 1, 0, tail)
 
 
 def place_scattered(

@@ -14,9 +14,10 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.dtypes import itemsize_of
@@ -109,12 +110,11 @@ def check_padding(layout: GroupLayout, policy: PaddingPolicy, *, where: str = ""
             ),
         )
     if warn:
-        sizes = tuple((slot.fqn, slot.shape, slot.block_numel) for slot in layout.slots)
-        _warn_once(layout, sizes, policy)
+        _warn_once(layout, policy)
 
 
 @lru_cache(maxsize=256)
-def _warn_once(layout: GroupLayout, sizes: object, policy: PaddingPolicy) -> None:
+def _warn_once(layout: GroupLayout, policy: PaddingPolicy) -> None:
     """The warning; cached by what it says, so that the layers of a model warn once."""
     cures = cure_texts(find_cures(layout, policy.warn_above, policy.scatter), layout)
     warnings.warn(
@@ -164,39 +164,34 @@ def cure_texts(cures: Cures, layout: GroupLayout) -> Iterator[str]:
 def find_cures(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> Cures:
     """What would bring the padding of a group to ``limit`` or below, found by planning the same tensors again."""
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in layout.slots]
+    shards = layout.num_shards
+
+    def first(tries: Iterable[tuple[tuple[Any, ...], Sequence[TensorSpec], int]]) -> Any:
+        for change, changed, num_shards in tries:
+            ratio = plan_group(changed, num_shards, scatter=scatter).padding_ratio
+            if ratio <= limit:
+                return (*change, ratio)
+        return None
+
     return Cures(
-        next(_smaller_shard_sizes(specs, layout.num_shards, limit, scatter), None),
-        next(_larger_units(specs, layout.num_shards, limit, scatter), None),
-        next(_smaller_blocks(specs, layout.num_shards, limit, scatter), None),
+        first(((size,), specs, size) for size in range(shards // 2, 1, -1) if shards % size == 0),
+        first(((count,), copies, shards) for count, copies in _larger_units(specs)),
+        first((cut, changed, shards) for cut, changed in _smaller_blocks(specs)),
     )
 
 
-def _smaller_shard_sizes(
-    specs: Sequence[TensorSpec], num_shards: int, limit: float, scatter: Scatter
-) -> Iterator[tuple[int, float]]:
-    for size in range(num_shards // 2, 1, -1):
-        if num_shards % size == 0:
-            ratio = plan_group(specs, size, scatter=scatter).padding_ratio
-            if ratio <= limit:
-                yield size, ratio
-
-
-def _larger_units(
-    specs: Sequence[TensorSpec], num_shards: int, limit: float, scatter: Scatter
-) -> Iterator[tuple[int, float]]:
+def _larger_units(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, list[TensorSpec]]]:
+    """Twice, four times, .. the modules in one unit: how many, and their tensors."""
     count = 2
     while count <= MAX_MODULES_PER_UNIT and count * len(specs) <= MAX_PLANNED_TENSORS:
-        copies = [replace(spec, fqn=f"{copy}.{spec.fqn}") for copy in range(count) for spec in specs]
-        ratio = plan_group(copies, num_shards, scatter=scatter).padding_ratio
-        if ratio <= limit:
-            yield count, ratio
+        yield count, [replace(spec, fqn=f"{copy}.{spec.fqn}") for copy in range(count) for spec in specs]
         count *= 2
 
 
 def _smaller_blocks(
-    specs: Sequence[TensorSpec], num_shards: int, limit: float, scatter: Scatter
-) -> Iterator[tuple[tuple[str, ...], int, float]]:
-    """Blocks halved as often as it takes: for the tensors that share one, fewest elements first, then for all."""
+    specs: Sequence[TensorSpec],
+) -> Iterator[tuple[tuple[tuple[str, ...], int], list[TensorSpec]]]:
+    """Blocks halved again and again: for the tensors that share one, fewest elements first, then for all."""
     classes: dict[int, list[TensorSpec]] = {}
     for spec in specs:
         if 1 < spec.block_numel < spec.numel:
@@ -205,14 +200,13 @@ def _smaller_blocks(
     for members in (*sorted(classes.values(), key=lambda m: sum(spec.numel for spec in m)), every):
         names = tuple(spec.fqn for spec in members)
         for divisor in _divisors(members):
-            changed = [
-                replace(spec, block_numel=spec.block_numel // divisor) if spec in members else spec
-                for spec in specs
-            ]
-            ratio = plan_group(changed, num_shards, scatter=scatter).padding_ratio
-            if ratio <= limit:
-                yield names, divisor, ratio
-                break
+            yield (
+                (names, divisor),
+                [
+                    replace(spec, block_numel=spec.block_numel // divisor) if spec in members else spec
+                    for spec in specs
+                ],
+            )
 
 
 def _row_numel(shape: Sequence[int]) -> int:

@@ -192,9 +192,7 @@ def _plan_sizes(sizes: Sizes, num_shards: int, align_numel: int, scatter: Scatte
     if not sizes:
         return Packing(0, ())
     best = pack_contiguous(sizes, num_shards, align_numel)
-    if scatter == "auto":
-        best = _cheapest_scattered(sizes, num_shards, align_numel, best)
-    return best
+    return _cheapest_scattered(sizes, num_shards, align_numel, best) if scatter == "auto" else best
 
 
 def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: Packing) -> Packing:

@@ -111,13 +111,6 @@ class AdamW8bit(StructuredOptimizer):
     def _grid(self, param: torch.Tensor) -> BlockGrid:
         return grid_of(tuple(param.shape), self._block)
 
-    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._step_adamw()
-        for group in groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_param(param, group)
-
     def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         state["step"] += 1
@@ -125,7 +118,11 @@ class AdamW8bit(StructuredOptimizer):
         beta1, beta2 = group["betas"]
         exp_avg = self._load(param, "exp_avg").lerp(grad, 1 - beta1)
         exp_avg_sq = self._load(param, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
-        local.copy_(_stepped(local.float(), exp_avg, exp_avg_sq, state["step"], group))
+        # fp32 like everything else here, so that the rounding is the same for a float and for a tensor.
+        lr, values = torch.as_tensor(group["lr"], dtype=torch.float32), local.float()
+        decayed = values - lr * group["weight_decay"] * values
+        denominator = (exp_avg_sq.sqrt() / (1 - beta2 ** state["step"]).sqrt()) + group["eps"]
+        local.copy_(decayed - lr * (exp_avg / (1 - beta1 ** state["step"])) / denominator)
         self._store(param, "exp_avg", exp_avg, grad)
         self._store(param, "exp_avg_sq", exp_avg_sq, grad)
 
@@ -158,19 +155,3 @@ def _spell(block: Flat | Tiles) -> str:
 
 def _is_8bit(shape: tuple[int, ...], state_bits: int, min_8bit_numel: int) -> bool:
     return state_bits == 8 and len(shape) >= 2 and numel_of(shape) >= min_8bit_numel
-
-
-def _stepped(
-    param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    step: torch.Tensor,
-    group: dict[str, Any],
-) -> torch.Tensor:
-    """The parameter after its step, all in fp32."""
-    beta1, beta2 = group["betas"]
-    # fp32 like everything else here, so that the rounding is the same for a float and for a tensor.
-    lr = torch.as_tensor(group["lr"], dtype=torch.float32)
-    decayed = param - lr * group["weight_decay"] * param
-    denominator = (exp_avg_sq.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
-    return decayed - lr * (exp_avg / (1 - beta1**step)) / denominator

@@ -33,7 +33,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.planner import ALIGN_NUMEL
 from vescale_fsdp.optim.state_loading import copy_state
@@ -75,14 +75,11 @@ class _Run:
         grads = [local_grad(param) for param in self.params]
         first = grads[0]
         storage, base = storage_id(first), first.storage_offset()
-        for grad, start in zip(grads, self.starts, strict=True):
-            if grad.storage_offset() != base + start or storage_id(grad) != storage:
-                return self._gathered(grads)
-        return torch.as_strided(first, (self.flat.numel(),), (1,), base)
-
-    def _gathered(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        placed = zip(grads, self.starts, strict=True)
+        if all(g.storage_offset() == base + start and storage_id(g) == storage for g, start in placed):
+            return torch.as_strided(first, (self.flat.numel(),), (1,), base)
         flat = torch.zeros_like(self.flat)
-        parts = [flat[start : start + grad.numel()] for start, grad in zip(self.starts, grads, strict=True)]
+        parts = [flat[start : start + grad.numel()] for grad, start in zip(grads, self.starts, strict=True)]
         foreach_copy_(parts, grads)
         return flat
 
@@ -206,9 +203,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _counters(self, param: torch.Tensor) -> tuple[Any, ...]:
         """What of a parameter's state is not element-wise: step counts and the like."""
         state = self.state.get(param, {})
-        return tuple(
-            (name, None if _per_element(name, value) else _number(value)) for name, value in state.items()
-        )
+        values = [(name, None if _per_element(name, value) else value) for name, value in state.items()]
+        return tuple((name, v.item() if isinstance(v, torch.Tensor) else v) for name, v in values)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -270,10 +266,6 @@ def _room_for(name: str, value: Any, flat: torch.Tensor) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
-
-
 def _address(param: torch.Tensor) -> tuple[int, int, int]:
     """Where this rank's elements lie: storage, first element, how many."""
     local = local_tensor(param)
@@ -309,15 +301,6 @@ def _view(flat: torch.Tensor, param: torch.Tensor, start: int) -> torch.Tensor:
     """A parameter's part of a flat state tensor, placed as the parameter is."""
     local = local_of(param)
     piece = flat[start : start + local.numel()].view(local.shape)
-    if isinstance(param, RaggedDTensor):
-        return RaggedDTensor.wrap(piece, spec_of(param), layout_ref=param.layout_ref)
     if isinstance(param, DTensor):
-        return DTensor.from_local(
-            piece,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return wrap_like(piece, spec_of(param), like=param)
     return piece

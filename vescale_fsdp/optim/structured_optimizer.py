@@ -80,8 +80,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         self._adamw = adamw
         groups = _as_groups(params)
-        rest = list(adamw_params) if adamw_params is not None else []
-        if rest:
+        if rest := list(adamw_params or ()):
             groups.append({"params": rest, "algorithm": "adamw"})
         super().__init__(groups, {"algorithm": self.algorithm, **defaults})
 
@@ -96,9 +95,17 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             LayoutError: if the algorithm cannot step this parameter, or not as it is laid out.
         """
 
-    @abstractmethod
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Step the parameters of this optimizer's own algorithm."""
+        """Step all parameters, those of this optimizer's own algorithm in ``groups``."""
+        self._step_adamw()
+        for group in groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step_param(param, group)
+
+    def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter of this optimizer's own algorithm; for those that step them one by one."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is made at once."""
@@ -117,8 +124,8 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         group = self.param_groups[-1]
         for param in group["params"]:
             self._check_param(param)
-            state = _adamw_state(param) if algorithm == "adamw" else self._init_state(param, group)
-            self.state[param] = state
+            own = algorithm == self.algorithm
+            self.state[param] = self._init_state(param, group) if own else _adamw_state(param)
 
     def _check_param(self, param: torch.Tensor) -> None:
         if param.is_meta or not param.is_floating_point():
@@ -149,28 +156,26 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
     def _step_adamw(self) -> None:
         """Step the groups that torch's AdamW takes."""
         for group in self.param_groups:
-            if group["algorithm"] == "adamw":
-                self._step_adamw_group(group)
-
-    def _step_adamw_group(self, group: dict[str, Any]) -> None:
-        params = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in params]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [local_tensor(p) for p in params],
-            [local_grad(p) for p in params],
-            [local_tensor(s["exp_avg"], "state") for s in states],
-            [local_tensor(s["exp_avg_sq"], "state") for s in states],
-            [],
-            [s["step"] for s in states],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+            if group["algorithm"] != "adamw":
+                continue
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in params]
+            beta1, beta2 = group["betas"]
+            adamw(
+                [local_tensor(p) for p in params],
+                [local_grad(p) for p in params],
+                [local_tensor(s["exp_avg"], "state") for s in states],
+                [local_tensor(s["exp_avg_sq"], "state") for s in states],
+                [],
+                [s["step"] for s in states],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load state into the tensors this optimizer has. Nothing changes if something does not fit.
@@ -251,8 +256,5 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _adamw_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32),
-        "exp_avg": torch.zeros_like(param),
-        "exp_avg_sq": torch.zeros_like(param),
-    }
+    moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32), **moments}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vescale_fsdp.collectives import Work, all_gather_into
+from vescale_fsdp.collectives import Work, all_gather_into, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
@@ -153,26 +153,18 @@ class _CodedGather:
                 full[here].copy_(codec.decode(codes[here], scales, codec.grid(slot.shape), full.dtype))
 
 
+@dataclass
 class _Coded:
     """A coded gather on its way. What the collectives read and write is kept until they are done."""
 
-    def __init__(
-        self,
-        gather: _CodedGather,
-        full: torch.Tensor,
-        codes: torch.Tensor,
-        rest: torch.Tensor,
-        works: list[Work | None],
-    ) -> None:
-        self._gather = gather
-        self._full = full
-        self._parts = (codes, rest)
-        self._works = works
+    gather: _CodedGather
+    full: torch.Tensor
+    codes: torch.Tensor
+    rest: torch.Tensor
+    works: list[Work | None]
 
     @torch.no_grad()
     def wait(self) -> None:
         """Decode behind the collectives, on the current stream: the one that owns the buffers."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._gather.decode(self._full, *self._parts)
+        wait_for(*self.works)
+        self.gather.decode(self.full, self.codes, self.rest)

@@ -40,10 +40,8 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values again; a tensor that lies as the codes do. Local."""
         values = torch.zeros_like(self.codes, dtype=dtype)
-        codes, scales = (
-            local_tensor(self.codes, "tensor of codes"),
-            local_tensor(self.scales, "tensor of scales"),
-        )
+        codes = local_tensor(self.codes, "tensor of codes")
+        scales = local_tensor(self.scales, "tensor of scales")
         grid = self.codec.grid(tuple(self.codes.shape))
         local_tensor(values, "tensor").copy_(self.codec.decode(codes, scales, grid, dtype))
         return values

@@ -19,9 +19,8 @@ from vescale_fsdp.layout.placement import RaggedShard
 __all__ = ["WHOLE_ROWS", "Call", "along_dims", "call_of", "holds_whole", "run_along"]
 
 
-WHOLE_ROWS = (
-    "shard with granularity=Rows(1) or coarser, or gather with .full_tensor()"  # what to do about cut rows
-)
+# What to do about cut rows.
+WHOLE_ROWS = "shard with granularity=Rows(1) or coarser, or gather with .full_tensor()"
 
 
 class Call(NamedTuple):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.collectives import all_reduce_in_place
+from vescale_fsdp.collectives import all_reduce_in_place, wait_for
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
     check_written,
@@ -47,8 +47,12 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     """Run an operator on the pieces; the result keeps the placement."""
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None
-    if func._schema.is_mutable:
-        return _write(func, bind(func, args, kwargs), args, kwargs, like)
+    if func._schema.is_mutable:  # in-place and ``out=`` forms: what was written comes back itself
+        named = bind(func, args, kwargs)
+        check_written(func, named, like)
+        _on_pieces(func, args, kwargs, like)
+        written = [named[name] for name in written_names(func) if name in named]
+        return written[0] if len(written) == 1 else tuple(written)
     if is_partial(like):
         args = tuple(summed(arg) for arg in args)
         kwargs = {name: summed(value) for name, value in kwargs.items()}
@@ -64,20 +68,6 @@ def _on_pieces(
         *(localise(func, arg, like) for arg in args),
         **{name: localise(func, value, like) for name, value in kwargs.items()},
     )
-
-
-def _write(
-    func: torch._ops.OpOverload,
-    named: dict[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    like: RaggedDTensor,
-) -> Any:
-    """In-place and ``out=`` forms: what was written comes back itself."""
-    written = [named[name] for name in written_names(func) if name in named]
-    check_written(func, named, like)
-    _on_pieces(func, args, kwargs, like)
-    return written[0] if len(written) == 1 else tuple(written)
 
 
 def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,6 +200,4 @@ def non_finite_check(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
             cut_axes.setdefault(t.device_mesh, set()).update(axes)
     for mesh, axes in cut_axes.items():
         for axis in sorted(axes):
-            work = all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis))
-            if work is not None:
-                work.wait()
+            wait_for(all_reduce_in_place(found_inf, dist.ReduceOp.MAX, mesh.get_group(axis)))

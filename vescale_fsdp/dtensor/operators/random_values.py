@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.collectives import broadcast_in_place
+from vescale_fsdp.collectives import broadcast_in_place, wait_for
 from vescale_fsdp.dtensor.operators.arguments import bind, check_written, refuse, wrap_result
 from vescale_fsdp.dtensor.operators.philox import normals, uniforms
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -70,9 +70,7 @@ def set_rng_state(state: tuple[int | None, int]) -> None:
 def _agreed_seed(mesh: DeviceMesh) -> int:
     seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, device=mesh.device_type)
     for axis in range(mesh.ndim):
-        work = broadcast_in_place(seed, mesh.get_group(axis), 0)
-        if work is not None:
-            work.wait()
+        wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
     return int(seed.item())
 
 
@@ -96,21 +94,12 @@ def _runs(shape: tuple[int, ...], box: Box) -> list[FlatRange]:
         return [FlatRange(start, start + box.numel)]
     dim = next(d for d in range(len(shape)) if box.sizes[d] > 1)
     return [
-        run
-        for index in range(box.sizes[dim])
-        for run in _runs(
-            shape,
-            Box(
-                (*box.offsets[:dim], box.offsets[dim] + index, *box.offsets[dim + 1 :]),
-                (*box.sizes[:dim], 1, *box.sizes[dim + 1 :]),
-            ),
-        )
+        run for index in range(box.sizes[dim]) for run in _runs(shape, box.chunk(dim, box.sizes[dim], index))
     ]
 
 
-def _significand_bits(dtype: torch.dtype) -> int:
-    """Bits of a uniform value on [0, 1) that a dtype keeps without rounding."""
-    return {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+# Bits of a uniform value on [0, 1) that a dtype keeps without rounding.
+_SIGNIFICAND_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
@@ -123,7 +112,7 @@ def _draw(kind: str, tensor: RaggedDTensor, a: float, b: float) -> torch.Tensor:
     elif kind == "bernoulli":
         values = (uniforms(spans, seed, stream, 32, device) < a).to(torch.float64)
     else:
-        values = uniforms(spans, seed, stream, _significand_bits(local.dtype), device) * (b - a) + a
+        values = uniforms(spans, seed, stream, _SIGNIFICAND_BITS[local.dtype], device) * (b - a) + a
         # Rounding to the dtype may reach b, which is not in [a, b).
         rounded = values.to(local.dtype).to(torch.float64)
         values = torch.where((rounded >= b) & (b > a), torch.full_like(values, a), values)
@@ -139,7 +128,7 @@ def _check(func: torch._ops.OpOverload, tensor: RaggedDTensor, named: dict[str, 
             todo="leave generator=None and seed with vescale_fsdp.manual_seed",
         )
     dtype = named.get("dtype") or tensor.dtype
-    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in _SIGNIFICAND_BITS:
         raise refuse(func, tensor._spec, f"random values of {dtype} are not drawn by position")
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp.collectives import all_reduce_in_place, gathered
+from vescale_fsdp.collectives import all_reduce_in_place, gathered, wait_for
 from vescale_fsdp.dtensor.operators.along_dims import WHOLE_ROWS, Call, call_of, holds_whole, run_along
 from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -31,7 +31,7 @@ from vescale_fsdp.dtensor.spec import inner_box, make_spec
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.torch_private import NormPartial
 
-__all__ = ["all_close", "equal", "foreach_norm", "reduction"]
+__all__ = ["TOTALS", "all_close", "equal", "foreach_norm", "reduction"]
 
 aten = torch.ops.aten
 
@@ -47,8 +47,8 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     name = func._schema.name.removeprefix("aten::")
     if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
         raise refuse(func, call.tensor._spec, "the tensor has no elements")
-    if len(call.dims) == call.tensor.ndim and name in _TOTALS:
-        result = _TOTALS[name](call)
+    if len(call.dims) == call.tensor.ndim and name in TOTALS:
+        result = TOTALS[name](call)
         keep = (1,) * call.tensor.ndim if call.keepdim else ()
         if not keep:
             return result
@@ -96,9 +96,14 @@ def _mean(call: Call) -> DTensor:
     return _replicated(total / call.tensor.numel(), call.tensor)
 
 
-def _prod(call: Call) -> DTensor:
-    local = torch.prod(call.tensor._local_tensor, **call.options)
-    return _replicated(torch.prod(_gather_answers(local, call.tensor), 0), call.tensor)
+def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tensor]) -> _Total:
+    """A reduction whose answer for the whole is that of ``whole`` for the answers of ``part``."""
+
+    def total(call: Call) -> DTensor:
+        answer = part(call.tensor._local_tensor.reshape(-1), **call.options)
+        return _replicated(whole(_gather_answers(answer, call.tensor)), call.tensor)
+
+    return total
 
 
 def _identity(dtype: torch.dtype, largest: bool) -> Any:
@@ -120,29 +125,12 @@ def _extreme(call: Call, *, largest: bool) -> DTensor:
     return _replicated(answers.max() if largest else answers.min(), call.tensor)
 
 
+_log_sum_exp = partial(torch.logsumexp, dim=0)
 _max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
 def _aminmax(call: Call) -> tuple[DTensor, DTensor]:
     return _min(call), _max(call)
-
-
-def _any(call: Call) -> DTensor:
-    return _replicated(_gather_answers(torch.any(call.tensor._local_tensor), call.tensor).any(), call.tensor)
-
-
-def _all(call: Call) -> DTensor:
-    return _replicated(_gather_answers(torch.all(call.tensor._local_tensor), call.tensor).all(), call.tensor)
-
-
-def _logsumexp(call: Call) -> DTensor:
-    answers = _gather_answers(torch.logsumexp(call.tensor._local_tensor.reshape(-1), 0), call.tensor)
-    return _replicated(torch.logsumexp(answers, 0), call.tensor)
-
-
-def _count_nonzero(call: Call) -> DTensor:
-    local = torch.count_nonzero(call.tensor._local_tensor)
-    return _replicated(_gather_answers(local, call.tensor).sum(0), call.tensor)
 
 
 def _arg_extreme(call: Call, *, largest: bool) -> DTensor:
@@ -181,23 +169,12 @@ def _moments(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return squares_all / (total - correction).clamp_min(0.0), grand
 
 
-def _var(call: Call) -> DTensor:
-    return _replicated(_moments(call)[0].to(call.tensor.dtype), call.tensor)
-
-
-def _std(call: Call) -> DTensor:
-    return _replicated(_moments(call)[0].sqrt().to(call.tensor.dtype), call.tensor)
-
-
-def _var_mean(call: Call) -> tuple[DTensor, DTensor]:
-    variance, mean = (moment.to(call.tensor.dtype) for moment in _moments(call))
-    return _replicated(variance, call.tensor), _replicated(mean, call.tensor)
-
-
-def _std_mean(call: Call) -> tuple[DTensor, DTensor]:
+def _spread(call: Call, *, root: bool = False, with_mean: bool = False) -> Any:
+    """Variance or standard deviation, on its own or before the mean."""
     variance, mean = _moments(call)
-    dtype = call.tensor.dtype
-    return _replicated(variance.sqrt().to(dtype), call.tensor), _replicated(mean.to(dtype), call.tensor)
+    found = (variance.sqrt() if root else variance, mean)
+    results = tuple(_replicated(moment.to(call.tensor.dtype), call.tensor) for moment in found)
+    return results if with_mean else results[0]
 
 
 # -- norms --------------------------------------------------------------------------------------------
@@ -281,28 +258,28 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     return norms
 
 
-_TOTALS: dict[str, _Total] = {
-    "all": _all,
+TOTALS: dict[str, _Total] = {
+    "all": _of_parts(torch.all, torch.all),
     "amax": _max,
     "amin": _min,
     "aminmax": _aminmax,
-    "any": _any,
+    "any": _of_parts(torch.any, torch.any),
     "argmax": partial(_arg_extreme, largest=True),
     "argmin": partial(_arg_extreme, largest=False),
-    "count_nonzero": _count_nonzero,
+    "count_nonzero": _of_parts(torch.count_nonzero, torch.sum),
     "linalg_vector_norm": _norm,
-    "logsumexp": _logsumexp,
+    "logsumexp": _of_parts(_log_sum_exp, _log_sum_exp),
     "max": _max,
     "mean": _mean,
     "min": _min,
     "nansum": _sum,
     "norm": _norm,
-    "prod": _prod,
-    "std": _std,
-    "std_mean": _std_mean,
+    "prod": _of_parts(torch.prod, torch.prod),
+    "std": partial(_spread, root=True),
+    "std_mean": partial(_spread, root=True, with_mean=True),
     "sum": _sum,
-    "var": _var,
-    "var_mean": _var_mean,
+    "var": _spread,
+    "var_mean": partial(_spread, with_mean=True),
 }
 
 
@@ -342,9 +319,7 @@ def _summed_over_ranks(local: torch.Tensor, tensor: RaggedDTensor) -> torch.Tens
     total = local.clone(memory_format=torch.contiguous_format)
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            work = all_reduce_in_place(total, dist.ReduceOp.SUM, tensor.device_mesh.get_group(axis))
-            if work is not None:
-                work.wait()
+            wait_for(all_reduce_in_place(total, dist.ReduceOp.SUM, tensor.device_mesh.get_group(axis)))
     return total
 
 

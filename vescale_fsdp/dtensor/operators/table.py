@@ -96,9 +96,6 @@ _ELEMENTWISE = (
     "softshrink_backward",
     "zero_",
 )
-# Tagged pointwise by torch, and not: equal is one answer for all elements.
-_NOT_ELEMENTWISE = ("equal",)
-
 _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(
@@ -109,30 +106,8 @@ _BY_NAME: dict[str, Rule] = {
     "index_put_": elementwise.masked_put,
     **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
     "_amp_foreach_non_finite_check_and_unscale_": elementwise.non_finite_check,
-    **dict.fromkeys(
-        (
-            "all",
-            "amax",
-            "amin",
-            "aminmax",
-            "any",
-            "argmax",
-            "argmin",
-            "count_nonzero",
-            "linalg_vector_norm",
-            "logsumexp",
-            "mean",
-            "nansum",
-            "norm",
-            "prod",
-            "std",
-            "std_mean",
-            "sum",
-            "var",
-            "var_mean",
-        ),
-        reductions.reduction,
-    ),
+    # max and min may also mean an elementwise operator: see `_BY_OVERLOAD`
+    **dict.fromkeys(reductions.TOTALS.keys() - {"max", "min"}, reductions.reduction),
     "_foreach_norm": reductions.foreach_norm,
     **dict.fromkeys(
         ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
@@ -177,18 +152,15 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or func in _REFUSED_OVERLOADS:
         return _unsupported
-    rule = _BY_OVERLOAD.get(func)
-    if rule is not None:
-        return rule
-    rule = _BY_NAME.get(name)
-    if rule is not None:
+    if func in _BY_OVERLOAD:
+        return _BY_OVERLOAD[func]
+    if name in _BY_NAME:
+        rule = _BY_NAME[name]
         elementwise_out = rule is elementwise.elementwise or not _is_out(func)
         return rule if elementwise_out else _unsupported
     if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS and not _is_out(func):
         return elementwise.foreach
-    if name not in _NOT_ELEMENTWISE and _is_elementwise(func):
-        return elementwise.elementwise
-    return _unsupported
+    return elementwise.elementwise if _is_elementwise(func) else _unsupported
 
 
 set_rules(rule_of)

@@ -141,8 +141,7 @@ def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -
     for shape in shapes:
         unit = next((p for p in reversed(_ancestors(shape.fqn)) if p in prefixes), "")
         members.setdefault(unit, []).append(shape)
-    root = members.pop("", None)
-    ordered = [*members.items(), *([("", root)] if root else [])]
+    ordered = sorted(members.items(), key=lambda unit: not unit[0])
     return tuple(
         PlannedUnit(name, tuple(_relative(shape, name) for shape in params)) for name, params in ordered
     )

@@ -260,7 +260,7 @@ def _row(group: PlannedGroup, layout: GroupLayout) -> PlanRow:
         group.dtype,
         layout.num_shards,
         layout.payload_numel,
-        layout.shard_numel * itemsize_of(group.dtype),
+        layout.shard_numel * itemsize_of(layout.slots[0].dtype),
         layout.padding_ratio,
         layout.copied_ratio,
         layout.payload_numel / layout.num_shards / largest,
@@ -315,7 +315,7 @@ def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
         (
             re.sub(r"(?<=\.)\d+(?=\.)", "*", param.fqn),
             param.shape,
-            _spelled(param.granularity),
+            re.sub(r"\w+=", "", repr(param.granularity)),
             param.block_numel,
         )
         for param in group.params
@@ -324,10 +324,6 @@ def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:
         (name, " x ".join(map(str, shape)) or "scalar", str(count), rule, f"{block:,}")
         for (name, shape, rule, block), count in counts.items()
     ]
-
-
-def _spelled(granularity: Granularity) -> str:
-    return re.sub(r"\w+=", "", repr(granularity))
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> Iterator[str]:

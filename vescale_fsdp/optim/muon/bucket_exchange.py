@@ -46,10 +46,6 @@ class Ranks:
         """Ranks of all replicas together."""
         return len(self.numbers) * len(self.numbers[0])
 
-    def place(self, number: int) -> tuple[int, int]:
-        """(replica, shard) of a replica-major number."""
-        return divmod(number, len(self.numbers[0]))
-
 
 class Travel(NamedTuple):
     """A cut matrix: its parameter's index, how that parameter lies, the owner's (replica, shard)."""
@@ -81,12 +77,9 @@ class Bucket:
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
         """(replica, shard) of all ranks in the order in which the collective lists them."""
-        place_of = {
-            number: (replica, shard)
-            for replica, row in enumerate(self.ranks.numbers)
-            for shard, number in enumerate(row)
-        }
-        return tuple(place_of[number] for number in sorted(place_of))
+        numbers = self.ranks.numbers
+        places = ((replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
+        return tuple(sorted(places, key=lambda place: numbers[place[0]][place[1]]))
 
     @cached_property
     def _by_owner(self) -> dict[tuple[int, int], list[Travel]]:

@@ -34,9 +34,6 @@ class NewtonSchulz:
         """Orthogonalise every matrix of a bf16 stack [n, rows, cols]; the stack may be overwritten."""
         if len(stack) == 1:
             return zeropower_via_newtonschulz(stack[0], self.coefficients, self.steps, self.eps).unsqueeze(0)
-        return self._batched(stack)
-
-    def _batched(self, stack: torch.Tensor) -> torch.Tensor:
         a, b, c = self.coefficients
         tall = stack.size(-2) > stack.size(-1)
         x = stack.mT if tall else stack

@@ -60,35 +60,38 @@ def plan_step(
     """
     here: list[tuple[int, Matrix]] = []
     gathered: list[int] = []
-    cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix]]] = {}
+    cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, PieceMap]]] = {}
     held: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
     for index, param in enumerate(wanted):
         pieces = param.pieces
         if pieces is None:
             gathered.append(index)
             continue
-        key = (pieces.mesh, pieces.axis) if pieces.mesh is not None and pieces.axis is not None else None
+        key = pieces.cut_over
         for matrix in param.matrices:
             holder = pieces.holder_of(matrix.range)
             if holder is None:
                 assert key is not None
-                cut.setdefault(key, []).append((index, matrix))
+                cut.setdefault(key, []).append((index, matrix, pieces))
                 continue
             if key is not None:
                 held.setdefault(key, []).append((index, matrix, holder))
             if holder == pieces.shard_rank:
                 here.append((index, matrix))
+    for key in cut:
+        if key not in ranks_of:
+            ranks_of[key] = _make_ranks(*key)
     buckets = [
         bucket
         for key, matrices in cut.items()
-        for bucket in _buckets(wanted, matrices, held.get(key, []), _ranks(key, ranks_of), bucket_bytes)
+        for bucket in _buckets(wanted, matrices, held.get(key, []), ranks_of[key], bucket_bytes)
     ]
     return MuonPlan(tuple(wanted), tuple(here), tuple(buckets), tuple(gathered))
 
 
 def _buckets(
     wanted: Sequence[SteppedParam],
-    cut: Sequence[tuple[int, Matrix]],
+    cut: Sequence[tuple[int, Matrix, PieceMap]],
     held: Sequence[tuple[int, Matrix, int]],
     ranks: Ranks,
     bucket_bytes: int,
@@ -98,13 +101,14 @@ def _buckets(
     loads = [0] * num_shards
     for index, matrix, holder in held:  # every replica does these: they are whole there too
         loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps)
-    flops = [newton_schulz_flops(m.rows, m.cols, wanted[i].steps) for i, m in cut]
+    flops = [newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
-    owners = assign_owners(flops, [_held_numels(wanted[i], m) * replicas for i, m in cut], loads * replicas)
-    travels = [
-        Travel(index, matrix, _known(wanted[index].pieces), ranks.place(owner))
-        for (index, matrix), owner in zip(cut, owners, strict=True)
+    parts = [
+        [matrix.range.intersect(pieces.piece(s)).numel for s in range(num_shards)]
+        for _, matrix, pieces in cut
     ]
+    owners = assign_owners(flops, [numels * replicas for numels in parts], loads * replicas)
+    travels = [Travel(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
     limit_numel = max(1, bucket_bytes * ranks.num_ranks // WIRE_DTYPE.itemsize)
     buckets: list[list[Travel]] = []
     room = 0
@@ -117,24 +121,8 @@ def _buckets(
     return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
 
 
-def _known(pieces: PieceMap | None) -> PieceMap:
-    assert pieces is not None
-    return pieces
-
-
-def _held_numels(param: SteppedParam, matrix: Matrix) -> list[int]:
-    pieces = _known(param.pieces)
-    return [matrix.range.intersect(pieces.piece(rank)).numel for rank in range(pieces.num_shards)]
-
-
-def _ranks(key: tuple[DeviceMesh, int], known: dict[tuple[DeviceMesh, int], Ranks]) -> Ranks:
-    """The ranks of a mesh whose ``axis`` shards and whose other axes replicate."""
-    if key not in known:
-        known[key] = _make_ranks(*key)
-    return known[key]
-
-
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
+    """The ranks of a mesh whose ``axis`` shards and whose other axes replicate."""
     table = ranks_by_place(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)

@@ -60,25 +60,16 @@ class FactorGrid:
         return -(-self.cols // self.block)
 
     @property
-    def left_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the left factors: [band, column, height, height]."""
-        side = min(self.block, self.rows)
-        return (self.stack * self.bands_per_matrix, self.num_columns, side, side)
-
-    @property
-    def right_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the right factors: [band, column, width, width]."""
-        side = min(self.block, self.cols)
-        return (self.stack * self.bands_per_matrix, self.num_columns, side, side)
+    def factor_shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Shapes of the left factors, and of the right ones if there are any: [band, column, side, side]."""
+        lines = {"left": self.rows, "right": self.cols} if self.order == 2 else {"left": self.rows}
+        place = (self.stack * self.bands_per_matrix, self.num_columns)
+        return {side: (*place, min(self.block, n), min(self.block, n)) for side, n in lines.items()}
 
     def band_start(self, band: int) -> int:
         """Flat index of the first element of a band; of the tensor's end for the band after the last."""
         matrix, place = divmod(band, self.bands_per_matrix)
         return (matrix * self.rows + place * self.block) * self.cols
-
-    def band_height(self, band: int) -> int:
-        """Lines of a band."""
-        return min(self.block, self.rows - band % self.bands_per_matrix * self.block)
 
     def bands_in(self, piece: FlatRange) -> range:
         """The bands that a piece holds.
@@ -109,7 +100,7 @@ class FactorGrid:
         """The blocks of a piece, band by band."""
         top = 0
         for index, band in enumerate(self.bands_in(piece)):
-            height = self.band_height(band)
+            height = min(self.block, self.rows - band % self.bands_per_matrix * self.block)
             for column in range(self.num_columns):
                 left = column * self.block
                 yield Block(top, height, left, min(self.block, self.cols - left), index, column)

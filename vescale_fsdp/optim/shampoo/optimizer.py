@@ -16,9 +16,10 @@ import torch
 
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, local_tensor, zeros_beside
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
 from vescale_fsdp.optim.shampoo.block_math import accumulate, graft, inverse_root
-from vescale_fsdp.optim.shampoo.factor_grid import Block, FactorGrid, factor_grid_of, granularity_of
+from vescale_fsdp.optim.shampoo.factor_grid import Block, factor_grid_of, granularity_of
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
 
 __all__ = ["Shampoo"]
@@ -114,19 +115,11 @@ class Shampoo(StructuredOptimizer):
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if group["grafting"] == "adam":
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        for side, (_, columns, height, width) in _sides(grid):
-            numels = [count * columns * height * width for count in bands]
-            shape = (grid.left_shape[0], columns, height, width)
+        for side, shape in grid.factor_shapes.items():
+            numels = [count * numel_of(shape[1:]) for count in bands]
             state[f"{side}_factor"] = zeros_beside(param, pieces, shape, numels)
             state[f"{side}_root"] = zeros_beside(param, pieces, shape, numels)
         return state
-
-    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._step_adamw()
-        for group in groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_param(param, group)
 
     def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
@@ -136,41 +129,24 @@ class Shampoo(StructuredOptimizer):
         local, grad = local_tensor(param), local_grad(param).float()
         average = local_tensor(state["exp_avg"], "state").lerp_(grad, 1 - group["betas"][0])
         average = average / (1 - group["betas"][0] ** step)
-        plain = self._adam_direction(state, grad, average, step, group)
+        plain = average  # what the grafted optimizer would step
+        if group["grafting"] != "none":
+            beta2 = group["graft_beta2"]
+            squares = local_tensor(state["exp_avg_sq"], "state").lerp_(grad.square(), 1 - beta2)
+            plain = average / ((squares / (1 - beta2**step)).sqrt() + group["graft_eps"])
         piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
         update = torch.empty_like(grad)
         lines = [t.view(-1, grid.cols) for t in (grad, average, plain, update)]
-        factors = {side: _local_factors(state, side, shape) for side, shape in _sides(grid)}
+        factors = {side: _local_factors(state, side, shape) for side, shape in grid.factor_shapes.items()}
         for block in grid.blocks_in(piece):
             parts = [_cut(t, block) for t in lines]
             parts[3].copy_(_block_direction(block, parts, factors, step, group))
         update.add_(local.float(), alpha=group["weight_decay"])
         local.copy_(local.float().add_(update, alpha=-float(group["lr"])))
 
-    def _adam_direction(
-        self,
-        state: dict[str, torch.Tensor],
-        grad: torch.Tensor,
-        average: torch.Tensor,
-        step: int,
-        group: dict[str, Any],
-    ) -> torch.Tensor:
-        """What the grafted optimizer would step; the averaged gradient itself without grafting."""
-        if group["grafting"] == "none":
-            return average
-        beta2 = group["graft_beta2"]
-        squares = local_tensor(state["exp_avg_sq"], "state").lerp_(grad.square(), 1 - beta2)
-        return average / ((squares / (1 - beta2**step)).sqrt() + group["graft_eps"])
 
-
-_Factors = dict[
-    str, tuple[torch.Tensor, torch.Tensor]
-]  # by side: factors and roots, [bands, columns, side, side]
-
-
-def _sides(grid: FactorGrid) -> list[tuple[str, tuple[int, int, int, int]]]:
-    sides = [("left", grid.left_shape), ("right", grid.right_shape)]
-    return sides[: grid.order]
+# By side: factors and roots, [bands, columns, side, side].
+_Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def _local_factors(
