@@ -81,10 +81,13 @@ def save(
             the new checkpoint is there: the disk failed behind the commit.
     """
     coordinator = coordinator_for(process_group)
-    with coordinator.together(f"opening {path}"):
+    try:
         saver = Saver(
             open_storage(path, neighbours=num_neighbours()), coordinator, overwrite=overwrite, format=format
         )
+    except BaseException as error:
+        coordinator.agree(None, 0, error, {})  # where the other ranks are next: raises on all of them
+        raise
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), user)
 
 
