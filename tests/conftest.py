@@ -23,15 +23,6 @@ def _worker_pool() -> Iterator[None]:
     close_pool()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End the ranks behind each module of checkpoint tests: some of them let groups time out, and gloo's threads may
-    end such a process much later (SIGABRT), in the middle of another module's test."""
-    yield
-    if request.module.__name__.startswith("tests.checkpoint."):
-        close_pool()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where there is none, and say so."""
     if torch.cuda.is_available():

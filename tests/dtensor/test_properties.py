@@ -1,14 +1,18 @@
 """Any shape, any cut, any number of ranks: ragged tensors beside plain ones, searched by hypothesis.
 
-The search runs on every rank at once and draws the same cases (it is derandomised). Ranks agree on each verdict
-before one of them raises, so that a failing case fails everywhere and can be shrunk.
+Rank 0 searches and sends each case to the others; all agree on the verdict, so that a case that fails anywhere fails
+the search and can be shrunk. If every rank searched, they would draw different cases however they are seeded: hypothesis
+takes constants out of the modules a process has imported, and ranks that are kept between tests have imported others.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import accumulate, pairwise
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -71,6 +75,29 @@ def agreed(check: Callable[[], None]) -> None:
         raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text))
 
 
+def search_together(strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+    """Run a check on cases of a strategy, the same ones on all ranks."""
+
+    def on_all(case: Any) -> None:
+        sent = [case]
+        dist.broadcast_object_list(sent)
+        if sent[0] is None:
+            raise StopIteration
+        agreed(lambda: check(sent[0]))
+
+    if dist.get_rank() == 0:
+        try:
+            SEARCH(given(strategy)(on_all))()
+        finally:
+            with suppress(StopIteration):
+                on_all(None)
+        return
+    with suppress(StopIteration):
+        while True:
+            with suppress(AssertionError):  # rank 0 raises it, for the smallest case
+                on_all(None)
+
+
 def check_case(shape: tuple[int, ...], cut: RaggedShard, other: RaggedShard, mesh: DeviceMesh) -> None:
     """Everything that must hold for one shape and two cuts."""
     full, second = plain(shape), plain(shape, 1)
@@ -111,16 +138,14 @@ def search() -> tuple[int, int]:
     mesh = cpu_mesh()
     seen = {"empty": 0, "inside": 0}
 
-    @SEARCH
-    @given(cases(dist.get_world_size()))
-    def run(case: tuple[tuple[int, ...], RaggedShard, RaggedShard]) -> None:
+    def check(case: tuple[tuple[int, ...], RaggedShard, RaggedShard]) -> None:
         shape, cut, other = case
         numels = cut.piece_numels(shape)
         seen["empty"] += 0 in numels
         seen["inside"] += any(n % max(1, numel_of(shape[1:])) for n in numels)
-        agreed(lambda: check_case(shape, cut, other, mesh))
+        check_case(shape, cut, other, mesh)
 
-    run()
+    search_together(cases(dist.get_world_size()), check)
     return seen["empty"], seen["inside"]
 
 
@@ -145,9 +170,7 @@ def search_beside_shard() -> int:
     mesh = cpu_mesh(2, 2)
     count = 0
 
-    @SEARCH
-    @given(mesh_cases())
-    def run(case: tuple[tuple[int, ...], int, int]) -> None:
+    def check(case: tuple[tuple[int, ...], int, int]) -> None:
         nonlocal count
         shape, dim, seed = case
         if shape[dim] % 2:
@@ -156,23 +179,44 @@ def search_beside_shard() -> int:
         first = seed % (math.prod(inner) + 1)
         cut = RaggedShard.from_piece_numels(inner, (first, math.prod(inner) - first))
         full = plain(shape)
-
-        def check() -> None:
-            for placements in ([cut, Shard(dim)], [Shard(dim), cut]):
-                x = distribute_tensor(full, mesh, placements)
-                assert torch.equal(x.full_tensor(), full)
-                torch.testing.assert_close((x * x).sum().full_tensor(), (full * full).sum())
-                assert torch.equal(x.amax().full_tensor(), full.amax())
-                back = redistribute(x.redistribute(placements=[Replicate()] * 2), placements)
-                assert torch.equal(back.to_local(), x.to_local())
-
-        agreed(check)
+        for placements in ([cut, Shard(dim)], [Shard(dim), cut]):
+            x = distribute_tensor(full, mesh, placements)
+            assert torch.equal(x.full_tensor(), full)
+            torch.testing.assert_close((x * x).sum().full_tensor(), (full * full).sum())
+            assert torch.equal(x.amax().full_tensor(), full.amax())
+            back = redistribute(x.redistribute(placements=[Replicate()] * 2), placements)
+            assert torch.equal(back.to_local(), x.to_local())
         count += 1
 
-    run()
+    search_together(mesh_cases(), check)
     return count
 
 
 def test_any_cut_beside_shard() -> None:
     """Composition with Shard(0) and Shard(d) reconstructs exactly, whichever axis comes first."""
     assert min(run_ranks(4, search_beside_shard)) >= 15
+
+
+def _fails_on_one_rank() -> list[int]:
+    """Which cases each rank has seen of a search for one that rank 1 does not like."""
+    seen: list[int] = []
+    if dist.get_rank() == 1:
+        importlib.import_module("tests.support.models")  # only here: constants for hypothesis to draw
+
+    def check(case: int) -> None:
+        seen.append(case)
+        assert dist.get_rank() != 1 or case < 1000
+
+    if dist.get_rank() == 0:
+        with pytest.raises(AssertionError, match="rank 1"):
+            search_together(st.integers(0, 10**9), check)
+    else:
+        search_together(st.integers(0, 10**9), check)
+    return seen
+
+
+def test_ranks_search_the_same_cases() -> None:
+    """Whatever modules a rank has imported; and what fails on another rank than 0 fails the search."""
+    one, two = run_ranks(2, _fails_on_one_rank)
+
+    assert one == two and max(one) >= 1000 and len(set(one)) > 10
