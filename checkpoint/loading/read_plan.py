@@ -175,11 +175,23 @@ class _Walk:
 
 
 class Reads(ABC):
-    """What a load reads, in one of the forms: asked for first, then proven or run. Close it in the end."""
+    """What a load reads, in one of the forms: asked for first, then opened, proven or run. Close it in the end."""
 
     @abstractmethod
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
         """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
+
+    def saved_ranks(self) -> set[int]:
+        """Whose files hold what was asked for, in the native form."""
+        return set()
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open all files that stay open until the end, and prove what can be proven of them without reading data.
+
+        Raises:
+            CorruptCheckpointError: if one is missing or not what the manifest describes.
+        """
 
     @abstractmethod
     def prove(self) -> None:
@@ -220,9 +232,14 @@ class ReadPlan(Reads):
 
     def add(self, file: RankFile, sink: Sink) -> None:
         """Ask for one range of one file."""
-        if file.rank not in self._files:
-            self._files[file.rank] = OpenRankFile(self._storage, file)
         self._sinks.setdefault(file.rank, []).append(sink)
+
+    def saved_ranks(self) -> set[int]:
+        return set(self._sinks)
+
+    def open(self) -> None:
+        for rank in [rank for rank in self._sinks if rank not in self._files]:
+            self._files[rank] = OpenRankFile(self._storage, self._finder.file(rank))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -246,6 +263,7 @@ class ReadPlan(Reads):
                 pass
 
     def _jobs(self, whole_stripes: bool) -> Iterator[_Job]:
+        self.open()
         for rank, sinks in self._sinks.items():
             file = self._files[rank]
             ordered = sorted(sinks, key=_start_of)
