@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import Source
+from vescale_fsdp.checkpoint.loading.locate import FileShare
 from vescale_fsdp.checkpoint.loading.read_plan import Reads
-from vescale_fsdp.checkpoint.loading.targets import Target, sinks_of
+from vescale_fsdp.checkpoint.loading.targets import LoadTarget, sinks_of
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, chunks_of
 from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece
@@ -27,7 +27,7 @@ class _ChunkRead(NamedTuple):
 
     chunk: Chunk
     wanted: Region
-    target: Target
+    target: LoadTarget
 
 
 class ZarrReads(Reads):
@@ -38,8 +38,8 @@ class ZarrReads(Reads):
         self._tables = tables
         self._reads: list[_ChunkRead] = []
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
-        target, manifest = Target(tensor), self._tables.manifest
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        target, manifest = LoadTarget(tensor), self._tables.manifest
         place = manifest.places_by_name[manifest.entries[place].name][0]
         self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, place, region)]
         return target
@@ -64,5 +64,5 @@ class ZarrReads(Reads):
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
         piece = FilePiece(read.chunk.place, whole, 0, 0, len(data))
         for share in overlaps(whole, read.wanted):
-            for sink in sinks_of(Source(0, piece, share), read.target, max_gap_bytes=0):
+            for sink in sinks_of(FileShare(0, piece, share), read.target, max_gap_bytes=0):
                 sink.take(sink.start, data[sink.start : sink.stop])

@@ -15,10 +15,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axes, LayoutCut
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
-from vescale_fsdp.checkpoint.state.describe import Describer
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 
