@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["ReadPlan", "Reads"]
+
+T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
 _start_of = attrgetter("start")
@@ -177,6 +179,20 @@ class _Walk:
 class Reads(ABC):
     """What a load reads, in one of the forms: asked for first, then proven or run. Close it in the end."""
 
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def _map(self, work: Callable[[T], object], items: Sequence[T]) -> None:
+        """Do the work of all items, in as many threads as the storage likes."""
+        threads = min(self.storage.read_threads, len(items))
+        if threads <= 1:
+            for item in items:
+                work(item)
+            return
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
+            for _ in pool.map(work, items):
+                pass
+
     @abstractmethod
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
@@ -206,7 +222,7 @@ class ReadPlan(Reads):
     """
 
     def __init__(self, storage: Storage, finder: ShareFinder) -> None:
-        self._storage = storage
+        super().__init__(storage)
         self._finder = finder
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
@@ -214,14 +230,14 @@ class ReadPlan(Reads):
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target = LoadTarget(tensor)
         for stored in self._finder.shares(place, region):
-            for sink in sinks_of(stored, target, max_gap_bytes=self._storage.max_gap_bytes):
+            for sink in sinks_of(stored, target, max_gap_bytes=self.storage.max_gap_bytes):
                 self.add(self._finder.file(stored.rank), sink)
         return target
 
     def add(self, file: RankFile, sink: Sink) -> None:
         """Ask for one range of one file."""
         if file.rank not in self._files:
-            self._files[file.rank] = OpenRankFile(self._storage, file)
+            self._files[file.rank] = OpenRankFile(self.storage, file)
         self._sinks.setdefault(file.rank, []).append(sink)
 
     def close(self) -> None:
@@ -235,23 +251,13 @@ class ReadPlan(Reads):
     def run(self, *, verify: bool) -> None:
         self._map(_ReadJob.take_and_prove if verify else _ReadJob.take, list(self._jobs(verify)))
 
-    def _map(self, work: Callable[[_ReadJob], None], jobs: Sequence[_ReadJob]) -> None:
-        threads = min(self._storage.read_threads, len(jobs))
-        if threads <= 1:
-            for job in jobs:
-                work(job)
-            return
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            for _ in pool.map(work, jobs):
-                pass
-
     def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
         for rank, sinks in self._sinks.items():
             file = self._files[rank]
             ordered = sorted(sinks, key=_start_of)
             step = file.file.manifest.stripe_bytes if whole_stripes else 1
             walk = _Walk(ordered)
-            for start, stop in _intervals(ordered, file.file, step, self._storage.max_gap_bytes):
+            for start, stop in _intervals(ordered, file.file, step, self.storage.max_gap_bytes):
                 yield _ReadJob(file, start, stop, walk.within(start, stop))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +17,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["ZarrReads"]
 
-T = TypeVar("T")
-
 
 class _ChunkRead(NamedTuple):
     """A chunk and what is wanted of it."""
@@ -34,7 +30,7 @@ class ZarrReads(Reads):
     """Chunks to be read."""
 
     def __init__(self, storage: Storage, tables: ChunkTables) -> None:
-        self._storage = storage
+        super().__init__(storage)
         self._tables = tables
         self._reads: list[_ChunkRead] = []
 
@@ -54,11 +50,6 @@ class ZarrReads(Reads):
 
     def close(self) -> None:
         """Every chunk's file is closed when it has been read."""
-
-    def _map(self, work: Callable[[T], object], items: Sequence[T]) -> None:
-        with ThreadPoolExecutor(self._storage.read_threads, thread_name_prefix="checkpoint-zarr") as pool:
-            for _ in pool.map(work, items):
-                pass
 
     def _read(self, read: _ChunkRead) -> None:
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region

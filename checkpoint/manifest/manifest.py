@@ -8,7 +8,6 @@ order, at which offsets, follows from it by arithmetic (see `rank_file`). What i
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ __all__ = [
     "Manifest",
     "NoCheckpointError",
     "build_manifest",
-    "new_save_id",
 ]
 
 STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
@@ -60,11 +58,6 @@ _MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none yet, or none any more."""
-
-
-def new_save_id() -> str:
-    """A name for one attempt to save; also the name of its folder."""
-    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
