@@ -58,7 +58,7 @@ def read_manifest(storage: Storage) -> Manifest:
         raise _no_checkpoint(storage) from error
     except ValueError as error:
         raise CorruptCheckpointError(
-            "The manifest cannot be read as one.",
+            "This file cannot be read as a manifest.",
             expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
             got=str(error),
             where=where,

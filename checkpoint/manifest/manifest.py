@@ -264,7 +264,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged or no manifest.",
+        "The manifest is damaged, or is not one.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
@@ -315,7 +315,7 @@ def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _prove(manifest: Manifest, where: str) -> None:

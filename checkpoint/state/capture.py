@@ -121,7 +121,7 @@ class _Taker(TreeSink):
         if name in RESERVED_NAMES:
             problem = ("a name that the files keep for themselves", f"none of {', '.join(RESERVED_NAMES)}")
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
-            problem = ("a name that is no text", "keys without half a surrogate pair, which no file can name")
+            problem = ("a name that is not text", "keys without half a surrogate pair: no file can name it")
         elif name in self._names:
             problem = ("one name with another", "keys that differ as text (1 and '1' are the same name)")
         if problem is not None:

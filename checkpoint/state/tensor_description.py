@@ -226,7 +226,7 @@ class Describer:
 
 def _no_order(name: str, tensor: DTensor) -> CheckpointError:
     return CheckpointError(
-        "The ranks' parts of a tensor are no ranges of its dims.",
+        "The ranks' parts of a tensor are not ranges of its dims.",
         expected="split factors that are sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
         where=name,
