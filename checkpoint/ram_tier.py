@@ -55,7 +55,7 @@ class RamTier:
         folder: a memory file system.
 
     Raises:
-        ValueError: if a limit is too low, the name is no plain file name, or the mesh has several dimensions.
+        ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
     """
 
     def __init__(
