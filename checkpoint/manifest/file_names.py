@@ -11,7 +11,6 @@ __all__ = [
     "ZARR_NAME",
     "parse_rank_file_name",
     "parse_step_name",
-    "rank_file_name",
     "step_name",
 ]
 
@@ -35,12 +34,7 @@ def parse_step_name(name: str) -> tuple[int, str] | None:
     return (int(match[1]), name) if match and step_name(int(match[1])) == name else None
 
 
-def rank_file_name(rank: int, world_size: int) -> str:
-    """The file of a rank that saves, inside the folder of its attempt."""
-    return f"{rank:05d}-of-{world_size:05d}.safetensors"
-
-
 def parse_rank_file_name(name: str) -> int | None:
-    """The rank whose file has this name; None for every other name."""
+    """The rank that wrote a file of this name, as `Manifest.file_name` gives it; None for every other name."""
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) if match else None

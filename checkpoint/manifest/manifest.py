@@ -27,12 +27,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.manifest.file_names import (
-    FORMAT_NAME,
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    rank_file_name,
-)
+from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, prove_complete
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
@@ -161,7 +156,7 @@ class Manifest:
 
     def file_name(self, rank: int) -> str:
         """A rank's file, relative to the checkpoint's folder."""
-        return f"data-{self.save_id}/{rank_file_name(rank, self.world_size)}"
+        return f"data-{self.save_id}/{rank:05d}-of-{self.world_size:05d}.safetensors"
 
     def to_bytes(self) -> bytes:
         """The manifest as it is written, checksum included."""
