@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ settings.load_profile("repeatable")
 LONG = (
     "checkpoint/training/test_elastic.py",
     "optim/test_state_dict.py",
-    "house/test_demo.py",
+    "tools/test_demo.py",
     "dtensor/test_op_db.py",
     "checkpoint/training/test_fault_matrix.py",
     "house/test_typing.py",
@@ -28,6 +29,7 @@ LONG = (
     "checkpoint/saving/test_faults.py",
     "optim/test_muon.py",
 )
+assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
 
 
 @pytest.fixture(scope="session", autouse=True)
