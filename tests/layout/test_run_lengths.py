@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_fsdp.layout.geometry import FlatRange
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.layout.run_lengths import RunLengths
 
 values = st.lists(st.sampled_from((0, 0, 1, 1, 3, 7)), max_size=12).map(tuple)
@@ -56,7 +56,9 @@ def test_holders_are_those_that_a_walk_finds(numels: tuple[int, ...], start: int
     pieces = [FlatRange(found.start(place), found.start(place + 1)) for place in range(len(numels))]
     wanted = FlatRange(start, stop)
 
-    assert [*found.holders(start, stop)] == [p for p, piece in enumerate(pieces) if piece.intersect(wanted).numel]
+    assert [*found.holders(start, stop)] == [
+        p for p, piece in enumerate(pieces) if piece.intersect(wanted).numel
+    ]
 
 
 def test_a_placement_keeps_what_was_published() -> None:
@@ -64,7 +66,7 @@ def test_a_placement_keeps_what_was_published() -> None:
     placement = RaggedShard.of_runs((0,), RunLengths(((2, 1), (3, 0))))
 
     assert placement.local_units == (1, 1, 0, 0, 0) and type(placement.local_units) is tuple
-    assert placement == RaggedShard((0,), (1, 1, 0, 0, 0)) and hash(placement) == hash(RaggedShard((0,), (1, 1, 0, 0, 0)))
+    assert len({placement, RaggedShard((0,), (1, 1, 0, 0, 0)), RaggedShard((0,), (1, 1, 0, 0))}) == 2
     assert repr(placement) == "RaggedShard(dims=(0,), local_units=(1, 1, 0, 0, 0))"
     assert placement.__reduce__() == (RaggedShard, ((0,), (1, 1, 0, 0, 0)))
     assert b"run_lengths" not in pickle.dumps(placement)
@@ -77,7 +79,9 @@ def _peak_bytes(num_shards: int) -> tuple[int, int]:
     specs = [TensorSpec(f"w{i}", (300 + i, 700), "float32", 1) for i in range(100)]
     layout = plan_group(specs, num_shards)
     tracemalloc.start()
-    placements = [RaggedShard.from_piece_numels(slot.shape, layout.piece_lengths(slot)) for slot in layout.slots]
+    placements = [
+        RaggedShard.from_piece_numels(slot.shape, layout.piece_lengths(slot)) for slot in layout.slots
+    ]
     for slot, placement in zip(layout.slots, placements, strict=True):
         assert placement.piece(slot.shape, num_shards - 1) == layout.piece(slot, num_shards - 1).range or (
             layout.piece(slot, num_shards - 1).numel == 0
@@ -94,5 +98,4 @@ def test_placements_do_not_grow_with_the_ranks() -> None:
 
     assert 100 <= few_runs <= 500 and many_runs <= 500
     assert many_bytes <= 1.2 * few_bytes
-    # The control: one placement's units written out are more than all placements kept as runs.
-    assert 16_384 * 8 * 100 > 10 * many_bytes
+    assert many_bytes < 16_384 * 8  # the control: what one of them would take, written out
