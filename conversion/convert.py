@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
-from vescale_fsdp.conversion.formats.table import TARGETS, ConvertOptions
+from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
 from vescale_fsdp.conversion.output.run_plan import Outcome, run_plan

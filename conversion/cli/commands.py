@@ -1,19 +1,18 @@
 """One function per command of ``vescale-convert``: parses, calls one library function, prints.
 
-The ``to-...`` commands are made from the table of formats. What one command alone needs is imported by that command,
-since imports would take longer than small work.
+The ``to-...`` commands are made from the table of formats. The library is called through its package, whose names load
+on first use, and what one command alone needs is imported by that command: ``--help`` waits for none of it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from vescale_fsdp.checkpoint.storage.open import open_parent
+from vescale_fsdp import conversion
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
@@ -29,10 +28,7 @@ from vescale_fsdp.conversion.cli.options import (
 )
 from vescale_fsdp.conversion.cli.progress import ProgressBar
 from vescale_fsdp.conversion.cli.summary import summary
-from vescale_fsdp.conversion.convert import TARGETS, ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
+from vescale_fsdp.conversion.formats.table import TARGETS
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.planner import Scatter
@@ -60,11 +56,12 @@ def inspect_command(
     src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
 ) -> None:
     """Print what the checkpoint SRC holds."""
+    from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.checks.describe import describe, draw, format_description
 
     if layout is not None and svg is None:
         raise click.UsageError("--layout needs --svg")
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
@@ -83,13 +80,11 @@ def verify_command(
     src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
 ) -> None:
     """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
-    from vescale_fsdp.conversion.checks.verify import verify
-
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
-        report = verify(source, deep=not quick, progress=progress.advance)
+        report = conversion.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
-        click.echo(json.dumps(asdict(report), indent=2))
+        click.echo(json.dumps(vars(report), indent=2))
     else:
         for problem in report.problems:
             click.echo(problem)
@@ -120,12 +115,10 @@ def diff_command(
     quiet: bool,
 ) -> None:
     """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
-    from vescale_fsdp.conversion.checks.diff import Tolerance, diff
-
-    left, right = open_source(a), open_source(b)
+    left, right = conversion.open_source(a), conversion.open_source(b)
     with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
-        tolerance = Tolerance(rtol, atol, ignore_dtype)
-        found, compared = diff(
+        tolerance = conversion.Tolerance(rtol, atol, ignore_dtype)
+        found, compared = conversion.diff(
             left,
             right,
             tolerance=tolerance,
@@ -177,7 +170,7 @@ def plan_command(
     from vescale_fsdp.layout.report.model_shapes import natural_order
     from vescale_fsdp.layout.report.plan_report import plan_report
 
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
     shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
     report = plan_report(
@@ -213,18 +206,18 @@ def _convert(
     """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
     if others["rules_to"] is not None and others["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
-    run = RunOptions(
+    run = conversion.RunOptions(
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
-        part=Part.parse(part) if part else Part.from_environment(),
-        limits=CopyLimits(memory_budget, threads),
+        part=conversion.Part.parse(part) if part else conversion.Part.from_environment(),
+        limits=conversion.CopyLimits(memory_budget, threads),
     )
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
-    options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    options = conversion.ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
     try:
         with ProgressBar(source.nbytes, quiet=quiet) as progress:
-            report = convert(
+            report = conversion.convert(
                 source, out, target_kind, options, progress=progress.advance, announce=progress.announce
             )
     except KeyboardInterrupt as error:

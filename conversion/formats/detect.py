@@ -9,11 +9,11 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.conversion.formats.table import FORMATS, KINDS
+from vescale_fsdp.conversion.formats.table import FORMATS
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
 
-__all__ = ["KINDS", "open_source"]
+__all__ = ["open_source"]
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:

@@ -25,7 +25,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from vescale_fsdp.conversion.cli import main as cli_module
-from vescale_fsdp.conversion.formats.detect import KINDS
+from vescale_fsdp.conversion.formats.table import KINDS
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 
 
