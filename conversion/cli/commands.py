@@ -50,8 +50,8 @@ def cli() -> None:
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
 @JSON
-@click.option("--svg", type=Location(), help="Draw how a group is sharded, to this file.")
-@click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
+@click.option("--svg", type=Location(), help="Draw how a group is sharded, into this file.")
+@click.option("--layout", type=click.IntRange(0), help="Which group to draw; by default the largest.")
 def inspect_command(
     src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
 ) -> None:
@@ -73,13 +73,13 @@ def inspect_command(
 @cli.command("verify")
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
-@click.option("--quick", is_flag=True, help="Headers and metadata only; do not read the data.")
+@click.option("--quick", is_flag=True, help="Check headers and metadata only, not the data.")
 @JSON
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def verify_command(
     src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
+    """Check that SRC is complete and undamaged: coverage, headers, index, checksums of its data."""
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
         report = conversion.verify(source, deep=not quick, progress=progress.advance)
@@ -98,11 +98,11 @@ def verify_command(
 @click.argument("b", type=Location())
 @click.option("--rtol", type=TOLERANCE, default=0.0, help="Relative tolerance; bitwise without one.")
 @click.option("--atol", type=TOLERANCE, default=0.0, help="Absolute tolerance.")
-@click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
-@click.option("--model-only", is_flag=True, help="Leave optimizer and other tensors alone.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types by value.")
+@click.option("--model-only", is_flag=True, help="Compare the model only, not the optimizer or the rest.")
 @MODEL_PREFIX
 @JSON
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def diff_command(
     a: str,
     b: str,
@@ -114,7 +114,7 @@ def diff_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
+    """Compare the tensors of A and B, whatever their formats. The exit code is 1 if they differ."""
     left, right = conversion.open_source(a), conversion.open_source(b)
     with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
         tolerance = conversion.Tolerance(rtol, atol, ignore_dtype)
@@ -144,12 +144,18 @@ def diff_command(
     required=True,
     callback=positive_numbers,
     metavar="N,N,..",
-    help="Sizes of the sharding mesh axis.",
+    help="Numbers of ranks to shard over, such as 8,64.",
 )
 @GRANULARITY
 @click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
-@click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
-@click.option("--out", type=Location(), metavar="FOLDER", help="Write tables and pictures here.")
+@click.option(
+    "--scatter",
+    type=click.Choice(["auto", "never"]),
+    default="auto",
+    show_default=True,
+    help="Whether the planner may scatter a few tensors to save padding.",
+)
+@click.option("--out", type=Location(), metavar="FOLDER", help="Write tables and pictures to this folder.")
 @JSON
 def plan_command(
     src: str,
@@ -163,7 +169,7 @@ def plan_command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Print how fully_shard would lay out the model in SRC over so many ranks, and what it would cost."""
+    """Print how fully_shard would lay out the model in SRC, and what that would cost."""
     from vescale_fsdp.conversion.state.model_names import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.padding import PaddingPolicy
