@@ -259,7 +259,7 @@ def _seal(checksum: object) -> bytes:
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged or no manifest.",
+        "The manifest is damaged, or is not one.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
@@ -301,7 +301,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _prove(manifest: Manifest, where: str) -> None:
