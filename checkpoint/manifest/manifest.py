@@ -257,6 +257,11 @@ def _seal(checksum: object) -> bytes:
     return f',"checksum":"{checksum}"}}'.encode()
 
 
+def _checksum(data: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in data.items() if key != "checksum"}
+    return xxhash.xxh3_128_hexdigest(dump_json(content))
+
+
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         "The manifest is damaged, or is not one.",
@@ -277,12 +282,10 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
         seal = _seal(data.get("checksum"))
         written = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
         written.update(b"}")
-        if not raw.endswith(seal) or written.hexdigest() != data["checksum"]:
-            # Not the bytes that were written, but perhaps the JSON that they stand for.
-            content = parse_json(raw)
-            checksum = content.pop("checksum", None)
-            if checksum != xxhash.xxh3_128_hexdigest(dump_json(content)):
-                raise _corrupt(where, "its checksum does not fit its content")
+        as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
+        # Not the bytes that were written, but perhaps the JSON that they stand for.
+        if not as_written and data.get("checksum") != _checksum(parse_json(raw)):
+            raise _corrupt(where, "its checksum does not fit its content")
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
     version = data.get("version")
