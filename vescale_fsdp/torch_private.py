@@ -81,7 +81,6 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "all_gather_single",
-    "asked_by_stager",
     "autograd_engine_callback",
     "concatenate_meshes",
     "dispatch_to_subclass",
@@ -115,6 +114,7 @@ __all__ = [
     "spec_of",
     "spmd_mesh_of",
     "storage_id",
+    "takes_address_for_memory",
     "timeout_of",
     "unflatten_mesh",
     "unflatten_state_dict",
@@ -196,11 +196,14 @@ def _ask_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: A
     return cls.__torch_dispatch__(func, types, args, kwargs)
 
 
-def asked_by_stager() -> bool:
-    """Whether the caller's caller is the copying part of DCP's stagers (torch 2.11-2.13)."""
-    # It is given a tensor and no way to say how it wants to be copied: whether it copies a wrapper (its attributes, and
-    # so the piece) or a storage depends on nothing but the address.
-    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager"
+_COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn")
+
+
+def takes_address_for_memory() -> bool:
+    """Whether the caller's caller takes any address but 0 for memory of the tensor's own (torch 2.11-2.13)."""
+    # DCP's stager is given a tensor and copies its storage, if it has an address, else its attributes and so the
+    # piece. RNNs on CUDA join weights of different addresses into one storage.
+    return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
 
 
 _FSDP2 = ("torch.distributed.fsdp._fully_shard._fsdp_init", "torch.distributed.fsdp._fully_shard._fsdp_param")

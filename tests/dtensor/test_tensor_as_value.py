@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 
@@ -76,6 +77,10 @@ def addresses() -> tuple[int, int]:
         assert param.data_ptr() == param.detach().data_ptr() == param.to_local().data_ptr()
         assert param.data_ptr() == 0 if not param.to_local().numel() else param.data_ptr() != 0
         assert copy.deepcopy(param).data_ptr() != param.data_ptr() or not param.to_local().numel()
+    for module in ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn"):
+        asked = "{param.data_ptr() for param in params}"  # as these do
+        assert eval(asked, {"__name__": module, "params": params}) == {0}
+        assert importlib.import_module(module).__name__ == module
     return len(filled), len({param.data_ptr() for param in filled})
 
 

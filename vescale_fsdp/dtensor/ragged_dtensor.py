@@ -41,12 +41,12 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_private import (
     DTensorSpec,
-    asked_by_stager,
     dispatch_to_subclass,
     local_of,
     printoptions,
     refuse_fsdp2,
     register_foreach_type,
+    takes_address_for_memory,
 )
 
 __all__ = [
@@ -206,8 +206,7 @@ class RaggedDTensor(DTensor):
 
     def data_ptr(self) -> int:
         """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
-        # torch's stager takes any address but 0 for memory of the tensor's own, and would copy that of the wrapper.
-        return 0 if asked_by_stager() else self._local_tensor.data_ptr()
+        return 0 if takes_address_for_memory() else self._local_tensor.data_ptr()
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """torch's, of the global shape."""
