@@ -4,8 +4,8 @@ Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute
 So a ragged tensor is a subclass with its own ``__torch_dispatch__``. Users see a DTensor: ``.shape`` is
 global, ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh``, ``.placements`` hold.
 
-What each operator does on the pieces is decided in `operators.table` (see OPERATORS.md there). Nothing returns a
-wrong value in silence: an operator without a rule raises.
+What each operator does on the pieces is decided in `operators.dispatch_table` (see OPERATORS.md there). Nothing
+returns a wrong value in silence: an operator without a rule raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
-from vescale_fsdp.dtensor.redistribute import Move, redistribute_local, start_move
+from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local, start_redistribution
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
     inner_box,
@@ -392,7 +392,7 @@ def distribute_tensor(
             inner.sizes,
             device_mesh.get_group(axis),
         )
-        local = Move(steps).wait()
+        local = Redistribution(steps).wait()
     return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
 
 
@@ -432,7 +432,7 @@ class PendingTensor:
     def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
         self._source = tensor
         self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
-        self._move = start_move(local_of(tensor), tensor._spec, self._target)
+        self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
 
     def wait(self) -> DTensor:
         """The tensor under its new placements, once it is here."""

@@ -1,7 +1,7 @@
 """How an operator's arguments become this rank's pieces, and how its result becomes a tensor again.
 
-Every rule in `vescale_fsdp.dtensor.operators.table` goes through these functions, so each check stands in one place:
-ragged arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
+Every rule in `operators.dispatch_table` goes through these functions, so each check stands in one place: ragged
+arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
 0-d, and what an operator writes to must be ragged itself.
 """
 
