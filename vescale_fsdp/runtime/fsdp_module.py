@@ -19,6 +19,7 @@ from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
+from vescale_fsdp.torch_private import refuse_fsdp2
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -135,6 +136,12 @@ class FSDPModule(_Module):
         state.is_last_backward = is_last_backward
         if state.schedule is not None:
             state.schedule.is_last_backward = is_last_backward
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """torch's."""
+        if not recurse:
+            refuse_fsdp2(f"a {type(self).__name__} inside the module")
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""
