@@ -1,0 +1,44 @@
+"""The versions of each stack that our examples were run with, and a warning for any other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import version
+from types import MappingProxyType
+
+from vescale_fsdp.errors import explain
+
+__all__ = ["TRIED", "UntriedVersionWarning", "check_version"]
+
+# Package -> versions that `make test-stacks` passed with. README's compatibility table and pyproject's extras say the
+# same (tests/integrations/test_tried_versions.py).
+TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "accelerate": ("1.15.0",),
+        "peft": ("0.21.2",),
+        "transformers": ("5.23.0",),
+        "trl": ("1.16.0",),
+    }
+)
+
+
+class UntriedVersionWarning(UserWarning):
+    """A stack is installed in a version that this package was not tried with."""
+
+
+def check_version(package: str) -> None:
+    """Warn unless the installed version of a stack is one that was tried; it is used all the same."""
+    installed = version(package)
+    if installed in TRIED[package]:
+        return
+    warnings.warn(
+        explain(
+            f"This version of {package} was not tried with vescale_fsdp.",
+            expected=f"{package} {' or '.join(TRIED[package])}",
+            got=f"{package} {installed}",
+            todo="compare a few losses with stock FSDP2's, or install a version of the table in README",
+        ),
+        UntriedVersionWarning,
+        stacklevel=3,
+    )
