@@ -49,11 +49,12 @@ def test_losses_are_fsdp2s(
     assert whole == stock
     assert resumed[-HALF:] == stock[HALF:]
     torch.testing.assert_close(torch.tensor(others[-HALF:]), torch.tensor(stock[HALF:]), rtol=2e-3, atol=1e-4)
-    weights, expected = (
-        load_file(out / "final" / "model.safetensors") for out in (again.out, folder / "stock")
-    )
-    assert len(expected) > 10 and weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    if kind == "FULL_STATE_DICT":  # of sharded states Trainer's `save_model` saves nothing
+        weights, expected = (
+            load_file(out / "final" / "model.safetensors") for out in (again.out, folder / "stock")
+        )
+        assert len(expected) > 10 and weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_gradients_at_one_nth_are_seen(folder: Path, stock: list[tuple[float, float]]) -> None:
