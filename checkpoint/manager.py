@@ -90,7 +90,7 @@ class CheckpointManager:
                 )
         if not patience_s >= 0:
             raise ValueError(
-                explain("patience_s is no time.", expected=">= 0", got=patience_s, where=str(root))
+                explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
             )
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s = patience_s

@@ -37,7 +37,7 @@ class RamTier:
         folder: a memory file system.
 
     Raises:
-        ValueError: if a limit is below 1 or the name is no plain file name.
+        ValueError: if a limit is below 1 or the name is not a plain file name.
     """
 
     def __init__(

@@ -23,16 +23,16 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
-from vescale_fsdp.checkpoint.loading.targets import Target
+from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.state.describe import Describer
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
@@ -180,7 +180,7 @@ class Loader:
         state: Any,
         strict: Strict,
         include: tuple[str, ...] | None,
-    ) -> tuple[Match, list[Target]]:
+    ) -> tuple[Match, list[LoadTarget]]:
         """Everything else that can fail before a byte is overwritten."""
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
@@ -250,7 +250,7 @@ class Loader:
         return describer.region(described, self.coordinator.rank), described.local
 
     def _fresh(
-        self, reader: CheckpointReader, reads: Reads, targets: list[Target], place: int
+        self, reader: CheckpointReader, reads: Reads, targets: list[LoadTarget], place: int
     ) -> torch.Tensor:
         """A tensor that a Stateful object did not have: made in full if it was not sharded."""
         entry = reader.manifest.entries[place]

@@ -8,7 +8,6 @@ order, at which offsets, follows from it by arithmetic (see `rank_file`). What i
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ __all__ = [
     "Manifest",
     "NoCheckpointError",
     "build_manifest",
-    "new_save_id",
 ]
 
 STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
@@ -60,11 +58,6 @@ _MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none yet, or none any more."""
-
-
-def new_save_id() -> str:
-    """A name for one attempt to save; also the name of its folder."""
-    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
@@ -271,7 +264,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged or no manifest.",
+        "The manifest is damaged, or is not one.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
@@ -322,7 +315,7 @@ def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _prove(manifest: Manifest, where: str) -> None:

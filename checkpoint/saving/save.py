@@ -146,7 +146,7 @@ class Saver:
             blob = pack_blob(taken.per_rank)
             _ = taken.structure.digest  # computed here, where an error of one rank reaches all
             self._claim(held)
-            # Not beside an error, which all ranks raise first: there may be a `user` that is no JSON.
+            # Not beside an error, which all ranks raise first: there may be a `user` that is not JSON.
             structure, alike = taken.structure, {**self._alike, "user": user}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
@@ -218,7 +218,7 @@ def plain_json(user: Json) -> Json:
     """A copy of the user's part as it will be read back.
 
     Raises:
-        CheckpointError: if it is no JSON.
+        CheckpointError: if it is not JSON.
     """
     try:
         plain = json.loads(dump_json(user), object_pairs_hook=distinct_keys)

@@ -179,7 +179,7 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if a folder, a pipe or anything else that is no file has its name.
+            ValueError: if a folder, a pipe or anything else that is not a file has its name.
         """
 
     @abstractmethod

@@ -77,7 +77,7 @@ class _GaveUp(ConnectionError):
 def _size_of_object(info: dict[str, Any], path: str) -> int:
     """The size of what is proven to be an object, and not a prefix of others."""
     if info["type"] != "file":
-        raise ValueError(f"{path} is no file but a {info['type']}")
+        raise ValueError(f"{path} is not a file but a {info['type']}")
     return int(info["size"])
 
 

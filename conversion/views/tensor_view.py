@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.source.source import ByteRange, Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
-from vescale_fsdp.views.index_maps import IndexMap, Piece, Reshape
+from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +148,7 @@ class MappedView(TensorView):
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
 
 
-def _strided(flat: np.ndarray, piece: Piece, sizes: tuple[int, ...]) -> np.ndarray:
+def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.ndarray:
     """Where in a box a piece goes."""
     from numpy.lib.stride_tricks import as_strided
 

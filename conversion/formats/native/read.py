@@ -34,7 +34,7 @@ __all__ = ["check_native", "open_native", "read_manifest"]
 _MAX_OPEN_FILES = 64
 
 
-class _TensorLeaf(NamedTuple):
+class _NumberedTensor(NamedTuple):
     place: int
 
 
@@ -57,10 +57,12 @@ def open_native(store: Storage) -> Source:
     values: dict[str, StoredValue] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     omitted: list[str] = []
-    for path, leaf in flatten(nested, lambda value: isinstance(value, (_TensorLeaf, _PerRankLeaf))).items():
+    for path, leaf in flatten(
+        nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
+    ).items():
         name = name_of(path)
         paths[name] = path
-        if isinstance(leaf, _TensorLeaf):
+        if isinstance(leaf, _NumberedTensor):
             entry = manifest.entries[leaf.place]
             info = TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
             tensors[name] = StoredTensor(info, tuple(chunks[leaf.place]))
@@ -115,7 +117,7 @@ def _tables(store: Storage, manifest: Manifest) -> ChunkTables:
 
 def _leaf(node: Mapping[str, Any]) -> Any:
     if node["$"] == "tensor":
-        return _TensorLeaf(int(node["i"]))
+        return _NumberedTensor(int(node["i"]))
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
 
 
