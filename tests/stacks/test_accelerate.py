@@ -17,6 +17,7 @@ from torch import nn
 
 from examples.accelerate.train import Options, train
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.tiny_llm import CONFIG
 from tests.stacks.example_ranks import divide_once_more, run_example, run_on_ranks
 from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
@@ -61,6 +62,10 @@ def test_losses_are_fsdp2s(
     assert max(norm for _, norm in stock) > CLIP["max_norm"]  # clipped now and then
     assert whole == stock
     assert resumed == stock[HALF:]
+    final, expected = (
+        load_file(out / "final" / "model.safetensors") for out in (options.out, folder / "stock")
+    )
+    assert final.keys() == expected.keys() and all(torch.equal(final[name], expected[name]) for name in final)
     torch.testing.assert_close(torch.tensor(others), torch.tensor(stock[HALF:]), rtol=2e-3, atol=1e-4)
 
 
@@ -110,7 +115,9 @@ def test_a_model_sharded_by_hand() -> None:
     """`prepare` leaves it and its optimizer as they are, also where ranks hold nothing of a parameter."""
     found = run_on_ranks(2, _prepare_by_hand)
 
-    assert all(rank["same"] and rank["moved"] and rank["unwrapped"] for rank in found)
+    assert [{key: rank[key] for key in ("same", "moved", "unwrapped")} for rank in found] == 2 * [
+        {"same": True, "moved": True, "unwrapped": True}
+    ]
     assert sum(rank["empty"] for rank in found) > 0
 
 
@@ -134,12 +141,18 @@ def test_flags_are_refused_by_name() -> None:
 
 
 def test_the_converter_opens_a_save(folder: Path) -> None:
-    """vescale-convert reads what accelerate saved; `save_model` left the whole model."""
-    saved = folder / "SHARDED_STATE_DICT_False"
-    shown = CliRunner().invoke(vescale_convert, ["inspect", str(saved / "step_25" / "pytorch_model_fsdp_0")])
-
-    assert shown.exit_code == 0 and "model.layers.1.mlp.down_proj.weight" in shown.output
-    assert load_file(saved / "final" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"].shape == (
-        40,
-        56,
+    """vescale-convert makes of the sharded save in the middle what the full one holds."""
+    saved, out = (
+        folder / "SHARDED_STATE_DICT_False" / "step_25" / "pytorch_model_fsdp_0",
+        folder / "converted",
     )
+    CONFIG.save_pretrained(folder / "assets")
+    done = CliRunner().invoke(
+        vescale_convert, ["to-hf", str(saved), str(out), "--assets", str(folder / "assets")]
+    )
+
+    assert done.exit_code == 0, done.output
+    full = torch.load(folder / "FULL_STATE_DICT_True" / "step_25" / "pytorch_model_fsdp.bin")
+    converted = load_file(out / "model.safetensors")
+    assert converted.keys() == full.keys() and len(full) > 10
+    assert all(torch.equal(converted[name], full[name]) for name in full)

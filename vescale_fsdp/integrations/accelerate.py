@@ -88,11 +88,13 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> Any:
     """
     is_sharded = any(isinstance(each, FSDPModule) for each in args)
     optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)] if is_sharded else []
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    kept = [list(group["params"]) for group in groups]
+    kept = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     prepared = _their_prepare(self, *args)
-    for group, params in zip(groups, kept, strict=True):
-        group["params"] = params
+    for optimizer, groups in zip(optimizers, kept, strict=True):
+        for group, params in zip(
+            optimizer.param_groups, groups, strict=True
+        ):  # accelerate makes the dicts anew
+            group["params"] = params
     return prepared
 
 
