@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class Options:
 
 def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
     """The user's one line, beside the one it takes the place of."""
-    flags = {
+    flags: dict[str, Any] = {
         "fsdp_version": 2,
         "auto_wrap_policy": "transformer_based_wrap",
         "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],

@@ -47,7 +47,6 @@ class Options:
     cpu_ram_efficient_loading: bool = False
     tied: bool = False
     bf16: bool = False
-    fsdp_version: int = 2
     # Of the clipping. The largest gradient (inf) is the same however gradients are cut; a sum is not, in its last bits.
     norm_type: float = 2.0
     max_norm: float = 1.0
@@ -79,7 +78,7 @@ def arguments(options: Options, **more: Any) -> dict[str, Any]:
         "report_to": "none",
         "fsdp": True,
         "fsdp_config": {
-            "version": options.fsdp_version,
+            "version": 2,
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "state_dict_type": options.state_dict_type,
             "cpu_ram_efficient_loading": options.cpu_ram_efficient_loading,
@@ -93,6 +92,8 @@ class Watched:
 
     shown: Callable[[Any], None] = staticmethod(lambda model: None)
     norm_type = 2.0
+    accelerator: Any
+    args: Any
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
@@ -100,11 +101,7 @@ class Watched:
         return prepared
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        norm = self.accelerator.clip_grad_norm_(  # type: ignore[attr-defined]
-            model.parameters(),
-            self.args.max_grad_norm,
-            norm_type=self.norm_type,  # type: ignore[attr-defined]
-        )
+        norm = self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm, self.norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

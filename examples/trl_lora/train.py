@@ -85,7 +85,8 @@ def train(
         trainer.save_model(str(options.out / "final"))
     if options.runtime == "vescale":
         merged = merge_and_unload(trainer.model)
-        whole = get_model_state_dict(merged, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        options_of_state = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole: dict[str, Any] = get_model_state_dict(merged, options=options_of_state)
         if dist.get_rank() == 0:
             save_file(
                 {name: value.clone() for name, value in whole.items()}, options.out / "merged.safetensors"

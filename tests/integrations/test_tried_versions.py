@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from vescale_fsdp.integrations import UntriedVersionWarning, tried_versions
+from vescale_fsdp.integrations import UntriedVersionWarning, install, tried_versions
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +40,11 @@ def test_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tried_versions, "version", lambda package: "99.0")
     with pytest.warns(UntriedVersionWarning, match=r"expected: trl 1\.16\.0\n(.|\n)*got: trl 99\.0"):
         check_version("trl")
+    monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        install().uninstall()
+    assert [w.category for w in caught if "trl 99.0" in str(w.message)] == [UntriedVersionWarning]
     monkeypatch.setattr(tried_versions, "version", lambda package: TRIED[package][0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
@@ -22,6 +22,7 @@ from tests.stacks.example_ranks import divide_once_more, run_example, run_on_ran
 from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.integrations import as_fsdp2
 from vescale_fsdp.integrations.accelerate import VescalePlugin
 from vescale_fsdp.quantize import QuantizedGather
 
@@ -119,6 +120,25 @@ def test_a_model_sharded_by_hand() -> None:
         {"same": True, "moved": True, "unwrapped": True}
     ]
     assert sum(rank["empty"] for rank in found) > 0
+
+
+def _fsdp1_inside() -> tuple[str, set[type]]:
+    """A stack that is set to FSDP1 while `as_fsdp2` stands."""
+    allow_fsdp_on_cpu()
+    model = nn.Linear(4, 4)
+    with as_fsdp2():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+        try:
+            accelerator.prepare(model)
+        except UnsupportedOpError as error:
+            return str(error), {type(param) for param in model.parameters()}
+    return "", set()
+
+
+def test_fsdp1_is_refused_in_the_stack() -> None:
+    """By name, with the model as it was."""
+    for text, kinds in run_on_ranks(2, _fsdp1_inside):
+        assert "fsdp_version: 1" in text and kinds == {nn.Parameter}
 
 
 def _refusals() -> list[str]:

@@ -1,4 +1,4 @@
-"""Trainer under `as_fsdp2`: stock FSDP2's losses and weights, both kinds of resumes, flags refused by name."""
+"""Trainer under `as_fsdp2`: stock FSDP2's losses and weights, both kinds of resumes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from examples.trainer.train import Options, train
 from tests.stacks.example_ranks import divide_once_more, run_example
-from tests.support.distributed import RankError
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 
 HALF = 25
@@ -80,9 +79,3 @@ def test_bf16_trains_as_stock(folder: Path) -> None:
     )
 
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-2, atol=1e-2)
-
-
-def test_fsdp1_is_refused(folder: Path) -> None:
-    """`fsdp_config={"version": 1}` ends in a message that names it, before anything is sharded."""
-    with pytest.raises(RankError, match="fsdp_version: 1"):
-        run_example(2, train, Options(folder / "fsdp1", fsdp_version=1))

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import Installation, install
 from vescale_fsdp.integrations.replaced_names import StandIn
-from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
@@ -46,7 +45,6 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
     installation: Installation = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_version("accelerate")
         if self.fsdp_version is None:
             self.fsdp_version = int(os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:

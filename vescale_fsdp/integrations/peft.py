@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,7 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from vescale_fsdp.dtensor.piece_map import local_part_of
-from vescale_fsdp.dtensor.ragged_dtensor import is_ragged
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
@@ -50,13 +51,13 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
 @torch.no_grad()
 def _gathered(module: nn.Module) -> Iterator[None]:
     """Full plain parameters in place of ragged ones; what became of them is kept, unless an exception comes."""
-    held = [
+    held: list[tuple[nn.Module, str, Any]] = [
         (owner, name, param)
         for owner in module.modules()
         for name, param in owner._parameters.items()
-        if is_ragged(param)
+        if isinstance(param, RaggedDTensor)
     ]
-    sharded = list(dict.fromkeys(param for _, _, param in held))
+    sharded = list(dict.fromkeys(param for _, _, param in held))  # a tied one once
     full = {param: nn.Parameter(param.full_tensor(), param.requires_grad) for param in sharded}
     for owner, name, param in held:
         owner._parameters[name] = full[param]

@@ -27,7 +27,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import install
 from vescale_fsdp.integrations.replaced_names import StandIn
-from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
@@ -55,7 +54,6 @@ def from_pretrained(
     Raises:
         UnsupportedOpError: for a config that shards nothing, before anything is read.
     """
-    check_version("transformers")
     if distributed_config.fsdp_size < 2:
         raise UnsupportedOpError(
             "This config shards nothing.",
