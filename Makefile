@@ -16,25 +16,34 @@ IN_VENV := $(VENV)/bin/python
 # up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
 TORCH_INDEX ?=
 
+# Not compiled: of all that is installed the tests import a part, which Python compiles at its first import, and keeps
+# also where the caller's shell says otherwise: hundreds of processes would compile the same again.
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := $(IN_VENV) -m pip install --quiet --no-compile --constraint constraints.txt
+
+# Two tests at a time: one alone waits much (for ranks, processes, disks), and most need one core. A file's tests
+# stay in one process; files start in the order of tests/conftest.py, the longest first.
+TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: venv test test-faults test-stacks demo check clean
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(IN_VENV) || $(PYTHON) -m venv $(VENV)
-	$(IN_VENV) -m pip install --quiet --constraint constraints.txt $(TORCH_INDEX) torch
-	$(IN_VENV) -m pip install --quiet --constraint constraints.txt --editable ".[hf,s3,test,dev]"
+	$(INSTALL) $(TORCH_INDEX) torch
+	$(INSTALL) --editable ".[hf,s3,test,dev]"
 	touch $(STAMP)
 
 test: venv
-	$(IN_VENV) tools/check.py --skip fast-tests
-	$(IN_VENV) -m pytest
+	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # both are among all tests
+	$(IN_VENV) -m pytest $(TOGETHER)
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
 
 test-stacks: venv
-	$(IN_VENV) -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,trainer,trl]"
+	$(INSTALL) --editable ".[accelerate,trainer,trl]"
 	$(IN_VENV) -m pytest tests/stacks
 
 demo: venv

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
@@ -26,12 +26,12 @@ class ShareFinder:
 
     Args:
         manifest: the checkpoint's manifest.
-        own_rank: whose file to take where every replica stores all and this is one of them; else the first's.
+        cost: of reading a rank's file, for where every replica stores all: one of the cheapest is taken, the first.
     """
 
-    def __init__(self, manifest: Manifest, own_rank: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, cost: Callable[[int], int] = lambda rank: 0) -> None:
         self.manifest = manifest
-        self._own_rank = own_rank
+        self._cost = cost
         self._files: dict[int, RankFile] = {}
         self._shares: dict[tuple[object, ...], list[tuple[int, SharedRun | SharedPatch]]] = {}
 
@@ -80,7 +80,7 @@ class ShareFinder:
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
-                ranks = [self._own_rank] if self._own_rank in ranks else ranks[:1]
+                ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
                 share = manifest.split(place, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():

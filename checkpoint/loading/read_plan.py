@@ -177,7 +177,7 @@ class _Walk:
 
 
 class Reads(ABC):
-    """What a load reads, in one of the forms: asked for first, then proven or run. Close it in the end."""
+    """What a load reads, in one of the forms: asked for first, then opened, proven or run. Close it in the end."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -196,6 +196,18 @@ class Reads(ABC):
     @abstractmethod
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
+
+    def saved_ranks(self) -> set[int]:
+        """Whose files hold what was asked for, in the native form."""
+        return set()
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open all files that stay open until the end, and prove what can be proven of them without reading data.
+
+        Raises:
+            CorruptCheckpointError: if one is missing or not what the manifest describes.
+        """
 
     @abstractmethod
     def prove(self) -> None:
@@ -236,9 +248,14 @@ class ReadPlan(Reads):
 
     def add(self, file: RankFile, sink: Sink) -> None:
         """Ask for one range of one file."""
-        if file.rank not in self._files:
-            self._files[file.rank] = OpenRankFile(self.storage, file)
         self._sinks.setdefault(file.rank, []).append(sink)
+
+    def saved_ranks(self) -> set[int]:
+        return set(self._sinks)
+
+    def open(self) -> None:
+        for rank in [rank for rank in self._sinks if rank not in self._files]:
+            self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -252,6 +269,7 @@ class ReadPlan(Reads):
         self._map(_ReadJob.take_and_prove if verify else _ReadJob.take, list(self._jobs(verify)))
 
     def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
+        self.open()
         for rank, sinks in self._sinks.items():
             file = self._files[rank]
             ordered = sorted(sinks, key=_start_of)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -173,11 +173,11 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         user: the JSON given to `save`.
     """
 
-    def __init__(self, storage: Storage, *, own_rank: int | None = None) -> None:
+    def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
         self.storage = storage
         self.manifest = read_manifest(storage)
         self.user: Json = self.manifest.user
-        self._finder = ShareFinder(self.manifest, own_rank)
+        self._finder = ShareFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)
 
     def __getitem__(self, name: str) -> CheckpointTensor:

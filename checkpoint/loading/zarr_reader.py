@@ -40,6 +40,9 @@ class ZarrReads(Reads):
         self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, place, region)]
         return target
 
+    def open(self) -> None:
+        """A chunk's file is opened when it is read."""
+
     def prove(self) -> None:
         chunks = dict.fromkeys(read.chunk for read in self._reads)
         self._map(lambda chunk: read_chunk(self._tables, chunk), list(chunks))
@@ -49,7 +52,7 @@ class ZarrReads(Reads):
         self._map(self._read, self._reads)
 
     def close(self) -> None:
-        """Every chunk's file is closed when it has been read."""
+        """And closed when it has been read."""
 
     def _read(self, read: _ChunkRead) -> None:
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region

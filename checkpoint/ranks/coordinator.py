@@ -166,6 +166,12 @@ class Coordinator:
         """Fill a contiguous CPU tensor with what a rank sends."""
         raise AssertionError("one process alone receives nothing")
 
+    def exchange(
+        self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Send and receive contiguous CPU tensors at the same time, each to or from the rank beside it."""
+        assert not outgoing and not incoming, "one process alone has no partners"
+
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
         return [item]
@@ -276,6 +282,16 @@ class GroupCoordinator(Coordinator):
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
         with self._reaching(f"receiving from rank {from_rank}"):
             dist.recv(tensor, group=self._group, group_src=from_rank)
+
+    def exchange(
+        self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        with self._reaching("exchanging files with other ranks"):
+            works = [dist.irecv(tensor, group=self._group, group_src=rank) for tensor, rank in incoming]
+            works += [dist.isend(tensor, group=self._group, group_dst=rank) for tensor, rank in outgoing]
+            for work in works:
+                assert work is not None  # this rank is in the group
+                work.wait()
 
     def everyone(self, item: T) -> list[T]:
         digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier
 from vescale_fsdp.checkpoint.loading.load import Verify
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
@@ -121,27 +121,26 @@ def test_falling_back_needs_all_ranks_too(tmp_path: Path) -> None:
         assert kind is CheckpointError and "ranks 1 see steps 2" in text
 
 
-def _memory_lost(root: Path, interval: int) -> tuple[Any, str, list[str]]:
+def _memory_lost(root: Path, interval: int) -> tuple[int, str, list[str]]:
     tier = RamTier("run", keep_last=2, folder=root / f"node{dist.get_rank()}")
-    patched = pytest.MonkeyPatch()
-    patched.setenv("LOCAL_RANK", "0")  # each rank is the only one of its node
-    with patched.context(), warnings.catch_warnings(record=True) as caught:
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
+        patched.setenv("LOCAL_RANK", "0")  # each rank is the only one of its node
         warnings.simplefilter("always")
         manager = CheckpointManager(root / "steps", save_interval=interval, ram=tier)
         for step in (1, 2, 3):
-            manager.save(step, state_of(step))
+            manager.save(step, state_of(step) | {"own": PerRank(step)})
         if dist.get_rank() == 1:
             shutil.rmtree(root / "node1" / "vescale-run" / "step-00000003")
         dist.barrier()
-        outcome = outcome_of(manager)
-    patched.undo()
-    return *outcome, [str(one.message) for one in caught]
+        restored = manager.restore(state_of(0) | {"own": PerRank(0)})
+    assert restored is not None
+    return restored.step, str(restored.skipped), [str(one.message) for one in caught]
 
 
 def test_memory_that_is_lost_is_said(tmp_path: Path) -> None:
     """A step that one node's memory lacks is not waited for, but named in `skipped` and warned of."""
     for rank, (step, skipped, said) in enumerate(run_ranks(2, _memory_lost, tmp_path, 1)):
-        assert step == 3 and "only 1 of 2 ranks" in skipped  # from disk
+        assert step == 3 and "none of rank 1, wanted by rank 1" in skipped  # from disk
         assert [text[:26] for text in said] == (["step 3 (ram) was skipped: "] if rank == 0 else [])
 
 
