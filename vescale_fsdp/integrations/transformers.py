@@ -23,6 +23,7 @@ from torch import nn
 from transformers import core_model_loading
 from transformers.distributed import fsdp, sharding_utils
 
+from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import install
@@ -126,8 +127,7 @@ def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: A
     owner, _, name = target_name.rpartition(".")
     ref = model.get_submodule(owner)._parameters.get(name)
     if isinstance(ref, RaggedDTensor) and value.shape == ref.shape and value.shape != ref.to_local().shape:
-        start, stop = ref.piece
-        value = value.detach().reshape(-1)[start:stop].clone()
+        value = local_part_of(value.detach(), ref)
     return _their_set_param(model, target_name, value, *args, **kwargs)
 
 
