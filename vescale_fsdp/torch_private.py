@@ -6,6 +6,7 @@ When a new torch release moves one, this is the only file to touch.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from torch._tensor_str import printoptions
 
 # torch 2.11-2.13: which of torch's own parallelisms have taken a module; FSDP2 leaves those of replicate alone.
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
 from torch.distributed._composable.contract import RegistryItem
 from torch.distributed._composable.contract import _get_registry as composable_apis
 
@@ -121,6 +123,9 @@ __all__ = [
     "version_of",
     "zeropower_via_newtonschulz",
 ]
+
+# torch 2.11-2.13: its states are noted under the function that its decorator has wrapped.
+_torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
@@ -312,12 +317,15 @@ def is_replicated(module: torch.nn.Module) -> bool:
     return "replicate" in (composable_apis(module) or ())
 
 
-def note_sharded(module: torch.nn.Module) -> None:
+def note_sharded(module: torch.nn.Module, state: object) -> None:
     """Enter "fully_shard" where torch notes which parallelisms have taken a module (torch 2.11-2.13).
 
-    ``replicate`` leaves the parameters of such modules alone, and refuses to take one itself.
+    ``replicate`` leaves the parameters of such modules alone, and refuses to take one itself. ``state`` is what
+    torch's own ``fully_shard.state(module)`` answers from now on, which its pipelines ask for.
     """
-    vars(module).setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
+    attributes = vars(module)
+    attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
+    attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
 
 
 def is_noted_sharded(module: torch.nn.Module) -> bool:

@@ -162,6 +162,23 @@ def private_attributes(source: str) -> list[str]:
     ]
 
 
+def replaced_torch_names(source: str) -> list[str]:
+    """Assignments to, deletions of and ``setattr`` on attributes of what was imported from torch."""
+    tree = ast.parse(source)
+    bound = {i.bound_to for i in imports_of(tree) if i.module.split(".")[0] == "torch"}
+    owners: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            owners.append(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            owners.append(node.args[0])
+    return [
+        f"line {owner.lineno}: {ast.unparse(owner)}"
+        for owner in owners
+        if ast.unparse(owner).split(".")[0] in bound
+    ]
+
+
 SOURCES = sources()
 TREES = {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
 MODULES = [pytest.param(module, id=module) for module in SOURCES]
@@ -332,6 +349,12 @@ def test_private_attributes_live_in_two_homes(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_torch_is_replaced_on_call_alone(module: str) -> None:
+    """Nobody assigns to torch's modules and classes: `integrations.replaced_names` is told which by the user's call."""
+    assert replaced_torch_names(SOURCES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_pure_folders_know_no_torch(module: str) -> None:
     """Layouts, maps of boxes and storage import nothing of torch but the class of placements."""
     found = [i for i in imports_of(TREES[module]) if i.module.split(".")[0] == "torch"]
@@ -363,6 +386,10 @@ def test_pure_folders_know_no_torch(module: str) -> None:
         ("optim.muon.optimizer", "optim.structured_optimizer", True),
         ("runtime.param_group", "optim.flat_optimizer", False),
         ("optim.flat_optimizer", "checkpoint.manager", False),
+        ("integrations.stand_ins", "runtime.fully_shard", True),
+        ("integrations.stand_ins", "checkpoint.dcp.state_dict", True),
+        ("runtime.fully_shard", "integrations.stand_ins", False),
+        ("conversion.cli.main", "integrations.installation", False),
     ],
 )
 def test_the_rule_itself(importer: str, target: str, allowed: bool) -> None:
@@ -410,3 +437,16 @@ def test_private_names_are_seen() -> None:
         "torch.distributed._private",
     ]
     assert private_attributes("x._spec, self._spec, x._own") == ["line 1: x._spec"]
+
+
+def test_replaced_names_are_seen() -> None:
+    """Each way of replacing a name of torch is found; an attribute of one's own object is not."""
+    source = """
+import torch.distributed.fsdp as fsdp
+from torch.distributed.tensor import DTensor
+fsdp.fully_shard = None
+setattr(DTensor, "full_tensor", None)
+del fsdp.FSDPModule
+own.fully_shard = fsdp.fully_shard
+"""
+    assert [text.split(": ")[1] for text in replaced_torch_names(source)] == ["fsdp", "DTensor", "fsdp"]

@@ -315,7 +315,7 @@ def _sharded_class(cls: type) -> type:
     """The class a module of class ``cls`` gets; one for all modules of a class, which torch.compile guards on."""
     known: type
     for known in cls.__subclasses__():
-        if known.__mro__[1:3] == (FSDPModule, cls):
+        if known.__bases__ == (FSDPModule, cls):
             return known
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
+from vescale_fsdp.runtime.managed_param import ManagedParam
+from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
 from vescale_fsdp.torch_private import (
     is_noted_sharded,
