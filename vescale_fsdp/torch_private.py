@@ -70,6 +70,7 @@ __all__ = [
     "MUON_COEFFICIENTS",
     "MUON_EPS",
     "MUON_STEPS",
+    "REDUCES_AS_STORED",
     "DTensorSpec",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -86,6 +87,7 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "grad_dtype_of",
     "groups_as_patient_as",
     "in_functorch",
     "is_fake",
@@ -149,6 +151,10 @@ DataParallelMeshDims: Any = newer_class(
     "DataParallelMeshDims",
     'give the data-parallel axes as mesh=full_mesh["replicate", "shard"]',
 )
+
+# torch 2.15 reduces gradients in the dtype that parameters are stored in, unless a policy says ``reduce_dtype``;
+# before, in the one they compute in.
+REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -239,6 +245,11 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
     """Mesh, placements and global metadata of a DTensor (torch 2.11-2.13)."""
     return tensor._spec  # type: ignore[attr-defined, no-any-return]
+
+
+def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autograd gives a parameter's gradient; torch 2.11 has no such attribute (2.13-2.15)."""
+    return param.grad_dtype if "grad_dtype" in vars(torch._C.TensorBase) else param.dtype
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -25,6 +25,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.setup.group_plan import PlanRules, mark_taken, plan_groups
+from vescale_fsdp.runtime.setup.policies import check_policies
 from vescale_fsdp.torch_private import is_replicated
 
 __all__ = ["fully_shard"]
@@ -109,6 +110,7 @@ def fully_shard(
         MisuseError: if a module is sharded twice.
         LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
     """
+    check_policies(mp_policy, offload_policy)
     modules = _root_modules(module)
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
@@ -116,7 +118,9 @@ def fully_shard(
     check_patterns(granularity, _names(modules))
     managed = _managed_modules(modules)
     ignored = frozenset(ignored_params or ())
-    rules = PlanRules(ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy)
+    rules = PlanRules(
+        ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy, mp_policy
+    )
     plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
     groups = [
