@@ -7,6 +7,7 @@ When a new torch release moves one, this is the only file to touch.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -26,8 +27,14 @@ from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._composable.contract import RegistryItem
 from torch.distributed._composable.contract import _get_registry as composable_apis
 
+# torch 2.11-2.15: what cuts full tensors inside torch's set_*_state_dict; it knows no foreign placements.
+from torch.distributed._state_dict_utils import _distribute_tensors
+
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+# torch 2.11-2.15: names of parameters without what torch's wrappers add.
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets.
@@ -87,9 +94,11 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "fqn_of",
     "grad_dtype_of",
     "groups_as_patient_as",
     "in_functorch",
+    "is_cut_by_state_dict",
     "is_fake",
     "is_replicated",
     "is_view",
@@ -300,6 +309,16 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     attributes = vars(module)
     attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
+
+
+def fqn_of(model: torch.nn.Module, name: str) -> str:
+    """The name that torch's state dicts give to what a model's own calls ``name`` (torch 2.11-2.15)."""
+    return next(iter(_get_fqns(model, name)))
+
+
+def is_cut_by_state_dict() -> bool:
+    """Whether our caller was called where torch's ``set_*_state_dict`` cut full tensors (torch 2.11-2.15)."""
+    return sys._getframe(2).f_code is _distribute_tensors.__code__
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
