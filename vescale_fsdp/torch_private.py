@@ -78,6 +78,7 @@ __all__ = [
     "MUON_EPS",
     "MUON_STEPS",
     "REDUCES_AS_STORED",
+    "SUMS_HALVES_AS_REDUCED",
     "DTensorSpec",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -164,6 +165,9 @@ DataParallelMeshDims: Any = newer_class(
 # torch 2.15 reduces gradients in the dtype that parameters are stored in, unless a policy says ``reduce_dtype``;
 # before, in the one they compute in.
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+# Since the same version gradients of the weights' half of a pipeline's backward add up in the reduction's dtype too.
+SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)

@@ -20,6 +20,7 @@ from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHa
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED
 
 __all__ = [
     "FSDPModule",
@@ -125,6 +126,8 @@ class FSDPModule(_Base):
             for group in state.groups:
                 group.requires_all_reduce = requires_gradient_sync
                 group.sums_grads |= not requires_gradient_sync
+                if SUMS_HALVES_AS_REDUCED:  # pipelines say it before every half of a backward
+                    group.collect_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

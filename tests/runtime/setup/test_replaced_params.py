@@ -118,7 +118,7 @@ def assigned_on_meta() -> float:
 
 
 def test_a_meta_model_loads_by_assignment() -> None:
-    """Plain, ragged and `DTensor.from_local` values alike, without `to_empty`; an optimizer of the meta parameters is told."""
+    """Plain, ragged and `DTensor.from_local` values, without `to_empty`; an optimizer of meta parameters is told."""
     assert all(difference < 1e-6 for difference in run_ranks(2, assigned_on_meta))
 
 
