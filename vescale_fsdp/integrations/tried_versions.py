@@ -16,6 +16,7 @@ __all__ = ["TRIED", "UntriedVersionWarning", "check_version"]
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
+        "lightning": ("2.6.6",),
         "peft": ("0.21.2",),
         "transformers": ("5.23.0",),
         "trl": ("1.16.0",),
