@@ -16,17 +16,16 @@ CONFIG = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=32,
-    tie_word_embeddings=True,
     bos_token_id=0,
     eos_token_id=1,
     use_cache=False,
 )
 
 
-def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
-    """The same 25,000 parameters on every rank, embeddings tied."""
+def tiny_llama(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
+    """The same 30,000 parameters on every rank; with ``tied`` the embeddings are one."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(CONFIG)
+    return LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": tied}))
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):

@@ -14,10 +14,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
@@ -42,12 +45,16 @@ class Options:
     resume: Path | None = None
     state_dict_type: str = "SHARDED_STATE_DICT"
     cpu_ram_efficient_loading: bool = False
+    tied: bool = False
     mixed_precision: str = "no"
+    # Of the clipping. The largest gradient (inf) is the same however gradients are cut; a sum is not, in its last bits.
+    norm_type: float = 2.0
+    max_norm: float = 1.0
 
 
 def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
     """The user's one line, beside the one it takes the place of."""
-    flags = {
+    flags: dict[str, Any] = {
         "fsdp_version": 2,
         "auto_wrap_policy": "transformer_based_wrap",
         "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
@@ -75,7 +82,9 @@ def train(
         gradient_accumulation_steps=MICRO_BATCHES,
         mixed_precision=options.mixed_precision,
     )
-    model = tiny_llama(0 if accelerator.is_main_process or not options.cpu_ram_efficient_loading else 1)
+    model = tiny_llama(
+        0 if accelerator.is_main_process or not options.cpu_ram_efficient_loading else 1, tied=options.tied
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     batch = GLOBAL_BATCH // MICRO_BATCHES // accelerator.num_processes
     loader = DataLoader(Sequences(GLOBAL_BATCH * options.steps), batch_size=batch)
@@ -95,15 +104,17 @@ def train(
             losses.append(accelerator.reduce(loss.detach(), "mean"))
             if not accelerator.sync_gradients:
                 continue
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            norm = accelerator.clip_grad_norm_(
+                model.parameters(), options.max_norm, norm_type=options.norm_type
+            )
             optimizer.step()
             optimizer.zero_grad()
-        history.append((torch.stack(losses).mean().item(), float(norm)))
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        history.append((torch.stack(losses).mean().item(), norm.item()))
         losses.clear()
         if first + len(history) == options.save_at:
             accelerator.save_state(options.out / f"step_{options.save_at}")
     accelerator.save_model(model, options.out / "final")
-    accelerator.end_training()
     return history
 
 
@@ -118,6 +129,7 @@ def main() -> None:
     options = Options(**vars(parser.parse_args()))
     history = train(options)
     print(json.dumps({"first": history[0], "last": history[-1]}))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Imports run one way: the table of folders, no circles, and private torch names in their homes alone.
 
-Found by parsing the sources, so that an import inside a function or under ``if TYPE_CHECKING`` counts too: whoever
-reads one file must know the other.
+Found by parsing the sources, so that an import inside a function, under ``if TYPE_CHECKING`` or by name
+(`lazy_function`) counts too: whoever reads one file must know the other.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ LEVELS = (
     ),
     ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
     ("conversion.formats", "elastic"),
+    # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion", "conversion.live"),
     ("conversion.cli", "integrations"),
 )
@@ -115,7 +116,7 @@ def sources() -> dict[str, Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import statement, wherever it stands."""
+    """Every import statement and `lazy_function`, wherever it stands."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -124,6 +125,9 @@ def imports_of(tree: ast.AST) -> Iterator[Import]:
             module = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield Import(node.lineno, module, alias.name, alias.asname or alias.name)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "lazy_function":
+            # A module that is not spelled out, or none of ours, belongs to no row and stands out below.
+            yield Import(node.lineno, *(str(getattr(arg, "value", "?")) for arg in node.args), "")
 
 
 def is_private(name: str) -> bool:
@@ -178,6 +182,11 @@ def replaced_torch_names(source: str) -> list[str]:
 SOURCES = sources()
 TREES = {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
 MODULES = [pytest.param(module, id=module) for module in SOURCES]
+
+
+def text_of(module: str) -> str:
+    """The source of a file of ours; empty for any other."""
+    return SOURCES[module].read_text() if module in SOURCES else ""
 
 
 def own_target(found: Import) -> str | None:
@@ -270,6 +279,17 @@ def test_no_folder_is_crowded() -> None:
     } == {}
 
 
+def test_no_file_is_long() -> None:
+    """At most 500 lines, tests too: more is several nouns."""
+    files = (
+        *SOURCES.values(),
+        *(file for top in ("tests", "tools", "examples") for file in (ROOT / top).rglob("*.py")),
+    )
+    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+
+    assert {str(file.relative_to(ROOT)): length for file, length in lengths.items() if length > 500} == {}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_down_the_table(module: str) -> None:
     """No file imports one of its own row or below."""
@@ -302,6 +322,14 @@ def test_modules_are_imported_by_statement(module: str) -> None:
     used = [i for i in imports_of(TREES[module]) if i.name == "import_module" or i.module == "importlib"]
 
     assert used == [] or short(module) == "lazy" or {i.name for i in used} == {"resources"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_lazy_functions_are_spelled_out(module: str) -> None:
+    """A function that is imported by name is one of ours, in a file that the tests above can find."""
+    by_name = [i for i in imports_of(TREES[module]) if i.bound_to == ""]
+
+    assert [str(i) for i in by_name if f"def {i.name}(" not in text_of(i.module)] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -347,8 +375,8 @@ def test_pure_folders_know_no_torch(module: str) -> None:
         ("__init__", "checkpoint.manager", True),
         ("errors", "lazy", False),
         ("dtensor.spec", "checkpoint.manager", False),
-        ("dtensor.spec", "dtensor.operators.table", False),
-        ("dtensor.__init__", "dtensor.operators.table", True),
+        ("dtensor.spec", "dtensor.operators.dispatch_table", False),
+        ("dtensor.__init__", "dtensor.operators.dispatch_table", True),
         ("checkpoint.saving.save", "layout.geometry", True),
         ("checkpoint.saving.save", "checkpoint.loading.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
@@ -367,6 +395,16 @@ def test_pure_folders_know_no_torch(module: str) -> None:
 def test_the_rule_itself(importer: str, target: str, allowed: bool) -> None:
     """The question answers as the table says."""
     assert may_import(f"vescale_fsdp.{importer}", f"vescale_fsdp.{target}") is allowed
+
+
+def test_lazy_functions_are_seen() -> None:
+    """A function by name is an import of its module, up the table too; one that is not spelled out is none of ours."""
+    lines = ("lazy_function('vescale_fsdp.conversion.convert', 'convert')", "lazy.lazy_function(NAME, 'f')")
+    spelled, hidden = (next(imports_of(ast.parse(line))) for line in lines)
+
+    assert own_target(spelled) == "vescale_fsdp.conversion.convert"
+    assert not may_import("vescale_fsdp.conversion.formats.table", "vescale_fsdp.conversion.convert")
+    assert (hidden.module, text_of(hidden.module)) == ("?", "")
 
 
 def test_circles_are_seen() -> None:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import Installation, install
 from vescale_fsdp.integrations.replaced_names import StandIn
-from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
@@ -46,7 +45,6 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
     installation: Installation = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_version("accelerate")
         if self.fsdp_version is None:
             self.fsdp_version = int(os.environ.get("FSDP_VERSION", "2"))
         if self.fsdp_version != 2:
@@ -88,11 +86,13 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> Any:
     """
     is_sharded = any(isinstance(each, FSDPModule) for each in args)
     optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)] if is_sharded else []
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    kept = [list(group["params"]) for group in groups]
+    kept = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     prepared = _their_prepare(self, *args)
-    for group, params in zip(groups, kept, strict=True):
-        group["params"] = params
+    for optimizer, groups in zip(optimizers, kept, strict=True):
+        for group, params in zip(
+            optimizer.param_groups, groups, strict=True
+        ):  # accelerate makes the dicts anew
+            group["params"] = params
     return prepared
 
 

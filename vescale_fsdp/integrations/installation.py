@@ -25,6 +25,7 @@ from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.integrations.pattern_rule import PatternRule
 from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, put_back, replace
 from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, Settings
+from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
@@ -90,9 +91,13 @@ def install(
 
     Warns:
         BoundNamesWarning: if modules hold torch's own functions already.
+        UntriedVersionWarning: if a stack is loaded in a version that was not tried.
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
     settings = Settings(rule, padding_policy if padding_policy is not None else PaddingPolicy())
+    for package in TRIED:
+        if package in sys.modules:
+            check_version(package)
     stand_ins = (*STAND_INS, *also)
     bound = bound_names(stand_ins)
     if bound:  # before anything is replaced, for those who make an error of the warning

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from vescale_fsdp.layout.granularity import Element, Granularity
+from vescale_fsdp.layout.granularity import Granularity, resolve_granularity
 
 __all__ = ["PatternRule"]
 
@@ -25,7 +25,7 @@ class PatternRule:
             module that the stack shards, so ``*down_proj.weight`` is right wherever that begins.
     """
 
-    def __init__(self, mapping: Mapping[str, Granularity]) -> None:
+    def __init__(self, mapping: Mapping[str, Granularity | str]) -> None:
         self._mapping = dict(mapping)
         self._matched: set[str] = set()
         self._names: dict[str, None] = {}
@@ -33,11 +33,8 @@ class PatternRule:
     def __call__(self, fqn: str, param: nn.Parameter) -> Granularity:
         """The granularity of one parameter; Element where no pattern matches."""
         self._names[fqn] = None
-        for pattern, granularity in self._mapping.items():
-            if fnmatch.fnmatchcase(fqn, pattern):
-                self._matched.add(pattern)
-                return granularity
-        return Element()
+        self._matched.update(pattern for pattern in self._mapping if fnmatch.fnmatchcase(fqn, pattern))
+        return resolve_granularity(self._mapping, fqn, param)
 
     def unmatched(self) -> dict[str, list[str]]:
         """Patterns that no parameter matched, each with the names nearest to it; empty before any parameter came."""

@@ -178,7 +178,14 @@ STAND_INS = (
     StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, "transformers.distributed.fsdp")),
     StandIn(_torch_register, register_fsdp_forward_method, _FSDP2_HOMES),
     StandIn(
-        torch_distribute_tensor, distribute_tensor, ("torch.distributed.tensor", "torch.distributed._tensor")
+        torch_distribute_tensor,
+        distribute_tensor,
+        (
+            "torch.distributed.tensor",
+            "torch.distributed._tensor",
+            "transformers.distributed.expert_parallel",
+            "transformers.distributed.tensor_parallel",
+        ),
     ),
     StandIn(_torch_set_model, set_model_state_dict, _STATE_DICT_HOMES),
     StandIn(_torch_set_optimizer, set_optimizer_state_dict, _STATE_DICT_HOMES),

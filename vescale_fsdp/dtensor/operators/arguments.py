@@ -1,7 +1,7 @@
 """How an operator's arguments become this rank's pieces, and how its result becomes a tensor again.
 
-Every rule in `vescale_fsdp.dtensor.operators.table` goes through these functions, so each check stands in one place:
-ragged arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
+Every rule in `operators.dispatch_table` goes through these functions, so each check stands in one place: ragged
+arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
 0-d, and what an operator writes to must be ragged itself.
 """
 
@@ -20,6 +20,7 @@ from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
 __all__ = [
+    "OUTSIDE_FORWARD",
     "bind",
     "check_written",
     "first_ragged",
@@ -32,6 +33,12 @@ __all__ = [
 ]
 
 
+OUTSIDE_FORWARD = (
+    "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
+    "module.unshard() before it"
+)
+
+
 def refuse(
     func: torch._ops.OpOverload, spec: DTensorSpec | None, why: str, todo: str | None = None
 ) -> UnsupportedOpError:
@@ -42,7 +49,8 @@ def refuse(
         expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
         got=str(func),
         where=f"tensor of shape {tuple(spec.shape) if spec is not None else '?'} placed ({placement})",
-        todo=todo or "gather it with .full_tensor(), or work on this rank's flat piece with .to_local()",
+        todo=todo
+        or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
     )
 
 
@@ -103,7 +111,8 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                     func,
                     like._spec,
                     f"it writes to {name!r}, which is not ragged",
-                    todo="write to a ragged tensor cut the same way, or gather first with .full_tensor()",
+                    todo=f"{OUTSIDE_FORWARD}. Elsewhere: write to a ragged tensor cut the same way, or gather first "
+                    "with .full_tensor()",
                 )
             if is_partial(written):
                 raise refuse(func, written._spec, f"it writes to {name!r}, whose sums are not done")
@@ -137,7 +146,8 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
             func,
             like._spec,
             f"the plain tensor of shape {tuple(value.shape)} beside it may differ between ranks",
-            todo="vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it ragged",
+            todo=f"{OUTSIDE_FORWARD}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it "
+            "ragged",
         )
     return value if value.ndim == 0 else _cut(func, value, like)
 
