@@ -83,3 +83,16 @@ def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) ->
     tree = read_state(out / "half.ckpt").tree()
     assert (tree["global_step"], tree["epoch"]) == (25, 0)
     assert set(tree["pickled"]) == {"callbacks"}
+
+
+@pytest.mark.parametrize("example", ["train", "train_fabric"])
+def test_the_command_runs(example: str, tmp_path: Path) -> None:
+    """The example's docstring's command trains, saves and learns, without a warning of ours."""
+    Job(
+        f"examples.lightning.{example}", 2, ["--out", str(tmp_path), "--steps", "12"], tmp_path / "log"
+    ).wait()
+
+    log = (tmp_path / "log").read_text()
+    (result,) = [json.loads(line) for line in log.splitlines() if line.startswith('{"first_loss"')]
+    assert result["last_loss"] < result["first_loss"]
+    assert "BoundNames" not in log and "Untried" not in log

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.checkpoint.loading.read_state import StoredTensor, read_state
+from vescale_fsdp.checkpoint.loading.read_state import CheckpointTensor, read_state
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
@@ -64,7 +64,7 @@ def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> 
         def leaf(node: Mapping[str, Any]) -> Any:
             if node["$"] != "tensor":
                 return None
-            value = StoredTensor(reader, int(node["i"])).read()
+            value = CheckpointTensor(reader, int(node["i"])).read()
             return value.numpy() if node.get("numpy") else value
 
         tree = reader.manifest.structure.tree

@@ -75,7 +75,10 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    return our_fully_shard(module, **{**added, **kwargs})
+    chosen = {
+        name: value for name, value in kwargs.items() if value is not None
+    }  # torch takes None for no policy
+    return our_fully_shard(module, **{**added, **chosen})
 
 
 @functools.wraps(_torch_register)
