@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
@@ -74,6 +75,7 @@ def refusals() -> list[str]:
     x = distribute_tensor(plain((4, 5)), mesh, [cut])
     y = distribute_tensor(plain((4, 5)), mesh, [other])
     whole = plain((4, 5))
+    replicated = y.redistribute(placements=[Replicate()])
     calls = [
         lambda: x @ whole.t(),
         lambda: x.t(),
@@ -88,6 +90,7 @@ def refusals() -> list[str]:
         lambda: x.normal_(generator=torch.Generator()),
         lambda: torch.eye(5, 4, out=x),
         lambda: torch.cat([x, whole]),
+        lambda: torch.sub(replicated[:1], replicated[:1], out=x),
         lambda: torch.dot(x.view(-1), whole.view(-1)),
         lambda: torch.nn.init.orthogonal_(x),
     ]

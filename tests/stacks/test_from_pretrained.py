@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, 
 from transformers.distributed import DistributedConfig
 
 from examples.tiny_llm import tiny_llama
-from tests.stacks.example_ranks import run_example
+from tests.stacks.example_ranks import run_example, run_on_ranks
 from vescale_fsdp import RaggedDTensor, Rows, Whole
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.integrations import as_fsdp2, installation
 from vescale_fsdp.integrations import transformers as ours
-from vescale_fsdp.integrations.transformers import from_pretrained
 
 MIXTRAL = MixtralConfig(
     vocab_size=67,
@@ -43,9 +45,8 @@ def _loads(folder: Path, granularity: Any) -> dict[str, Any]:
     ours._PieceOperation.shard_tensor = counted  # type: ignore[method-assign]
     config = DistributedConfig(fsdp_size=dist.get_world_size())
     try:
-        model: nn.Module = from_pretrained(
-            AutoModelForCausalLM, str(folder), distributed_config=config, granularity=granularity
-        )
+        with as_fsdp2(granularity=granularity):
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
     finally:
         ours._PieceOperation.shard_tensor = shard_tensor  # type: ignore[method-assign]
     kinds = {type(param.data) for param in model.parameters()}
@@ -97,3 +98,19 @@ def test_merged_experts(tmp_path: Path) -> None:
     model = MixtralForCausalLM(MIXTRAL)
 
     assert _check(model, tmp_path, None) > _numel(model)
+
+
+def _imported_too_late(folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installation, "_stand_ins_of", lambda stacks: {})  # as if transformers came later
+        with as_fsdp2(), pytest.raises(LifecycleError) as refused:
+            AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    return str(refused.value)
+
+
+def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
+    """An installation that transformers was not there for cannot serve its loader: it says so before sharding."""
+    tiny_llama().save_pretrained(tmp_path)
+
+    for text in run_on_ranks(2, _imported_too_late, tmp_path):
+        assert "does not know" in text and "imports before the installation" in text

@@ -10,10 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import Trainer, TrainingArguments
 
-from examples.trainer.train import Options, train
+from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.tiny_llm import Sequences, tiny_llama
+from examples.trainer.train import Options, arguments, train
 from tests.stacks.example_ranks import divide_once_more, run_example
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
+from vescale_fsdp.integrations import as_fsdp2
 
 HALF = 25
 # The largest gradient, whose value does not depend on how gradients are cut: a sum of squares does, in its last bits.
@@ -61,6 +66,29 @@ def test_gradients_at_one_nth_are_seen(folder: Path, stock: list[tuple[float, fl
     options = Options(folder / "control", steps=10, save_at=100, **CLIP)
 
     assert run_example(2, train, options, prepared=divide_once_more)[1:] != stock[1:10]
+
+
+def _generates(folder: Path) -> tuple[list[int], list[int]]:
+    """What the sharded model of a Trainer writes, and the same model whole."""
+    args = TrainingArguments(**arguments(Options(folder, steps=2, save_at=100)))
+    allow_fsdp_on_cpu()
+    with as_fsdp2():
+        trainer = Trainer(tiny_llama(), args, train_dataset=Sequences(24))
+        trainer.train()
+    prompt = Sequences(1)[0]["input_ids"][None, :4]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 1}
+    written = trainer.model.generate(input_ids=prompt, **options)[0].tolist()
+    whole = tiny_llama()
+    state = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
+    whole.load_state_dict(state)
+    return written, whole.generate(input_ids=prompt, **options)[0].tolist()
+
+
+def test_a_trained_model_generates(folder: Path) -> None:
+    """Trainer registers ``generate`` with torch's function; the sharded model writes what the whole one does."""
+    written, expected = run_example(2, _generates, folder / "generate")
+
+    assert written == expected and len(written) > 4
 
 
 def test_the_converter_opens_a_save(folder: Path) -> None:

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import Installation, install
-from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
-from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
 __all__ = ["VescalePlugin"]
 
@@ -51,9 +47,7 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
             raise _fsdp1_refused(self.fsdp_version)
         super().__post_init__()
         _refuse_offload_beside(self.mixed_precision_policy, self.cpu_offload)
-        self.installation = install(
-            granularity=self.granularity, padding_policy=self.padding_policy, also=(_PREPARE,)
-        )
+        self.installation = install(granularity=self.granularity, padding_policy=self.padding_policy)
 
 
 def _fsdp1_refused(version: int) -> UnsupportedOpError:
@@ -73,27 +67,3 @@ def _refuse_offload_beside(policy: object, offload: object) -> None:
             got=f"cpu_offload={offload} and mixed_precision_policy={policy}",
             todo="leave one of them out",
         )
-
-
-_their_prepare = Accelerator._prepare_fsdp2
-
-
-def _prepare_fsdp2(self: Accelerator, *args: Any) -> Any:
-    """accelerate's own, and the optimizer of a model that was sharded by hand keeps its parameters.
-
-    accelerate gives optimizers the sharded parameters by the address of the full ones. Where the model is sharded
-    already these are the pieces' addresses, of which all empty ones are 0, so that one would stand for all.
-    """
-    is_sharded = any(isinstance(each, FSDPModule) for each in args)
-    optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)] if is_sharded else []
-    kept = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-    prepared = _their_prepare(self, *args)
-    for optimizer, groups in zip(optimizers, kept, strict=True):
-        for group, params in zip(
-            optimizer.param_groups, groups, strict=True
-        ):  # accelerate makes the dicts anew
-            group["params"] = params
-    return prepared
-
-
-_PREPARE = StandIn(_their_prepare, _prepare_fsdp2, ("accelerate.accelerator:Accelerator",))

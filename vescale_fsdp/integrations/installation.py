@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 from vescale_fsdp.errors import LifecycleError, explain
@@ -76,7 +76,6 @@ def install(
     *,
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy | None = None,
-    also: Sequence[StandIn] = (),
 ) -> Installation:
     """Replace torch's names, process-wide, until as many `uninstall` calls have been made.
 
@@ -84,7 +83,6 @@ def install(
         granularity: as for `vescale_fsdp.fully_shard`, for all modules that stacks shard from now on. A pattern of a
             mapping must match in one of their calls.
         padding_policy: as for `vescale_fsdp.fully_shard`.
-        also: further names to replace, of a stack's own; for the other files of this folder.
 
     Returns:
         The installation, to end this very one; `uninstall` ends the newest.
@@ -94,11 +92,13 @@ def install(
         UntriedVersionWarning: if a stack is loaded in a version that was not tried.
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
-    settings = Settings(rule, padding_policy if padding_policy is not None else PaddingPolicy())
-    for package in TRIED:
-        if package in sys.modules:
-            check_version(package)
-    stand_ins = (*STAND_INS, *also)
+    loaded = _stand_ins_of(
+        {package for package in TRIED if package in sys.modules and check_version(package)}
+    )
+    settings = Settings(
+        rule, padding_policy if padding_policy is not None else PaddingPolicy(), frozenset(loaded)
+    )
+    stand_ins = (*STAND_INS, *(stand_in for each in loaded.values() for stand_in in each))
     bound = bound_names(stand_ins)
     if bound:  # before anything is replaced, for those who make an error of the warning
         warnings.warn(_bound_text(bound), BoundNamesWarning, stacklevel=_callers_level())
@@ -129,6 +129,22 @@ def as_fsdp2(
         yield installation
     finally:
         installation.uninstall()
+
+
+def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
+    """What else is replaced, for stacks that ask more than torch's names; of tried versions, which have these names."""
+    found: dict[str, tuple[StandIn, ...]] = {}
+    if "accelerate" in stacks:
+        from vescale_fsdp.integrations.accelerate_prepare import PREPARE
+
+        found["accelerate"] = (PREPARE,)
+    if (
+        "transformers" in stacks and "transformers.core_model_loading" in sys.modules
+    ):  # it loads its parts lazily
+        from vescale_fsdp.integrations.transformers import LOADER
+
+        found["transformers"] = LOADER
+    return found
 
 
 def _bound_text(bound: Mapping[str, Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ torch's ``FSDPModule`` needs no stand-in: our class derives from it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import is_ragged
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
 from vescale_fsdp.integrations.pattern_rule import PatternRule
 from vescale_fsdp.integrations.replaced_names import StandIn
 from vescale_fsdp.layout.granularity import GranularityRule
@@ -54,10 +55,15 @@ class Settings:
 
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
+    stacks: frozenset[str] = frozenset()  # those that got what they need beside torch's names
 
 
 # Of the installations that stand, oldest first; `installation` alone changes it.
 IN_FORCE: list[Settings] = []
+
+_LOADS_BEHIND = (
+    "transformers.distributed.fsdp"  # shards for ``from_pretrained``, which then loads into the shards
+)
 
 _torch_fully_shard = torch_fsdp.fully_shard
 _torch_register = torch_fsdp.register_fsdp_forward_method
@@ -74,6 +80,14 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
         settings = IN_FORCE[-1]
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
+    if "transformers" not in settings.stacks and sys._getframe(1).f_globals["__name__"] == _LOADS_BEHIND:
+        raise LifecycleError(
+            "The loader of transformers does not know vescale_fsdp's shards.",
+            expected="import transformers' models, in a version that was tried, then install() or as_fsdp2()",
+            got="an installation that was made before, or beside another version",
+            where="from_pretrained(distributed_config=...)",
+            todo="put the imports before the installation; Trainer and TRL work in both orders",
+        )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
     chosen = {
         name: value for name, value in kwargs.items() if value is not None
@@ -178,7 +192,7 @@ _FSDP2_HOMES = (
 )
 _STATE_DICT_HOMES = ("torch.distributed.checkpoint.state_dict",)
 STAND_INS = (
-    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, "transformers.distributed.fsdp")),
+    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADS_BEHIND)),
     StandIn(_torch_register, register_fsdp_forward_method, _FSDP2_HOMES),
     StandIn(
         torch_distribute_tensor,

@@ -1,17 +1,14 @@
-"""transformers 5: `from_pretrained` straight into shards.
+"""transformers 5: what ``from_pretrained(distributed_config=...)`` needs beside torch's names, to load into shards.
 
-    model = from_pretrained(AutoModelForCausalLM, folder, distributed_config=DistributedConfig(fsdp_size=8))
-    model.save_pretrained(other_folder)
+    with as_fsdp2():
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=8))
 
-transformers' own ``from_pretrained(distributed_config=...)`` shards the model on the meta device and cuts each tensor
-of the files by torch's placements. Here ``fully_shard`` is ours, the loader knows ragged placements, and tied weights
-are tied first:
+It shards the model on the meta device and cuts each tensor of the files by torch's placements. Under `as_fsdp2` the
+loader knows ragged placements, and tied weights are tied first:
 
     a tensor of the files that is a parameter as it is      each rank reads its boxes alone (at most 2 * ndim - 1)
     tensors that become a parameter (merged experts)        each rank reads and merges all, then keeps its piece
     a parameter that the files lack                         initialised on the shards
-
-For Trainer and TRL take `as_fsdp2`; saving needs nothing.
 """
 
 from __future__ import annotations
@@ -23,51 +20,11 @@ from torch import nn
 from transformers import core_model_loading
 from transformers.distributed import fsdp, sharding_utils
 
+from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.integrations.installation import install
 from vescale_fsdp.integrations.replaced_names import StandIn
-from vescale_fsdp.layout.granularity import GranularityRule
-from vescale_fsdp.layout.padding import PaddingPolicy
 
-__all__ = ["from_pretrained"]
-
-
-def from_pretrained(
-    model_class: Any,
-    name_or_path: Any,
-    *args: Any,
-    distributed_config: Any,
-    granularity: GranularityRule = None,
-    padding_policy: PaddingPolicy | None = None,
-    **kwargs: Any,
-) -> Any:
-    """``model_class.from_pretrained`` with a ``distributed_config``, sharded by `vescale_fsdp.fully_shard`.
-
-    Args:
-        model_class: a model's or an Auto class.
-        name_or_path: as are ``args`` and ``kwargs``: transformers' own.
-        distributed_config: transformers' ``DistributedConfig`` with an ``fsdp_size`` above 1.
-        granularity: as for `vescale_fsdp.integrations.install`.
-        padding_policy: likewise.
-
-    Raises:
-        UnsupportedOpError: for a config that shards nothing, before anything is read.
-    """
-    if distributed_config.fsdp_size < 2:
-        raise UnsupportedOpError(
-            "This config shards nothing.",
-            expected="DistributedConfig(fsdp_size=...) of 2 or more",
-            got=f"fsdp_size={distributed_config.fsdp_size}",
-            todo="call model_class.from_pretrained itself",
-        )
-    installation = install(granularity=granularity, padding_policy=padding_policy, also=_LOADER)
-    try:
-        return model_class.from_pretrained(
-            name_or_path, *args, distributed_config=distributed_config, **kwargs
-        )
-    finally:
-        installation.uninstall()
+__all__ = ["LOADER"]
 
 
 class _PieceOperation:
@@ -126,12 +83,12 @@ def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: A
     owner, _, name = target_name.rpartition(".")
     ref = model.get_submodule(owner)._parameters.get(name)
     if isinstance(ref, RaggedDTensor) and value.shape == ref.shape and value.shape != ref.to_local().shape:
-        start, stop = ref.piece
-        value = value.detach().reshape(-1)[start:stop].clone()
+        value = local_part_of(value.detach(), ref)
     return _their_set_param(model, target_name, value, *args, **kwargs)
 
 
-_LOADER = (
+# What of transformers is replaced.
+LOADER = (
     StandIn(_their_apply, _apply, ("transformers.distributed.mixin",)),
     StandIn(_their_operation, _operation, ("transformers.core_model_loading",)),
     StandIn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
 from vescale_fsdp.errors import explain
@@ -30,11 +30,14 @@ class UntriedVersionWarning(UserWarning):
     """A stack is installed in a version that this package was not tried with."""
 
 
-def check_version(package: str) -> None:
-    """Warn unless the installed version of a stack is one that was tried; it is used all the same."""
-    installed = version(package)
+def check_version(package: str) -> bool:
+    """Whether the installed version of a stack is one that was tried; a warning if not."""
+    try:
+        installed = version(package)
+    except PackageNotFoundError:  # it runs from its sources
+        installed = "of no known version"
     if installed in TRIED[package]:
-        return
+        return True
     warnings.warn(
         explain(
             f"This version of {package} was not tried with vescale_fsdp.",
@@ -45,3 +48,4 @@ def check_version(package: str) -> None:
         UntriedVersionWarning,
         stacklevel=3,
     )
+    return False

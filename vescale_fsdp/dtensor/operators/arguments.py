@@ -22,6 +22,7 @@ from vescale_fsdp.torch_private import DTensorSpec, local_of
 __all__ = [
     "OUTSIDE_FORWARD",
     "bind",
+    "check_not_resized",
     "check_written",
     "first_ragged",
     "is_partial",
@@ -116,6 +117,31 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                 )
             if is_partial(written):
                 raise refuse(func, written._spec, f"it writes to {name!r}, whose sums are not done")
+
+
+@cache
+def _has_out(func: torch._ops.OpOverload) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
+    """Refuse an ``out=`` form whose result has another shape than the ragged tensor it is written to.
+
+    Raises:
+        UnsupportedOpError: torch would resize the tensor, and pieces would take what broadcasts to their shape.
+    """
+    if not _has_out(func):
+        return
+    written = written_names(func)
+    read = [
+        value.shape
+        for name, value in named.items()
+        if name not in written and isinstance(value, torch.Tensor)
+    ]
+    if read and torch.broadcast_shapes(*read) != like.shape:
+        raise refuse(
+            func, like._spec, f"its result of shape {tuple(torch.broadcast_shapes(*read))} would resize it"
+        )
 
 
 def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:

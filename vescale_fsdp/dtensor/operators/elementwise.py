@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp.collectives import all_reduce_in_place, wait_for
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
+    check_not_resized,
     check_written,
     first_ragged,
     is_partial,
@@ -50,6 +51,7 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if func._schema.is_mutable:  # in-place and ``out=`` forms: what was written comes back itself
         named = bind(func, args, kwargs)
         check_written(func, named, like)
+        check_not_resized(func, named, like)
         _on_pieces(func, args, kwargs, like)
         written = [named[name] for name in written_names(func) if name in named]
         return written[0] if len(written) == 1 else tuple(written)
