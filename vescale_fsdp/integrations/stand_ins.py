@@ -89,9 +89,8 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
             todo="put the imports before the installation; Trainer and TRL work in both orders",
         )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    chosen = {
-        name: value for name, value in kwargs.items() if value is not None
-    }  # torch takes None for no policy
+    # torch takes None for a policy that was not chosen.
+    chosen = {name: value for name, value in kwargs.items() if value is not None}
     return our_fully_shard(module, **{**added, **chosen})
 
 
