@@ -92,7 +92,9 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
             todo="put the imports before the installation; Trainer and TRL work in both orders",
         )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    return our_fully_shard(module, **{**added, **kwargs})
+    # torch takes None for a policy that was not chosen.
+    chosen = {name: value for name, value in kwargs.items() if value is not None}
+    return our_fully_shard(module, **{**added, **chosen})
 
 
 @functools.wraps(_torch_register)
