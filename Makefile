@@ -1,5 +1,6 @@
 # make test   the gate and all tests
 # make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
+# make test-stacks   the examples on training stacks, which it installs first
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
@@ -24,7 +25,7 @@ INSTALL := $(IN_VENV) -m pip install --quiet --no-compile --constraint constrain
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv test test-faults demo check clean
+.PHONY: venv test test-faults test-stacks demo check clean
 
 venv: $(STAMP)
 
@@ -40,6 +41,10 @@ test: venv
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
+
+test-stacks: venv
+	$(INSTALL) --editable ".[accelerate,trainer,trl]"
+	$(IN_VENV) -m pytest tests/stacks
 
 demo: venv
 	$(IN_VENV) -m tools.demo

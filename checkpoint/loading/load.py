@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
 from vescale_fsdp.torch_private import local_of
 
 __all__ = ["LoadReport", "Loader", "Supply", "Verify", "load", "prove_verify"]
@@ -249,8 +249,8 @@ class Loader:
             raise CheckpointError(
                 "The state and the checkpoint do not hold the same leaves.",
                 expected="equal names",
-                got=f"missing in the checkpoint: {_some(found.missing)}; "
-                f"unexpected, only in the checkpoint: {_some(found.unexpected)}",
+                got=f"missing in the checkpoint: {some(found.missing, 5)}; "
+                f"unexpected, only in the checkpoint: {some(found.unexpected, 5)}",
                 where=self.storage.where,
                 todo="pass strict=False to load what both have, or include= with name patterns",
             )
@@ -375,8 +375,3 @@ def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
         where=storage.where,
         todo="load a newer one",
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -32,10 +32,10 @@ from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, p
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
-from vescale_fsdp.layout.foreign_json import whole_numbers
+from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
 __all__ = [
@@ -208,7 +208,7 @@ class Manifest:
                 data["version"],
             )
             _prove(manifest, where)
-            _prove_tree(manifest, where)
+            decode(manifest.structure.tree, partial(_prove_leaf, manifest, where), where)
         except CheckpointError:
             raise
         except Exception as error:  # wrong types and numbers of any JSON end in errors of any class
@@ -276,18 +276,18 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     """JSON of the right format, version and checksum."""
     try:
         data = json.loads(raw, parse_constant=_no_constant)
+        if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise _corrupt(where, f"format {found!r}")
+        seal = _seal(data.get("checksum"))
+        written = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
+        written.update(b"}")
+        as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
+        # Not the bytes that were written, but perhaps the JSON that they stand for.
+        if not as_written and data.get("checksum") != _checksum(parse_json(raw)):
+            raise _corrupt(where, "its checksum does not fit its content")
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
-        raise _corrupt(
-            where, f"format {data.get('format') if isinstance(data, dict) else type(data).__name__!r}"
-        )
-    try:
-        sealed = _is_sealed(raw, data)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(where, str(error)) from error
-    if not sealed:
-        raise _corrupt(where, "its checksum does not fit its content")
     version = data.get("version")
     # Asked after the checksum: a flipped bit can make a 3 of a 1, and nobody should update because of it.
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -301,17 +301,6 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     if version not in range(1, FORMAT_VERSION + 1):
         raise _corrupt(where, f"version {version!r}")
     return data
-
-
-def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
-    """Whether the checksum fits: asked of the bytes as they are written, else of the JSON they stand for."""
-    seal = _seal(data.get("checksum"))
-    if raw.endswith(seal):
-        state = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
-        state.update(b"}")
-        if state.hexdigest() == data["checksum"]:
-            return True
-    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=distinct_keys)))
 
 
 def _no_constant(text: str) -> float:
@@ -343,20 +332,16 @@ def _prove(manifest: Manifest, where: str) -> None:
         _prove_entry(manifest, place, where)
 
 
-def _prove_tree(manifest: Manifest, where: str) -> None:
-    """That the state tree can be read, and its leaves be found: asked before a state is matched with it."""
-
-    def prove_leaf(node: Mapping[str, Any]) -> None:
-        if node["$"] == "tensor":
-            place = node["i"]
-            if type(place) is not int or not 0 <= place < len(manifest.entries):
-                raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
-            if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
-                raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
-        elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
-            raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
-
-    decode(manifest.structure.tree, prove_leaf, where)
+def _prove_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
+    """That what a leaf of the state tree refers to is there: asked before a state is matched with the tree."""
+    if node["$"] == "tensor":
+        place = node["i"]
+        if type(place) is not int or not 0 <= place < len(manifest.entries):
+            raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
+        if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
+            raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
+    elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
+        raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
 
 
 def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage, partial_name
+from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
 __all__ = ["FileMove", "move_files", "waves_of"]
 
@@ -138,7 +138,7 @@ class _Receiver(_End):
 
     @property
     def _working_name(self) -> str:
-        return partial_name(self.move.name, f"from{self.move.sender}")
+        return self.storage.working_name(self.move.name, f"from{self.move.sender}")
 
     def _open(self) -> None:
         self.storage.remove(self._working_name)  # of a run that was killed

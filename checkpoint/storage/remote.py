@@ -307,7 +307,7 @@ class RemoteStorage(Storage):
         return FileInfo(int(found["size"]), stamp) if found["type"] == "file" else None
 
     def append(self, name: str, data: bytes) -> None:
-        old = self.read_file(name) if self.size(name) is not None else b""
+        old = self.read(name) if self.size(name) is not None else b""
         self.commit(name, old + data, replace=True)
 
     def sync_folder(self, name: str) -> None:

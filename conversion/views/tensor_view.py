@@ -22,7 +22,7 @@ from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MappedView", "RenamedView", "SourceView", "TensorView", "ZerosView", "read_range"]
+__all__ = ["MappedView", "RenamedView", "SourceView", "TensorView", "ZerosView", "pieces_of", "read_range"]
 
 
 class TensorView(ABC):
@@ -208,3 +208,13 @@ def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> n
         view.read_into(box, items[position : position + box.numel].reshape(box.sizes))
         position += box.numel
     return filled
+
+
+def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterator[np.ndarray]:
+    """All items of a tensor in order, as bytes in one buffer of so many; ``step`` items at a time, or all it holds."""
+    import numpy as np
+
+    info = view.info
+    buffer, step = np.empty(min(nbytes, info.nbytes), dtype=np.uint8), step or nbytes // info.dtype.itemsize
+    for start in range(0, info.numel, step):
+        yield read_range(view, start, min(start + step, info.numel), buffer)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
@@ -53,7 +54,12 @@ def test_every_family_has_operators() -> None:
         (aten.native_dropout.default, False),
         (aten.resize_.default, False),
         (aten.set_.source_Tensor, False),
-        (aten._foreach_max.default, False),
+        (aten._foreach_max.default, True),
+        (aten._foreach_max.out, False),
+        (aten._foreach_powsum.Scalar, False),
+        (aten.cat.default, True),
+        (aten.cat.out, False),
+        (aten.eye.m_out, True),
     ],
 )
 def test_what_is_supported(func: torch._ops.OpOverload, supported: bool) -> None:
@@ -69,11 +75,12 @@ def refusals() -> list[str]:
     x = distribute_tensor(plain((4, 5)), mesh, [cut])
     y = distribute_tensor(plain((4, 5)), mesh, [other])
     whole = plain((4, 5))
+    replicated = y.redistribute(placements=[Replicate()])
     calls = [
         lambda: x @ whole.t(),
         lambda: x.t(),
         lambda: x[1:3],
-        lambda: x.sum(dim=1),
+        lambda: x.sort(dim=1),
         lambda: x + whole,
         lambda: whole.add_(x),
         lambda: torch.add(x, x, out=whole),
@@ -81,7 +88,10 @@ def refusals() -> list[str]:
         lambda: x + y,
         lambda: torch._foreach_add_([whole], [x]),
         lambda: x.normal_(generator=torch.Generator()),
-        lambda: torch.eye(4, 5, out=x),
+        lambda: torch.eye(5, 4, out=x),
+        lambda: torch.cat([x, whole]),
+        lambda: torch.sub(replicated[:1], replicated[:1], out=x),
+        lambda: torch.dot(x.view(-1), whole.view(-1)),
         lambda: torch.nn.init.orthogonal_(x),
     ]
     texts = []
@@ -133,6 +143,39 @@ def partial_dims() -> list[str]:
         for fn in (lambda t: t.sum(dim=(0, 1)), lambda t: t.mean(dim=(0, 1)), lambda t: t.norm(dim=(0, 1))):
             torch.testing.assert_close(fn(x).full_tensor(), fn(full))
     return done
+
+
+def over_cut_dims() -> int:
+    """Sums, means and norms where pieces cut the dims in the middle: what every rank ends up with, against torch."""
+    full = plain((6, 4, 5), 3)
+    compared = 0
+    for cut in (
+        RaggedShard((0, 1, 2), (13, 0, 107)),
+        RaggedShard((0, 1), (7, 0, 17)),
+        RaggedShard((), (0, 1, 0)),
+    ):
+        x = distribute_tensor(full, cpu_mesh(), [cut])
+        for dims in ((0,), (1,), (2,), (-1, 0), (1, 2), (0, 1)):
+            for keepdim in (False, True):
+                for fn in (
+                    lambda t, d, k: (
+                        torch.linalg.norm(t, dim=d, keepdim=k) if len(d) == 1 else t.norm(2, d, k)
+                    ),
+                    lambda t, d, k: torch.linalg.vector_norm(t, 3, dim=d, keepdim=k, dtype=torch.float64),
+                    lambda t, d, k: t.sum(d, k, dtype=torch.float64),
+                    lambda t, d, k: t.mean(d, k),
+                ):
+                    torch.testing.assert_close(fn(x, dims, keepdim).full_tensor(), fn(full, dims, keepdim))
+                    compared += 1
+        whole = (full * 10).to(torch.int32)
+        counted = distribute_tensor(whole, cpu_mesh(), [cut]).sum(dim=2).full_tensor()
+        assert counted.dtype == torch.int64 and torch.equal(counted, whole.sum(dim=2))
+    return compared
+
+
+def test_sums_and_norms_over_cut_dims() -> None:
+    """Init code of weight norm and DoRA takes norms over dims, whatever the granularity."""
+    assert run_ranks(3, over_cut_dims) == [144] * 3
 
 
 def test_reductions_along_whole_dims() -> None:

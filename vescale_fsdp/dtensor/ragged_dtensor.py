@@ -24,6 +24,7 @@ from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
+from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, index_text
 from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local, start_redistribution
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
@@ -39,7 +40,16 @@ from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.torch_private import DTensorSpec, dispatch_to_subclass, local_of, register_foreach_type
+from vescale_fsdp.torch_private import (
+    DTensorSpec,
+    dispatch_to_subclass,
+    is_cut_by_state_dict,
+    local_of,
+    printoptions,
+    refuse_fsdp2,
+    register_foreach_type,
+    takes_address_for_memory,
+)
 
 __all__ = [
     "PendingTensor",
@@ -114,6 +124,22 @@ class RaggedDTensor(DTensor):
         return _FromLocal.apply(local_tensor, spec)  # type: ignore[no-any-return]
 
     @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        if is_cut_by_state_dict():
+            # It asks for the mesh first, on all ranks. Left alone it would copy ranges of its own making: an error
+            # on ranks where the sizes differ, and the others wait for them.
+            raise UnsupportedOpError(
+                "torch's set_*_state_dict cannot cut full tensors for ragged parameters.",
+                expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
+                got="the function of that name of torch.distributed.checkpoint.state_dict",
+                where=f"a tensor of shape {tuple(self.shape)}",
+                todo="import them from vescale_fsdp.checkpoint: same arguments, full_state_dict and "
+                "broadcast_from_rank0 included",
+            )
+        return self._spec.mesh
+
+    @property
     def piece(self) -> FlatRange:
         """Half-open range of the flattened tensor that this rank holds (of its inner box, see `spec`)."""
         return piece_of(self._spec)
@@ -172,6 +198,8 @@ class RaggedDTensor(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # torch's own setter changes what the wrapper says of itself and leaves the piece as it was, in silence.
+        if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
+            value = redistribute(value, self.placements)  # each rank has its piece of it
         if not isinstance(value, RaggedDTensor) or (
             (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
         ):
@@ -195,17 +223,20 @@ class RaggedDTensor(DTensor):
         return replicated.to_local(grad_placements=grad_placements)
 
     def data_ptr(self) -> int:
-        """0: the memory is the piece's, and ``to_local`` has it."""
-        # Without this it is the piece's offset in its buffer, in bytes. torch (2.11-2.13) takes any other number than 0
-        # for memory of its own when it copies tensors behind training (DCP's stagers) or deeply.
-        return 0
+        """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
+        return 0 if takes_address_for_memory() else self._local_tensor.data_ptr()
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        """torch's, of the global shape."""
+        refuse_fsdp2(f"a ragged parameter of shape {tuple(self.shape)}")
+        return super().is_contiguous(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        placements = ", ".join(str(placement) for placement in self.placements)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements=({placements}), "
-            f"{self._describe_piece()}{grad})"
+            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}{grad},\n"
+            f"  {'; '.join(map(axis_text, *axes_of(self.device_mesh), self.placements))},\n"
+            f"  {self._describe_piece()})"
         )
 
     def _describe_piece(self) -> str:
@@ -216,8 +247,10 @@ class RaggedDTensor(DTensor):
         start, stop = self.piece
         if start == stop:
             return f"{where} holds nothing"
-        boxes = ", ".join(map(_index_text, self.boxes))
-        return f"{where} holds elements [{start}:{stop}) = {boxes}, local={self._local_tensor}"
+        boxes = ", ".join(map(index_text, self.boxes))
+        with printoptions(threshold=6, edgeitems=3):
+            values = " ".join(str(self._local_tensor.detach()).split())
+        return f"{where} holds elements [{start}:{stop}) = {boxes},\n  local={values}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
@@ -292,11 +325,6 @@ def _rebuild(
 ) -> torch.Tensor:
     tensor = RaggedDTensor.wrap(local, spec, layout_ref=layout_ref)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
-def _index_text(box: Box) -> str:
-    parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
-    return f"[{', '.join(parts)}]"
 
 
 def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:

@@ -28,6 +28,10 @@ from vescale_fsdp.layout.run_lengths import RunLengths
 
 __all__ = ["RaggedShard", "StridedRaggedShard"]
 
+_INSTEAD = (
+    "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class RaggedShard(Placement):
@@ -97,6 +101,11 @@ class RaggedShard(Placement):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
+
+    def __format__(self, spec: str) -> str:
+        # So torch's distribute_tensor puts it into the error by which it refuses foreign placements: it is the one
+        # thing there that a placement is asked.
+        return format(str(self), spec) if spec else f"{self!s} of vescale_fsdp ({_INSTEAD})"
 
     def __str__(self) -> str:
         units = self.units

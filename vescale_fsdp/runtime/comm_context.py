@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
-from vescale_fsdp.runtime.param_group import GroupState, ParamGroup, ReducedShard
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_private import outside_modes
 
-__all__ = ["CommContext"]
+__all__ = ["CommContext", "GradientReductionHandle", "UnshardHandle"]
 
 
 class CommContext:
@@ -223,3 +226,39 @@ class CommContext:
         for event in self._host_copies.values():
             event.synchronize()
         self._host_copies.clear()
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Waits for an unshard that was started with ``async_op=True``."""
+
+    def __init__(self, comm: CommContext, groups: Sequence[ParamGroup]) -> None:
+        self._comm, self._groups = comm, groups
+
+    def wait(self) -> None:
+        """After this the module holds its full parameters."""
+        self._comm.wait(self._groups)
+
+
+class GradientReductionHandle:
+    """Waits for the reductions in flight, and sets the gradients that hang on what other ranks have used.
+
+    Args:
+        comm: where reductions are in flight.
+        told: messages about what was used, each with the groups it speaks of.
+    """
+
+    def __init__(self, comm: CommContext, told: Sequence[tuple[UsedFlags, list[ParamGroup]]]) -> None:
+        self._comm = comm
+        self._told = list(told)
+
+    def wait(self) -> None:
+        """After this the sharded gradients may be read."""
+        self._comm.finish_reductions()
+        while self._told:
+            flags, groups = self._told.pop(0)
+            flags.wait()
+            if any(group.is_in_doubt for group in groups):
+                used = iter(flags.anywhere())
+                for group in groups:
+                    group.settle_doubtful(list(islice(used, len(group.params))))
+        self._comm.wait_for_host_copies()
