@@ -1,4 +1,6 @@
 # make test   the gate and all tests
+# make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
+#                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
@@ -15,7 +17,10 @@ IN_VENV := $(VENV)/bin/python
 # up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
 TORCH_INDEX ?=
 
-.PHONY: venv test test-faults demo check clean
+TORCH      ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+
+.PHONY: venv test test-torch test-faults demo check clean
 
 venv: $(STAMP)
 
@@ -29,6 +34,13 @@ test: venv
 	$(IN_VENV) tools/check.py --skip fast-tests
 	$(IN_VENV) -m pytest
 
+# Torch first and by version: what is installed behind it finds it there and leaves it.
+test-torch:
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
+	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
+	$(TORCH_VENV)/bin/python -m pytest
+
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
 
@@ -39,4 +51,4 @@ check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

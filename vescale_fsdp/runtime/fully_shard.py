@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError, explain
@@ -222,6 +223,8 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
     def visit(prefix: str, module: nn.Module) -> None:
         if module in seen or state_of(module) is not None or is_replicated(module):
             return
+        if isinstance(module, TorchFSDPModule):
+            _refuse_mixture(prefix, module)
         seen.add(module)
         found.append((prefix, module))
         for name, child in module.named_children():
@@ -230,6 +233,16 @@ def _managed_modules(modules: tuple[nn.Module, ...]) -> list[tuple[str, nn.Modul
     for index, module in enumerate(modules):
         visit(f"{index}." if len(modules) > 1 else "", module)
     return found
+
+
+def _refuse_mixture(prefix: str, module: nn.Module) -> NoReturn:
+    raise MisuseError(
+        "One model is sharded by one library: each would gather and reduce without the other.",
+        expected="modules that torch.distributed.fsdp.fully_shard was not called on",
+        got=f"{type(module).__name__}, which torch's own has taken",
+        where=prefix.removesuffix(".") or "the module itself",
+        todo="call vescale_fsdp.fully_shard on all of them",
+    )
 
 
 def _moved_buffers(
