@@ -21,6 +21,9 @@ import torch.distributed.fsdp
 # torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
 from torch._subclasses.fake_tensor import FakeTensor
 
+# torch 2.11-2.13: how long tensors are printed, for a while; public is only the function that sets it for good.
+from torch._tensor_str import printoptions
+
 # torch 2.11-2.13: which of torch's own parallelisms have taken a module; FSDP2 leaves those of replicate alone.
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
@@ -71,7 +74,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 # torch 2.11-2.13: tells tensor subclasses that keep their values in inner tensors, which have no bytes of their own.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 
 __all__ = [
     "MUON_COEFFICIENTS",
@@ -99,11 +102,12 @@ __all__ = [
     "grad_dtype_of",
     "groups_as_patient_as",
     "in_functorch",
-    "is_cut_by_state_dict",
     "is_fake",
+    "is_noted_sharded",
     "is_replicated",
     "is_view",
     "is_wrapper",
+    "loads_what_it_is_given",
     "local_of",
     "muon_adjust_lr",
     "newer_class",
@@ -111,15 +115,19 @@ __all__ = [
     "operator_names",
     "outside_modes",
     "post_accumulate_grad_hooks",
+    "printoptions",
     "profiled",
     "pytree",
     "reduce_scatter_single",
+    "refuse_fsdp2",
+    "refuse_set_state_dict",
     "register_foreach_type",
     "restore_version",
     "set_local",
     "spec_of",
     "spmd_mesh_of",
     "storage_id",
+    "takes_address_for_memory",
     "timeout_of",
     "unflatten_mesh",
     "unflatten_state_dict",
@@ -209,6 +217,34 @@ _dispatch_rules: list[torch.library.Library] = []  # rules go when their library
 
 def _ask_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return cls.__torch_dispatch__(func, types, args, kwargs)
+
+
+_COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn")
+
+
+def takes_address_for_memory() -> bool:
+    """Whether the caller's caller takes any address but 0 for memory of the tensor's own (torch 2.11-2.13)."""
+    # DCP's stager is given a tensor and copies its storage, if it has an address, else its attributes and so the
+    # piece. RNNs on CUDA join weights of different addresses into one storage.
+    return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
+
+
+_FSDP2 = ("torch.distributed.fsdp._fully_shard._fsdp_init", "torch.distributed.fsdp._fully_shard._fsdp_param")
+
+
+def refuse_fsdp2(what: str) -> None:
+    """Raise if the caller's caller is torch's ``fully_shard``, taking what ours has (torch 2.11-2.13).
+
+    For methods that it calls first, of modules before it changes anything and of parameters before it changes them:
+    what it would say itself, if it says anything, speaks of names of mesh axes.
+    """
+    if sys._getframe(2).f_globals.get("__name__") in _FSDP2:
+        raise MisuseError(
+            "torch.distributed.fsdp.fully_shard (FSDP2) cannot take what vescale_fsdp has sharded.",
+            expected="vescale_fsdp.fully_shard for every unit of the model",
+            got=what,
+            todo="import fully_shard from vescale_fsdp wherever the model is sharded, and build the model anew",
+        )
 
 
 def autograd_engine_callback(callback: Callable[[], None]) -> None:
@@ -320,9 +356,36 @@ def fqn_of(model: torch.nn.Module, name: str) -> str:
     return next(iter(_get_fqns(model, name)))
 
 
-def is_cut_by_state_dict() -> bool:
-    """Whether our caller was called where torch's ``set_*_state_dict`` cut full tensors (torch 2.11-2.15)."""
-    return sys._getframe(2).f_code is _distribute_tensors.__code__
+def refuse_set_state_dict(what: str) -> None:
+    """Raise if the caller's caller is what cuts full tensors in torch's ``set_*_state_dict`` (torch 2.11-2.15).
+
+    Left alone it would copy ranges of its own making: an error where sizes differ, and the other ranks wait.
+    """
+    if sys._getframe(2).f_code is _distribute_tensors.__code__:
+        raise UnsupportedOpError(
+            "torch's set_*_state_dict cannot cut full tensors for ragged parameters.",
+            expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
+            got="the function of that name of torch.distributed.checkpoint.state_dict",
+            where=what,
+            todo="import them from vescale_fsdp.checkpoint: same arguments, full_state_dict and broadcast_from_rank0 "
+            "included",
+        )
+
+
+def is_noted_sharded(module: torch.nn.Module) -> bool:
+    """Whether a ``fully_shard``, ours or torch's, has been called on a module (torch 2.11-2.13)."""
+    return "fully_shard" in (composable_apis(module) or ())
+
+
+def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bool:
+    """Whether a module's own ``load_state_dict`` copies tensors as they are (torch 2.11-2.13).
+
+    Args:
+        num_own_hooks: how many of its hooks are known to leave them alone.
+    """
+    loader = type(module)._load_from_state_dict
+    hooks = len(module._load_state_dict_pre_hooks)
+    return hooks <= num_own_hooks and loader is torch.nn.Module._load_from_state_dict
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

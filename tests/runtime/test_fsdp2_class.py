@@ -15,7 +15,7 @@ import vescale_fsdp
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
+from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
 from vescale_fsdp.runtime import fsdp_module
 from vescale_fsdp.runtime.param_group import GroupState
 
@@ -49,13 +49,6 @@ def asked_by_torch() -> None:
     assert fsdp.fully_shard.state(model.embed) is None  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="fully_shard"):
         fsdp.fully_shard(model, mesh=cpu_mesh())
-
-    # Both in one model are refused before anything is changed.
-    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    fsdp.fully_shard(mixed[1], mesh=cpu_mesh())
-    with pytest.raises(MisuseError, match=r"one library[\s\S]*where: 1"):
-        fully_shard(mixed, mesh=cpu_mesh())
-    assert type(mixed) is nn.Sequential and not isinstance(mixed[0].weight, DTensor)
 
     # _apply finds our state, not torch's.
     with torch.device("meta"):

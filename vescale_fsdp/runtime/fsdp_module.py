@@ -20,7 +20,7 @@ from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHa
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_fsdp2
 
 __all__ = [
     "FSDPModule",
@@ -195,6 +195,12 @@ class FSDPModule(_Base):
             return handle
         handle.wait()
         return None
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """torch's."""
+        if not recurse:
+            refuse_fsdp2(f"a {type(self).__name__} inside the module")
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""

@@ -40,7 +40,8 @@ from vescale_fsdp.runtime.nested_tensors import (
 )
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.runtime.takeover import rebind
+from vescale_fsdp.runtime.sharding_log import log_sharding
+from vescale_fsdp.runtime.takeover import rebind, refuse_full_tensors
 from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
 
 __all__ = ["FSDPState", "attach_state", "register_fsdp_forward_method", "state_of"]
@@ -106,7 +107,7 @@ class FSDPState:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
-            module.register_load_state_dict_pre_hook(self._reshard_hook)
+            module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._rebind_hook)
 
     # -- root -----------------------------------------------------------------------------------------
@@ -133,7 +134,8 @@ class FSDPState:
                     expected="the first forward to be the root's",
                     got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
                     where=type(self.modules[0]).__name__,
-                    todo="call the outermost module first, or do not shard it",
+                    todo="call the outermost module first: another method of it than forward becomes a call of it by "
+                    "vescale_fsdp.register_fsdp_forward_method(model, name). Or do not shard it",
                 )
             below.append(state)
             state.name_it(name or type(module).__name__)
@@ -148,6 +150,7 @@ class FSDPState:
             self.schedule.units.append(state)
             if state.reshard_after_forward is None and state is not self:
                 state.reshard_after_forward = True
+        log_sharding(type(self.modules[0]).__name__, [(state.label, state.groups) for state in below])
 
     def compare_below(self) -> None:
         """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
@@ -384,6 +387,18 @@ class FSDPState:
         self._methods_running = 0
         self.comm.reshard(self.groups)
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
+
+    def _before_load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *unused: Any,
+    ) -> None:
+        self._reshard_hook()
+        if not metadata.get("assign_to_params_buffers", False):
+            refuse_full_tensors(module, state, prefix)
 
     def _rebind_hook(self, *unused: Any) -> None:
         for group in self.groups:

@@ -42,8 +42,8 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
 from vescale_fsdp.runtime.comm.reduction import ReducedShard
 from vescale_fsdp.runtime.comm.streams import Event
-from vescale_fsdp.runtime.managed_param import GradHook, ManagedParam, refuse_replaced
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
+from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, refuse_replaced
 from vescale_fsdp.runtime.setup.policies import policy_of_group
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_private import (
