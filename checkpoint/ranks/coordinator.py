@@ -155,6 +155,9 @@ class Coordinator:
         """Fill a contiguous CPU tensor with what a rank sends."""
         raise AssertionError("one process alone receives nothing")
 
+    def raise_to_largest(self, numbers: torch.Tensor) -> None:
+        """Raise each number of an integer CPU tensor to the largest that any rank has there. A collective."""
+
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
         return [item]
@@ -172,18 +175,23 @@ class SoloCoordinator(Coordinator):
 
 
 class GroupCoordinator(Coordinator):
-    """The ranks of a process group, over a gloo group of their own."""
+    """The ranks of a process group, over a gloo group of their own.
+
+    Args:
+        group: the gloo group.
+        rank_of: number in it of each global rank, where they differ.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int] | None) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
 
     def _max(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
-        with self._reaching("meeting"):
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        with self.reaching("meeting"):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
     def agree(
@@ -211,8 +219,8 @@ class GroupCoordinator(Coordinator):
         """Every distinct structure, sent once by its first rank, with the ranks that have it."""
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self._reaching("comparing structures"):
-            dist.all_gather(rows, mine, group=self._group)
+        with self.reaching("comparing structures"):
+            dist.all_gather(rows, mine, group=self.group)
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
@@ -223,9 +231,9 @@ class GroupCoordinator(Coordinator):
                 else torch.empty(length, dtype=torch.uint8)
                 for (length, *_), ranks in owners.items()
             ]
-        with self._reaching("exchanging structures"):
+        with self.reaching("exchanging structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
-                dist.broadcast(document, group=self._group, group_src=ranks[0])
+                dist.broadcast(document, group=self.group, group_src=ranks[0])
         classes = []
         with self.together("reading other ranks' structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
@@ -263,7 +271,7 @@ class GroupCoordinator(Coordinator):
         ) from error
 
     @contextmanager
-    def _reaching(self, doing: str) -> Iterator[None]:
+    def reaching(self, doing: str) -> Iterator[None]:
         """A collective call: what gloo raises says that ranks are gone, not what that means."""
         try:
             yield
@@ -278,12 +286,16 @@ class GroupCoordinator(Coordinator):
             ) from lost
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        with self._reaching(f"sending to rank {to_rank}"):
-            dist.send(tensor, group=self._group, group_dst=to_rank)
+        with self.reaching(f"sending to rank {to_rank}"):
+            dist.send(tensor, group=self.group, group_dst=to_rank)
 
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        with self._reaching(f"receiving from rank {from_rank}"):
-            dist.recv(tensor, group=self._group, group_src=from_rank)
+        with self.reaching(f"receiving from rank {from_rank}"):
+            dist.recv(tensor, group=self.group, group_src=from_rank)
+
+    def raise_to_largest(self, numbers: torch.Tensor) -> None:
+        with self.reaching("comparing numbers"):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def everyone(self, item: T) -> list[T]:
         digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2
@@ -294,8 +306,8 @@ class GroupCoordinator(Coordinator):
 
     def _gathered(self, item: T, doing: str) -> list[T]:
         found = [item] * self.world_size
-        with self._reaching(doing):
-            dist.all_gather_object(found, item, group=self._group)
+        with self.reaching(doing):
+            dist.all_gather_object(found, item, group=self.group)
         return found
 
 
