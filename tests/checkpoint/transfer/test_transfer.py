@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import torch
-import torch.distributed as dist
 
 from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, state_of
 from tests.dtensor.test_properties import search_together
