@@ -8,57 +8,76 @@ mistake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.transfer.coding import CodedTensor, Key
-from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription, named_tensors
+from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
-__all__ = ["Destination", "Origin", "local_parts"]
+__all__ = ["Destination", "Origin", "Part", "local_parts", "parts_of"]
+
+
+class Part(NamedTuple):
+    """What a rank must hold of a described tensor.
+
+    Attributes:
+        place: number of the tensor in its description.
+        dtype, shape: of the whole tensor.
+        numel: items of this rank's part.
+    """
+
+    place: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+
+
+def parts_of(description: StateDescription, places: Iterable[int], rank: int) -> list[Part]:
+    """What a rank must hold of tensors of a description, where it holds any."""
+    found = []
+    for place in places:
+        position = description.holders_of(place).position(rank)
+        if position is not None:
+            entry, layouts = description.entries[place], description.structure.layouts
+            region = description.distributions[place].region(entry.shape, position[0], layouts)
+            found.append(Part(place, entry.name, dtype_named(entry.dtype), entry.shape, region.numel))
+    return found
 
 
 def local_parts(
-    state: Any | None, description: StateDescription, places: Sequence[int], rank: int
+    tensors: Mapping[str, torch.Tensor], parts: Sequence[Part], rank: int
 ) -> dict[int, torch.Tensor]:
-    """This rank's part of tensors of a state, by their number in its description.
+    """This rank's parts of the tensors of a state, by their numbers.
 
     Raises:
         CheckpointError: if the state is not what was described.
     """
-    tensors = dict(named_tensors(state)) if state is not None else {}
     found = {}
-    for place in places:
-        position = description.holders_of(place).position(rank)
-        if position is None:
-            continue
-        entry = description.entries[place]
-        layouts = description.structure.layouts
-        region: Region = description.distributions[place].region(entry.shape, position[0], layouts)
-        tensor = tensors.get(entry.name)
-        local = None if tensor is None else local_of(tensor).detach()
+    for part in parts:
+        tensor = tensors.get(part.name)
+        local = None if tensor is None else local_of(tensor)
         if tensor is None or local is None:
             got = "no such tensor"
+        elif (tensor.dtype, tensor.shape, local.numel()) == (part.dtype, part.shape, part.numel):
+            found[part.place] = local.detach()
+            continue
         else:
             got = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}, {local.numel()} items here"
-        expected = f"{entry.dtype} {entry.shape}, {region.numel} items here"
-        if got != expected:
-            raise CheckpointError(
-                "A state is not the one that was planned for.",
-                expected=expected,
-                got=got,
-                where=f"{entry.name}, rank {rank}",
-                todo="describe it again, and plan a new transfer",
-            )
-        assert local is not None
-        found[place] = local
+        raise CheckpointError(
+            "A state is not the one that was planned for.",
+            expected=f"{dtype_name(part.dtype)} {part.shape}, {part.numel} items here",
+            got=got,
+            where=f"{part.name}, rank {rank}",
+            todo="describe it again, and plan a new transfer",
+        )
     return found
 
 
@@ -138,7 +157,7 @@ class Origin:
 
     def whole(self, shares: Sequence[Share]) -> torch.Tensor | None:
         """The bytes of a message where they lie, if they lie together."""
-        if len(shares) != 1 or not shares[0].is_run:
+        if len(shares) != 1 or not shares[0].is_source_run:
             return None
         placed = self._plan.leaves[shares[0].leaf]
         if placed.source.codec is not None or placed.narrowed:
@@ -216,7 +235,7 @@ class Destination:
 
     def whole(self, shares: Sequence[Share]) -> torch.Tensor | None:
         """The memory that a message fills, if that is one run of it."""
-        if len(shares) != 1 or not shares[0].is_run:
+        if len(shares) != 1 or not shares[0].is_target_run:
             return None
         placed = self._plan.leaves[shares[0].leaf]
         if placed.widened:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.transfer.coding import CutBlocks, coded_here
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange, Rooms
-from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, local_parts
+from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, local_parts, parts_of
 from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription, named_tensors
 from vescale_fsdp.checkpoint.transfer.planning.description import describe_states as _describe
 from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
@@ -68,6 +68,10 @@ def describe_states(
         CheckpointError: on all ranks, if a state cannot be described or ranks disagree about one.
     """
     return _describe(source, target, _coordinator(ranks))
+
+
+def _named(state: Any | None) -> dict[str, torch.Tensor]:
+    return {} if state is None else dict(named_tensors(state))
 
 
 class TransferHandle:
@@ -123,8 +127,11 @@ class Transfer:
             self._transfers = RankTransfers(plan, own.rank)
             self._messages = messages_of(self._transfers)
             self._cut_blocks = CutBlocks(plan)
-        self._read_places = sorted({leaf.source.place for leaf in plan.leaves})
-        self._filled_places = sorted({leaf.target for leaf in plan.leaves})
+            read = sorted({leaf.source.place for leaf in plan.leaves})
+            self._read_parts = parts_of(plan.source, read, own.rank)
+            self._filled_parts = parts_of(
+                plan.target, sorted({leaf.target for leaf in plan.leaves}), own.rank
+            )
         self._rooms: Rooms | None = None
         self._beside: dict[int, torch.Tensor] = {}
         self._busy = Lock()
@@ -184,9 +191,8 @@ class Transfer:
         return {name: tensor.detach().clone() for name, tensor in self._read(state).items()}
 
     def _read(self, state: Any | None) -> dict[str, torch.Tensor]:
-        names = {self.plan.source.entries[place].name for place in self._read_places}
-        tensors = named_tensors(state) if state is not None else ()
-        return {name: tensor for name, tensor in tensors if name in names}
+        names = {part.name for part in self._read_parts}
+        return {name: tensor for name, tensor in _named(state).items() if name in names}
 
     @torch.no_grad()
     def _run(self, state: Any | None, into: Any | None, *, watched: bool) -> None:
@@ -222,8 +228,8 @@ class Transfer:
         plan, rank = self.plan, self._coordinator.rank
         read = self._read(state)
         written = [item for tensor in read.values() for item in (tensor, local_of(tensor))] if watched else []
-        origin = Origin(plan, local_parts(read, plan.source, self._read_places, rank), written)
-        filled = local_parts(into, plan.target, self._filled_places, rank)
+        origin = Origin(plan, local_parts(read, self._read_parts, rank), written)
+        filled = local_parts(_named(into), self._filled_parts, rank)
         destination = Destination(plan, filled, keep_old=self._keep_old, beside=self._beside)
         destination.prove_apart(origin)
         origin.coded = coded_here(plan, rank, origin.by_name)

@@ -121,7 +121,8 @@ class Bench:
         units = groups(layers)
         self.trainers, self.engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
         self.mesh = self.trainers if self.is_trainer else self.engines
-        self.relay = dist.new_group([0, 2, 3])
+        # Rank 1 gets one too: torch names later groups by how many a process has (2.13), and other names never meet.
+        self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
         self.units = units
         links: dict[str, Linkable] = {}
         self.state: State | None = None
@@ -296,9 +297,10 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        mp.spawn(measure, (given.layers, given.rounds, port, folder), nprocs=RANKS)
+        # forked: what is imported once need not be imported five times
+        mp.start_processes(measure, (given.layers, given.rounds, port, folder), nprocs=RANKS, start_method="fork")
         ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
-        process = mp.get_context("spawn").Process(target=simulate, args=(f"{folder}/plan",))
+        process = mp.get_context("fork").Process(target=simulate, args=(f"{folder}/plan",))
         process.start()
         process.join()
         plan_s, plan_mib = torch.load(f"{folder}/plan")

@@ -56,9 +56,14 @@ class Share(NamedTuple):
         return numel_of(self.sizes) * self.itemsize
 
     @property
-    def is_run(self) -> bool:
-        """Whether the items lie one after the other on both sides."""
-        return self.source_strides == self.target_strides == (1,)
+    def is_source_run(self) -> bool:
+        """Whether the items lie one after the other in the source, in the order of the wire."""
+        return self.source_strides == contiguous_strides(self.sizes)
+
+    @property
+    def is_target_run(self) -> bool:
+        """Whether they do in the target."""
+        return self.target_strides == contiguous_strides(self.sizes)
 
     def between(self, start: int, stop: int) -> Iterator[Share]:
         """Items [start, stop) of the box's, in its order."""
@@ -161,7 +166,8 @@ class Stream:
     def messages(self, message_bytes: int) -> list[tuple[Share, ...]]:
         """The stream in messages of at most ``message_bytes``.
 
-        A large run travels alone: it is then sent from where it is and received where it belongs.
+        A large share that is a run on a side travels alone: there it is sent from where it is, or received where it
+        belongs.
         """
         found: list[tuple[Share, ...]] = []
         for low, high in self._batches():
@@ -173,7 +179,7 @@ class Stream:
         """Bytes of what may share messages."""
         low = 0
         for share, stop in zip(self.shares, self._stops, strict=True):
-            if share.is_run and share.nbytes >= _ALONE_BYTES:
+            if share.nbytes >= _ALONE_BYTES and (share.is_source_run or share.is_target_run):
                 start = stop - share.nbytes
                 yield from ((low, start), (start, stop))
                 low = stop
