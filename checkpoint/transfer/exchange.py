@@ -116,9 +116,10 @@ class Exchange:
             self._compare()
 
     def _start(self, message: Message) -> _Moving:
-        memory = self._origin if message.is_sent else self._destination
-        data, room = memory.whole(message.shares), None
-        if data is None:
+        room: torch.Tensor | None = None
+        if message.lies_whole:
+            data = (self._origin if message.is_sent else self._destination).run(message.shares[0])
+        else:
             room = self._rooms.take()
             data = room[: message.nbytes]
             if message.is_sent:
@@ -201,7 +202,7 @@ class Exchange:
         """Remember the checksum of what was sent, or of what is now where it belongs."""
         if not self._verify:
             return
-        if not message.is_sent and self._destination.whole(message.shares) is None:
+        if not message.is_sent and not message.lies_whole:
             self._attempt(lambda: self._read_back(message.shares, data))
         self._noted.setdefault((message.peer, message.is_sent), []).append((_hash(data), message.shares))
 

@@ -155,15 +155,10 @@ class Origin:
             self._scales[key, source.place] = known
         return known
 
-    def whole(self, shares: Sequence[Share]) -> torch.Tensor | None:
-        """The bytes of a message where they lie, if they lie together."""
-        if len(shares) != 1 or not shares[0].is_source_run:
-            return None
-        placed = self._plan.leaves[shares[0].leaf]
-        if placed.source.codec is not None or placed.narrowed:
-            return None
-        start = shares[0].source
-        return bytes_of(self.flats[placed.source.place][start : start + shares[0].numel])
+    def run(self, share: Share) -> torch.Tensor:
+        """The bytes of a share that lies as it travels."""
+        flat = self.flats[self._plan.leaves[share.leaf].source.place]
+        return bytes_of(flat[share.source : share.source + share.numel])
 
     def pack(self, share: Share, out: torch.Tensor, rank: int) -> None:
         """Write a share's bytes as they travel; ``out`` is 1D uint8."""
@@ -233,15 +228,10 @@ class Destination:
                 todo="pass keep_old=True, which fills the target when all is read",
             )
 
-    def whole(self, shares: Sequence[Share]) -> torch.Tensor | None:
-        """The memory that a message fills, if that is one run of it."""
-        if len(shares) != 1 or not shares[0].is_target_run:
-            return None
-        placed = self._plan.leaves[shares[0].leaf]
-        if placed.widened:
-            return None
-        start = shares[0].target
-        return bytes_of(self._flats[placed.target][start : start + shares[0].numel])
+    def run(self, share: Share) -> torch.Tensor:
+        """The memory of a share that lies as it travels."""
+        flat = self._flats[self._plan.leaves[share.leaf].target]
+        return bytes_of(flat[share.target : share.target + share.numel])
 
     def unpack(self, share: Share, data: torch.Tensor) -> None:
         """Bring a share's bytes where they belong."""

@@ -248,6 +248,6 @@ class Transfer:
             )
         device = devices.pop()
         if self._rooms is None or self._rooms.device != device:
-            largest = max((message.nbytes for message in self._messages), default=0)
+            largest = max((message.nbytes for message in self._messages if not message.lies_whole), default=0)
             self._rooms = Rooms(max(largest, self.plan.message_bytes if self._transfers.kept else 0), device)
         return self._rooms

@@ -298,7 +298,9 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         # forked: what is imported once need not be imported five times
-        mp.start_processes(measure, (given.layers, given.rounds, port, folder), nprocs=RANKS, start_method="fork")
+        mp.start_processes(
+            measure, (given.layers, given.rounds, port, folder), nprocs=RANKS, start_method="fork"
+        )
         ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
         process = mp.get_context("fork").Process(target=simulate, args=(f"{folder}/plan",))
         process.start()

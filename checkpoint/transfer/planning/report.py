@@ -18,7 +18,7 @@ from vescale_fsdp.layout.report.svg_canvas import PAPER, Canvas
 __all__ = ["TransferReport", "transfer_report"]
 
 _MAX_RANKS = 32  # drawn on either side
-_CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 110, 200
+_CELL_PX, _LEFT_PX, _TOP_PX, _BAR_PX = 22, 90, 140, 200
 _FILL, _QUIET, _RULE = "#2e6fdb", "#667085", "#d0d5dd"
 
 
@@ -55,11 +55,12 @@ class TransferReport:
         )
 
     def __str__(self) -> str:
+        takers = sum(nbytes > 0 for nbytes in self.received.values())
+        moved = f"{_size(self.total_bytes)} from {len(self.sent)} ranks to {takers}"
+        sender, taker = (_size(max(by_rank.values(), default=0)) for by_rank in (self.sent, self.received))
         lines = [
-            f"{_size(self.total_bytes)} from {len(self.sent)} ranks to {sum(n > 0 for n in self.received.values())}, "
-            f"{_size(sum(self.kept.values()))} stay where they are",
-            f"busiest sender {_size(max(self.sent.values(), default=0))} (x {self.imbalance:.2f} of an even share), "
-            f"busiest receiver {_size(max(self.received.values(), default=0))}; "
+            f"{moved}, {_size(sum(self.kept.values()))} stay where they are",
+            f"busiest sender {sender} (x {self.imbalance:.2f} of an even share), busiest receiver {taker}",
             f"messages of at most {_size(self.message_bytes)}",
         ]
         if self.unused:
@@ -101,8 +102,8 @@ class TransferReport:
     def _bar(self, canvas: Canvas, at: tuple[float, float], nbytes: int, most: int, *, across: bool) -> None:
         """A bar as long as its share of the largest."""
         length = (_BAR_PX - 40) * nbytes / max(most, 1)
-        size = (length, _CELL_PX - 2) if across else (_CELL_PX - 2, length)
-        canvas.rect(*at, *size, _FILL, tip=_size(nbytes))
+        width, height = (length, _CELL_PX - 2) if across else (_CELL_PX - 2, length)
+        canvas.rect(*at, width, height, _FILL, tip=_size(nbytes))
         if across:
             canvas.text(at[0] + length + 6, at[1] + 15, _size(nbytes), size=10, colour=_QUIET)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
 
@@ -22,16 +23,15 @@ class Message(NamedTuple):
         peer: the other rank.
         is_sent: whether this rank is the sender.
         shares: what they are.
+        nbytes: of all of them.
+        lies_whole: whether the bytes lie in this rank's state as they travel.
     """
 
     peer: int
     is_sent: bool
     shares: tuple[Share, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return sum(share.nbytes for share in self.shares)
+    nbytes: int
+    lies_whole: bool
 
 
 def messages_of(transfers: RankTransfers) -> list[Message]:
@@ -46,6 +46,17 @@ def messages_of(transfers: RankTransfers) -> list[Message]:
             sender, taker = (transfers.rank, peer) if is_sent else (peer, transfers.rank)
             turn = (targets[taker] - sources[sender]) % turns
             for number, shares in enumerate(stream.messages(plan.message_bytes)):
-                found.append(((turn, number, sources[sender]), Message(peer, is_sent, shares)))
+                nbytes = sum(share.nbytes for share in shares)
+                message = Message(peer, is_sent, shares, nbytes, _lies_whole(plan, shares, is_sent))
+                found.append(((turn, number, sources[sender]), message))
     found.sort(key=lambda item: item[0])
     return [message for _, message in found]
+
+
+def _lies_whole(plan: TransferPlan, shares: tuple[Share, ...], is_sent: bool) -> bool:
+    placed, share = plan.leaves[shares[0].leaf], shares[0]
+    if len(shares) > 1:
+        return False
+    if is_sent:
+        return share.is_source_run and placed.source.codec is None and not placed.narrowed
+    return share.is_target_run and not placed.widened

@@ -68,7 +68,8 @@ def is_unusable(into: dict[str, Any] | None) -> bool:
 
 def fails_at(kind: type, method: str, calls: int) -> None:
     """Make a method fail after so many calls, on this rank."""
-    real, seen = getattr(kind, method), []
+    real: Any = getattr(kind, method)
+    seen: list[int] = []
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
@@ -219,7 +220,8 @@ def dies(folder: str, victim: int, keep_old: bool) -> None:
     transfer = Transfer(plan, keep_old=keep_old)
     if dist.get_rank() == victim:
         for kind, method in ((Origin, "pack"), (Destination, "unpack")):
-            real, seen = getattr(kind, method), []
+            real: Any = getattr(kind, method)
+            seen: list[int] = []
 
             def dying(*args: Any, real: Any = real, seen: list[int] = seen) -> Any:
                 seen.append(1)
