@@ -1,5 +1,6 @@
 # make test   the gate and all tests
 # make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
+# make test-stacks   the examples on accelerate, transformers and TRL, which it installs first
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
@@ -15,22 +16,35 @@ IN_VENV := $(VENV)/bin/python
 # up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
 TORCH_INDEX ?=
 
-.PHONY: venv test test-faults demo check clean
+# Not compiled: of all that is installed the tests import a part, which Python compiles at its first import, and keeps
+# also where the caller's shell says otherwise: hundreds of processes would compile the same again.
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := $(IN_VENV) -m pip install --quiet --no-compile --constraint constraints.txt
+
+# Two tests at a time: one alone waits much (for ranks, processes, disks), and most need one core. A file's tests
+# stay in one process; files start in the order of tests/conftest.py, the longest first.
+TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: venv test test-faults test-stacks demo check clean
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(IN_VENV) || $(PYTHON) -m venv $(VENV)
-	$(IN_VENV) -m pip install --quiet --constraint constraints.txt $(TORCH_INDEX) torch
-	$(IN_VENV) -m pip install --quiet --constraint constraints.txt --editable ".[hf,s3,test,dev]"
+	$(INSTALL) $(TORCH_INDEX) torch
+	$(INSTALL) --editable ".[hf,s3,test,dev]"
 	touch $(STAMP)
 
 test: venv
-	$(IN_VENV) tools/check.py --skip fast-tests
-	$(IN_VENV) -m pytest
+	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # both are among all tests
+	$(IN_VENV) -m pytest $(TOGETHER)
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
+
+test-stacks: venv
+	$(INSTALL) --editable ".[accelerate,trainer,trl]"
+	$(IN_VENV) -m pytest tests/stacks
 
 demo: venv
 	$(IN_VENV) -m tools.demo

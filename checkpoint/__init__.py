@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from vescale_fsdp.checkpoint.dcp.writer import RaggedSavePlanner, RaggedWriter
     from vescale_fsdp.checkpoint.loading.load import LoadReport, load
-    from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, StoredTensor, read_state
-    from vescale_fsdp.checkpoint.loading.verify import Problem, VerifyReport, verify
+    from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
+    from vescale_fsdp.checkpoint.loading.verify_checkpoint import Problem, VerifyReport, verify
     from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
     from vescale_fsdp.checkpoint.ram_tier import RamTier
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointManager",
     "CheckpointReader",
+    "CheckpointTensor",
     "LoadReport",
     "PerRank",
     "Problem",
@@ -42,7 +43,6 @@ __all__ = [
     "RamTier",
     "Restored",
     "SaveHandle",
-    "StoredTensor",
     "VerifyReport",
     "async_save",
     "get_model_state_dict",
@@ -67,10 +67,10 @@ lazily_export(
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank",
         "vescale_fsdp.checkpoint.ram_tier": "RamTier",
-        "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader StoredTensor read_state",
+        "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
         "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
-        "vescale_fsdp.checkpoint.loading.verify": "Problem VerifyReport verify",
+        "vescale_fsdp.checkpoint.loading.verify_checkpoint": "Problem VerifyReport verify",
     },
 )

@@ -18,8 +18,10 @@ from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, pro
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.peer_memory import LostPartError
 from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Saver
@@ -41,12 +43,14 @@ class Restored:
         skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
         report: what the load left untouched, and the user's JSON.
         tier: where it was read from: "disk" or "ram".
+        moves: files that came from another node's memory, and the ranks that sent and received them.
     """
 
     step: int
     skipped: tuple[tuple[int, str], ...]
     report: LoadReport
     tier: str
+    moves: tuple[FileMove, ...] = ()
 
 
 class CheckpointManager:
@@ -90,7 +94,7 @@ class CheckpointManager:
                 )
         if not patience_s >= 0:
             raise ValueError(
-                explain("patience_s is no time.", expected=">= 0", got=patience_s, where=str(root))
+                explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
             )
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s = patience_s
@@ -100,6 +104,8 @@ class CheckpointManager:
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
         self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
+        copies = ram is not None and ram.replicas > 0
+        self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
         self._async = AsyncSaver(self._behind) if async_ else None
         self._handle: SaveHandle | None = None
 
@@ -129,7 +135,7 @@ class CheckpointManager:
                 explain("A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where)
             )
         if self._ram is not None and (force or self._ram.is_due(step)):
-            self._ram.save(self._coordinator, step, state, user)
+            self._ram.save(self._coordinator, step, state, user, behind=self._copying)
         if not force and step % self._interval:
             return None
         self._wait_together()
@@ -144,14 +150,16 @@ class CheckpointManager:
         return self._handle
 
     def wait(self) -> None:
-        """Return when no save is in flight.
+        """Return when no save is in flight, and copies in memory have been made.
 
         Raises:
-            CheckpointError: if the last asynchronous save failed; raised once.
+            CheckpointError: if the last asynchronous save failed, or a copy; raised once.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
+        if self._ram is not None:
+            self._ram.wait()
 
     def _wait_together(self) -> None:
         with self._coordinator.together("waiting for the save before"):
@@ -193,13 +201,17 @@ class CheckpointManager:
             prove_verify(verify)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
-            alike |= {"step": wanted, "include": patterns}
+            alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
         while (found := search.newest()) is not None:
-            stored, storage = found
+            stored, supply = found.step, found.supply
             try:
-                loader = Loader(storage, self._coordinator, verify)
+                if supply is not None:
+                    supply.bring_manifest()
+                loader = Loader(found.storage, self._coordinator, verify, supply)
                 report = loader.load(state, strict=strict, include=patterns)
+            except LostPartError as error:
+                search.lost(stored, error)
             except NoCheckpointError:
                 search.vanished()
             except CorruptCheckpointError as error:
@@ -211,7 +223,8 @@ class CheckpointManager:
                 )
                 raise
             else:
-                return Restored(stored.number, search.skipped, report, stored.tier)
+                moves = supply.moves if supply is not None else ()
+                return Restored(stored.number, search.skipped, report, stored.tier, moves)
         if search.skipped or search.num_vanished or wanted is not None:
             self._nothing_restored(search, wanted)
         return None

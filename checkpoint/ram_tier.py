@@ -1,23 +1,37 @@
-"""`RamTier`: newest states in the node's shared memory, which outlives a killed worker.
+"""`RamTier`: newest states in the nodes' shared memory, which outlives a killed worker.
 
 Same format, same checks, on a memory file system (``/dev/shm``): a save is one copy and costs no disk; a restart
-on the same nodes reads it back at memory speed. Every rank stores all that it holds and every node has its own
-manifest, so no node needs another's memory at the same world size. When a node is lost, so is its part, and the
-disk's newest step counts: a step in memory is used only if every rank finds the same attempt of it.
+reads it back at memory speed. Every rank stores all that it holds and every node has its own manifest, so that on the
+same nodes no rank needs another's memory.
+
+    replicas=0      a node that is lost takes its part with it; what was replicated over nodes survives
+    replicas=1      a partner node has a copy of each file, sent behind training out of the memory that holds it
+                    anyway, so that the trainer waits for nothing more. Losing any one node costs no read of a disk
+
+On other nodes, or on fewer or more of them, what a rank needs comes from the nodes that hold it (see `peer_memory`). A
+step of which a part is lost is passed over.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
-from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.file_names import parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.peer_memory import HeldPart
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
+from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Saver, is_node_leader
 from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -33,11 +47,15 @@ class RamTier:
     Args:
         name: of the run; restarts of the same run must give the same one.
         interval: steps between two saves to memory.
-        keep_last: steps to keep, at least 1; while a step is written, one more is held.
+        keep_last: steps to keep, at least 1; while a step is written or copied, one more is held.
+        replicas: other nodes that hold a copy of each node's part, sent behind training. Nodes are told apart by their
+            memory file systems, and keep each other's copies in cliques of ``replicas + 1``.
+        mesh: one dimension of a mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``;
+            neighbours along it lie on different nodes.
         folder: a memory file system.
 
     Raises:
-        ValueError: if a limit is below 1 or the name is no plain file name.
+        ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
     """
 
     def __init__(
@@ -46,40 +64,130 @@ class RamTier:
         *,
         interval: int = 1,
         keep_last: int = 1,
+        replicas: int = 0,
+        mesh: DeviceMesh | None = None,
         folder: str | os.PathLike[str] = "/dev/shm",
     ) -> None:
-        if interval < 1 or keep_last < 1 or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
+        if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
             raise ValueError(
-                f"RamTier needs a plain name, interval >= 1 and keep_last >= 1; "
-                f"got {name!r}, {interval}, {keep_last}"
+                f"RamTier needs a plain name, interval >= 1, keep_last >= 1 and replicas >= 0; "
+                f"got {name!r}, {interval}, {keep_last}, {replicas}"
             )
+        if mesh is not None and (mesh.ndim != 1 or not replicas):
+            raise ValueError(
+                f"RamTier(mesh=) needs replicas >= 1 and a mesh of one dimension, such as mesh['replicate']; "
+                f"got replicas={replicas} and {mesh.ndim} dimensions"
+            )
+        self.name = name
+        self.replicas = replicas
         self._interval = interval
         self._keep_last = keep_last
-        self._root = LocalStorage(Path(folder) / f"vescale-{name}", durable=False)
+        self._mesh = mesh
+        self._folder = Path(folder)
+        self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copies")
+        self._copies: SaveHandle | None = None
+        self._partners: list[list[int]] | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be saved."""
         return step % self._interval == 0
 
-    def save(self, coordinator: Coordinator, step: int, state: Any, user: Json) -> None:
-        """Save a step and forget older ones; a collective."""
-        storage = self._root.child(step_name(step))
-        Saver(storage, coordinator, overwrite=True, every_node=True).save(state, user)
-        with coordinator.together(f"removing older steps from {self._root.where}", f"step {step} is saved"):
-            if coordinator.rank == 0 or is_node_leader():
-                retire(self._root, lambda found: no_longer_kept(found, step, keep_last=self._keep_last))
+    def save(
+        self,
+        coordinator: Coordinator,
+        step: int,
+        state: Any,
+        user: Json,
+        *,
+        behind: Coordinator | None = None,
+    ) -> None:
+        """Save a step and forget older ones; a collective.
 
-    def steps(self) -> list[tuple[int, Storage, str]]:
-        """Complete steps that this node holds, ascending, each with the name of the attempt that wrote it."""
-        found: list[tuple[int, Storage, str]] = []
+        Args:
+            behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
+                replicas. It is they who forget older steps then, when the copies are there.
+        """
+        with coordinator.together("waiting for the copies of the step before"):
+            self.wait()
+        if self.replicas and self._partners is None:
+            self._partners = self._found_partners(coordinator)
+        Saver(self.step_storage(step), coordinator, overwrite=True, every_node=True).save(state, user)
+        if self.replicas:
+            assert behind is not None
+            copies = self._copier.submit(self._copy, behind, step)
+            self._copies = SaveHandle(copies)
+        else:
+            self._retire(coordinator, step)
+
+    def wait(self) -> None:
+        """Return when all copies have been made.
+
+        Raises:
+            CheckpointError: if one could not be; raised once. The step itself is good, but may lack copies.
+        """
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.wait()
+
+    def step_storage(self, step: int) -> Storage:
+        """The folder of a step in this node's memory."""
+        return self._root.child(step_name(step))
+
+    def _found_partners(self, coordinator: Coordinator) -> list[list[int]]:
+        """By rank, those that keep copies of its files."""
+        with coordinator.together(f"looking at {self._folder}"):
+            node = self.node
+        nodes = coordinator.everyone(node)
+        if self._mesh is None:
+            return partners_in_cliques(nodes, self.replicas)
+        ranks = dist.get_process_group_ranks(self._mesh.get_group())
+        rank_of = coordinator.rank_of
+        rings = coordinator.everyone([rank if rank_of is None else rank_of[rank] for rank in ranks])
+        return partners_in_rings(rings, nodes, self.replicas)
+
+    def _copy(self, coordinator: Coordinator, step: int) -> None:
+        """Send this rank's file to its partners, and keep theirs."""
+        assert self._partners is not None
+        storage = self.step_storage(step)
+        with coordinator.together(f"copying {storage.where} to other nodes"):
+            manifest = read_manifest(storage)
+        moves = [
+            FileMove(manifest.file_name(rank), rank, keeper)
+            for number in range(self.replicas)
+            for rank, keepers in enumerate(self._partners)
+            for keeper in keepers[number : number + 1]
+        ]
+        move_files(coordinator, storage, moves, f"copying {storage.where} to other nodes")
+        self._retire(coordinator, step)
+
+    def _retire(self, coordinator: Coordinator, saved: int) -> None:
+        with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
+            if coordinator.rank == 0 or is_node_leader():
+                retire(self._root, lambda found: no_longer_kept(found, saved, keep_last=self._keep_last))
+
+    @property
+    def node(self) -> str:
+        """This node's name, see `node_name`."""
+        return node_name(self._folder)
+
+    def held(self) -> dict[tuple[int, str], HeldPart]:
+        """What this node holds: of each step, by its number and the attempt that wrote it."""
+        node = self.node
+        found: dict[tuple[int, str], HeldPart] = {}
         for number in committed_steps(self._root):
-            storage = self._root.child(step_name(number))
+            storage = self.step_storage(number)
             try:
-                found.append((number, storage, read_manifest(storage).save_id))
+                manifest = read_manifest(storage)
             except NoCheckpointError:
                 continue
             except CheckpointError:
-                found.append((number, storage, "unreadable"))  # whoever loads it hears why
+                found[number, ""] = HeldPart(node, (), 1)  # whoever loads it hears why
+                continue
+            ranks = map(parse_rank_file_name, storage.list_folder(f"data-{manifest.save_id}"))
+            held = tuple(rank for rank in ranks if rank is not None)
+            found[number, manifest.save_id] = HeldPart(node, held, manifest.world_size)
         return found
 
     def clear(self) -> None:

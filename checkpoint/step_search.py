@@ -8,8 +8,8 @@
 A step that was found damaged is passed over from then on, one that vanished while it was read is not: another job
 saves and removes steps, and the next listing has its newer one.
 
-A step in memory counts if all ranks find parts of the same attempt to save it. Memory that is lost stays lost, so
-that is said, and not waited for.
+A step in memory counts if any node holds a part of it; that ranks find different attempts to save it makes them
+different steps. Memory that is lost stays lost, so that is said, and not waited for.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.peer_memory import HeldPart, PeerMemory, is_whole
 from vescale_fsdp.checkpoint.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["StepSearch", "StoredStep"]
+__all__ = ["Candidate", "StepSearch", "StoredStep"]
 
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 0.5
@@ -50,10 +51,20 @@ class StoredStep(NamedTuple):
         return "ram" if self.in_memory else "disk"
 
 
+class Candidate(NamedTuple):
+    """A step to try, where it lies for this rank, and, in memory, how its parts come there."""
+
+    step: StoredStep
+    storage: Storage
+    supply: PeerMemory | None
+
+
 class _View(NamedTuple):
     """What one rank sees and wants."""
 
     steps: Set[StoredStep]
+    held: Mapping[StoredStep, HeldPart]  # of the steps in memory
+    node: str
     is_late: bool  # patience is over since a step was last tried
     is_over: bool  # patience is over since the start
 
@@ -90,25 +101,23 @@ class StepSearch:
         """Steps that were passed over, and why."""
         return tuple((step.number, reason) for step, reason in self._passed.items())
 
-    def newest(self) -> tuple[StoredStep, Storage] | None:
-        """The newest step that is left to try, and where it lies; None if no rank sees any.
+    def newest(self) -> Candidate | None:
+        """The newest step that is left to try; None if no rank sees any.
 
         Raises:
             CheckpointError: on all ranks, if they see different steps until patience is over.
         """
         while True:
-            mine = self._listed()
-            views = self._coordinator.everyone(self._view(mine))
-            chosen = _newest([view.steps for view in views])
-            self._pass_over_lost_memory(views, chosen)
+            views = self._coordinator.everyone(self._view())
+            chosen = _newest(views)
             if chosen is None:
                 self._say()
                 return None
-            if all(chosen in view.steps for view in views):
+            if chosen.in_memory or all(chosen in view.steps for view in views):
                 if self.num_vanished >= _MIN_READS and any(view.is_over for view in views):
                     raise self._error(f"Steps vanish while they are read, {self.num_vanished} so far.", views)
                 self._say()
-                return chosen, mine[chosen]
+                return self._candidate(chosen, views)
             if any(view.is_late for view in views):
                 raise self._error("Ranks see different steps.", views)
             if not self._has_warned:
@@ -119,11 +128,20 @@ class StepSearch:
                 )
             self._slow_down()
 
-    def _view(self, mine: Mapping[StoredStep, Storage]) -> _View:
+    def _view(self) -> _View:
+        on_disk, held, node = self._listed()
         now_s = time.monotonic()
-        steps = frozenset(mine.keys() - self._passed.keys())
+        steps = sorted({*on_disk, *held} - self._passed.keys())
         is_late = now_s - self._last_try_s >= self._patience_s
-        return _View(steps, is_late, now_s - self._start_s >= self._patience_s)
+        return _View(frozenset(steps), held, node, is_late, now_s - self._start_s >= self._patience_s)
+
+    def _candidate(self, step: StoredStep, views: Sequence[_View]) -> Candidate:
+        if not step.in_memory:
+            return Candidate(step, self._root.child(step_name(step.number)), None)
+        assert self._ram is not None
+        storage = self._ram.step_storage(step.number)
+        held = [view.held.get(step, HeldPart(view.node)) for view in views]
+        return Candidate(step, storage, PeerMemory(self._coordinator, storage, held))
 
     def pass_over(self, step: StoredStep, error: Exception) -> None:
         """A step has turned out damaged."""
@@ -131,6 +149,12 @@ class StepSearch:
         self.damaged.append(step)
         self._passed[step] = str(error)
         self._to_say.append(f"step {step.number} ({step.tier}) is damaged and was skipped: {error}")
+
+    def lost(self, step: StoredStep, error: Exception) -> None:
+        """A step in memory has turned out to lack a part: no damage, and nothing to wait for."""
+        self._last_try_s = time.monotonic()
+        self._passed[step] = str(error)
+        self._to_say.append(f"step {step.number} (ram) was skipped: {error}")
 
     def vanished(self) -> None:
         """The step that was tried has been removed, or saved anew, meanwhile."""
@@ -141,20 +165,27 @@ class StepSearch:
     def _slow_down(self) -> None:
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LAST_PAUSE_S)
 
-    def _listed(self) -> dict[StoredStep, Storage]:
-        """What this rank sees."""
-        found: dict[StoredStep, Storage] = {}
+    def _listed(self) -> tuple[list[StoredStep], dict[StoredStep, HeldPart], str]:
+        """What this rank sees on disk and in its node's memory, and the node's name."""
+        on_disk: list[StoredStep] = []
+        held: dict[StoredStep, HeldPart] = {}
+        node = ""
         with self._coordinator.together(
             f"listing the steps in {self._root.where}", "nothing was overwritten"
         ):
             self._warn()
             time.sleep(self._pause_s)
-            for number in committed_steps(self._root):
-                found[StoredStep(number, False)] = self._root.child(step_name(number))
+            on_disk = [StoredStep(number, False) for number in committed_steps(self._root)]
             if self._ram is not None:
-                for number, storage, attempt in self._ram.steps():
-                    found[StoredStep(number, True, attempt)] = storage
-        return {step: storage for step, storage in found.items() if self._wanted in (None, step.number)}
+                node = self._ram.node
+                held = {
+                    StoredStep(number, True, attempt): part
+                    for (number, attempt), part in sorted(self._ram.held().items())
+                }
+        if self._wanted is not None:
+            on_disk = [step for step in on_disk if step.number == self._wanted]
+            held = {step: part for step, part in held.items() if step.number == self._wanted}
+        return on_disk, held, node
 
     def _say(self) -> None:
         """Warn of what was passed over; a warning may be an error, which all ranks must hear of."""
@@ -169,18 +200,6 @@ class StepSearch:
         for text in texts if self._coordinator.rank == 0 else ():
             warnings.warn(text, stacklevel=5)
 
-    def _pass_over_lost_memory(self, views: Sequence[_View], chosen: StoredStep | None) -> None:
-        """Say which steps in memory would have been newer than what is chosen, had a node not lost them."""
-        for step in sorted(frozenset().union(*(view.steps for view in views)), reverse=True):
-            holders = [rank for rank, view in enumerate(views) if step in view.steps]
-            if not step.in_memory or len(holders) == len(views) or (chosen is not None and step < chosen):
-                continue
-            reason = (
-                f"only {len(holders)} of {len(views)} ranks find this attempt in memory: {_some(holders)}"
-            )
-            self._passed[step] = reason
-            self._to_say.append(f"step {step.number} (ram) was skipped: {reason}")
-
     def _error(self, problem: str, views: Sequence[_View]) -> CheckpointError:
         return CheckpointError(
             problem,
@@ -192,11 +211,14 @@ class StepSearch:
         )
 
 
-def _newest(views: Sequence[Set[StoredStep]]) -> StoredStep | None:
-    """The newest step on disk that any rank sees, or in memory that all find; of equal ones that in memory."""
-    on_disk = {step for view in views for step in view if not step.in_memory}
-    in_memory = {step for step in frozenset(views[0]).intersection(*views) if step.in_memory}
-    return max(on_disk | in_memory, default=None)
+def _newest(views: Sequence[_View]) -> StoredStep | None:
+    """The newest step that any rank sees: of equal ones one in memory, and of attempts at it one that is whole."""
+
+    def order(step: StoredStep) -> tuple[int, bool, bool, str]:
+        held = [view.held[step] for view in views if step in view.held]
+        return step.number, step.in_memory, step.in_memory and is_whole(held), step.attempt
+
+    return max({step for view in views for step in view.steps}, key=order, default=None)
 
 
 def _told(views: Sequence[_View]) -> str:

@@ -14,8 +14,10 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.checks.diff import Difference, Tolerance, diff
     from vescale_fsdp.conversion.checks.verify import CheckReport, verify
-    from vescale_fsdp.conversion.convert import TARGETS, ConvertOptions, ConvertReport, convert
-    from vescale_fsdp.conversion.formats.detect import KINDS, open_source
+    from vescale_fsdp.conversion.convert import ConvertReport, convert
+    from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
+    from vescale_fsdp.conversion.formats.detect import open_source
+    from vescale_fsdp.conversion.formats.table import KINDS, TARGETS
     from vescale_fsdp.conversion.output.copying import CopyLimits
     from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
     from vescale_fsdp.conversion.rules.rule_file import RuleSet, load_rules, shipped_rules
@@ -45,12 +47,14 @@ __all__ = [
 lazily_export(
     __name__,
     {
-        "vescale_fsdp.conversion.convert": "TARGETS ConvertOptions ConvertReport convert",
+        "vescale_fsdp.conversion.convert": "ConvertReport convert",
         "vescale_fsdp.conversion.output.copying": "CopyLimits",
         "vescale_fsdp.conversion.checks.diff": "Difference Tolerance diff",
         "vescale_fsdp.conversion.output.run_plan": "Part RunOptions",
         "vescale_fsdp.conversion.rules.rule_file": "RuleSet load_rules shipped_rules",
-        "vescale_fsdp.conversion.formats.detect": "KINDS open_source",
+        "vescale_fsdp.conversion.formats.convert_options": "ConvertOptions",
+        "vescale_fsdp.conversion.formats.detect": "open_source",
+        "vescale_fsdp.conversion.formats.table": "KINDS TARGETS",
         "vescale_fsdp.conversion.source.source": "Source",
         "vescale_fsdp.conversion.checks.verify": "CheckReport verify",
     },

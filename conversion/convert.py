@@ -7,15 +7,16 @@ small conversion takes less time than the imports of them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
-from vescale_fsdp.conversion.formats.table import TARGETS, ConvertOptions
+from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
-from vescale_fsdp.conversion.output.run_plan import Outcome, run_plan
+from vescale_fsdp.conversion.output.run_plan import Execution, Outcome
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.errors import ConversionError
@@ -100,8 +101,8 @@ def convert(
     with gc_paused():
         report = _plan(source, target, kind, chosen)
     announce(report.plan.tensor_nbytes)
-    outcome = run_plan(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
-    return ConvertReport(**{**vars(report), "outcome": outcome})
+    execution = Execution(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
+    return replace(report, outcome=execution.run())
 
 
 def _own_assets(source: Source, kind: str) -> str | None:

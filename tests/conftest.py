@@ -1,8 +1,9 @@
-"""Set-up shared by all tests: the end of the worker pool, GPU skips, and how hypothesis searches."""
+"""Set-up shared by all tests: order, the end of the worker pool, GPU skips, and how hypothesis searches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,21 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 
+# Files that take long, begun first: `make test` runs two at a time, and shall not wait for one of these at the end.
+LONG = (
+    "checkpoint/training/test_elastic.py",
+    "optim/test_state_dict.py",
+    "tools/test_demo.py",
+    "dtensor/test_op_db.py",
+    "checkpoint/training/test_fault_matrix.py",
+    "house/test_typing.py",
+    "runtime/test_numerics.py",
+    "checkpoint/saving/test_faults.py",
+    "optim/test_muon.py",
+)
+assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _worker_pool() -> Iterator[None]:
     """End the worker processes when the session ends."""
@@ -24,7 +40,8 @@ def _worker_pool() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is none, and say so."""
+    """Put long files first. Skip tests marked ``gpu`` where there is none, and say so."""
+    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from vescale_fsdp.dtensor.operators.table import operator_table
+from vescale_fsdp.dtensor.operators.dispatch_table import operator_table
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
+    from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
-    from vescale_fsdp.dtensor.operators.table import is_supported
     from vescale_fsdp.dtensor.ragged_dtensor import (
         PendingTensor,
         RaggedDTensor,
@@ -114,7 +114,7 @@ lazily_export(
         "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole",
         "vescale_fsdp.layout.group_layout": "GroupLayout ModelLayout TensorSlot",
         "vescale_fsdp.runtime.fsdp_module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
-        "vescale_fsdp.dtensor.operators.table": "is_supported",
+        "vescale_fsdp.dtensor.operators.dispatch_table": "is_supported",
         "vescale_fsdp.layout.padding": "PaddingPolicy PaddingWarning",
         "vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard",
         "vescale_fsdp.layout.planner": "TensorSpec plan_group",

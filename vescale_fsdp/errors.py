@@ -21,6 +21,8 @@ read alike and tests can match on the parts:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CheckpointError",
     "ConversionError",
@@ -32,6 +34,7 @@ __all__ = [
     "UnsupportedOpError",
     "VescaleError",
     "explain",
+    "some",
 ]
 
 
@@ -107,3 +110,15 @@ def explain(
         if part is not _UNSAID and (part is not None or name in always)
     ]
     return "\n".join([problem, *said])
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """The first few names, and how many more there are; "none" for none.
+
+    >>> some(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    found = list(names)
+    return (", ".join(found[:most]) or "none") + (
+        f" and {len(found) - most} more" if len(found) > most else ""
+    )

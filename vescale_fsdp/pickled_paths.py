@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from vescale_fsdp.lazy import lazily_export
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+else:
+    Loader = object  # importlib.abc brings tempfile and shutil: 10 ms of every start
 
 __all__ = ["CLASSES", "install"]
 
@@ -38,13 +43,16 @@ CLASSES = {
 }
 
 
-class _OldPaths(MetaPathFinder, Loader):
+class _OldPaths(Loader):
     """Makes a module of `CLASSES` when something asks for it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname in CLASSES else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """None asks for a plain module."""
 
     def exec_module(self, module: ModuleType) -> None:
         lazily_export(module.__name__, CLASSES[module.__name__])

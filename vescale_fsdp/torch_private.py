@@ -6,6 +6,8 @@ When a new torch release moves one, this is the only file to touch.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,8 +21,12 @@ import torch.distributed.fsdp
 # torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
 from torch._subclasses.fake_tensor import FakeTensor
 
+# torch 2.11-2.13: how long tensors are printed, for a while; public is only the function that sets it for good.
+from torch._tensor_str import printoptions
+
 # torch 2.11-2.13: which of torch's own parallelisms have taken a module; FSDP2 leaves those of replicate alone.
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
+from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
 from torch.distributed._composable.contract import RegistryItem
 from torch.distributed._composable.contract import _get_registry as composable_apis
 
@@ -63,7 +69,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _util_types
 # torch 2.11-2.13: tells tensor subclasses that keep their values in inner tensors, which have no bytes of their own.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 
 __all__ = [
     "MUON_COEFFICIENTS",
@@ -89,9 +95,11 @@ __all__ = [
     "groups_as_patient_as",
     "in_functorch",
     "is_fake",
+    "is_noted_sharded",
     "is_replicated",
     "is_view",
     "is_wrapper",
+    "loads_what_it_is_given",
     "local_of",
     "muon_adjust_lr",
     "newer_class",
@@ -99,21 +107,27 @@ __all__ = [
     "operator_names",
     "outside_modes",
     "post_accumulate_grad_hooks",
+    "printoptions",
     "profiled",
     "pytree",
     "reduce_scatter_single",
+    "refuse_fsdp2",
     "register_foreach_type",
     "restore_version",
     "set_local",
     "spec_of",
     "spmd_mesh_of",
     "storage_id",
+    "takes_address_for_memory",
     "timeout_of",
     "unflatten_mesh",
     "unflatten_state_dict",
     "version_of",
     "zeropower_via_newtonschulz",
 ]
+
+# torch 2.11-2.13: its states are noted under the function that its decorator has wrapped.
+_torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
@@ -187,6 +201,34 @@ _dispatch_rules: list[torch.library.Library] = []  # rules go when their library
 
 def _ask_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return cls.__torch_dispatch__(func, types, args, kwargs)
+
+
+_COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn")
+
+
+def takes_address_for_memory() -> bool:
+    """Whether the caller's caller takes any address but 0 for memory of the tensor's own (torch 2.11-2.13)."""
+    # DCP's stager is given a tensor and copies its storage, if it has an address, else its attributes and so the
+    # piece. RNNs on CUDA join weights of different addresses into one storage.
+    return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
+
+
+_FSDP2 = ("torch.distributed.fsdp._fully_shard._fsdp_init", "torch.distributed.fsdp._fully_shard._fsdp_param")
+
+
+def refuse_fsdp2(what: str) -> None:
+    """Raise if the caller's caller is torch's ``fully_shard``, taking what ours has (torch 2.11-2.13).
+
+    For methods that it calls first, of modules before it changes anything and of parameters before it changes them:
+    what it would say itself, if it says anything, speaks of names of mesh axes.
+    """
+    if sys._getframe(2).f_globals.get("__name__") in _FSDP2:
+        raise MisuseError(
+            "torch.distributed.fsdp.fully_shard (FSDP2) cannot take what vescale_fsdp has sharded.",
+            expected="vescale_fsdp.fully_shard for every unit of the model",
+            got=what,
+            todo="import fully_shard from vescale_fsdp wherever the model is sharded, and build the model anew",
+        )
 
 
 def autograd_engine_callback(callback: Callable[[], None]) -> None:
@@ -299,12 +341,31 @@ def is_replicated(module: torch.nn.Module) -> bool:
     return "replicate" in (composable_apis(module) or ())
 
 
-def note_sharded(module: torch.nn.Module) -> None:
+def note_sharded(module: torch.nn.Module, state: object) -> None:
     """Enter "fully_shard" where torch notes which parallelisms have taken a module (torch 2.11-2.13).
 
-    ``replicate`` leaves the parameters of such modules alone, and refuses to take one itself.
+    ``replicate`` leaves the parameters of such modules alone, and refuses to take one itself. ``state`` is what
+    torch's own ``fully_shard.state(module)`` answers from now on, which its pipelines ask for.
     """
-    vars(module).setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
+    attributes = vars(module)
+    attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
+    attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
+
+
+def is_noted_sharded(module: torch.nn.Module) -> bool:
+    """Whether a ``fully_shard``, ours or torch's, has been called on a module (torch 2.11-2.13)."""
+    return "fully_shard" in (composable_apis(module) or ())
+
+
+def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bool:
+    """Whether a module's own ``load_state_dict`` copies tensors as they are (torch 2.11-2.13).
+
+    Args:
+        num_own_hooks: how many of its hooks are known to leave them alone.
+    """
+    loader = type(module)._load_from_state_dict
+    hooks = len(module._load_state_dict_pre_hooks)
+    return hooks <= num_own_hooks and loader is torch.nn.Module._load_from_state_dict
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

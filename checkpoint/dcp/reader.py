@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from vescale_fsdp.checkpoint.loading.load import Loader, Verify
-from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, StoredTensor
+from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
@@ -118,7 +118,7 @@ class RaggedReader(StorageReader):
         """
         self._reader = CheckpointReader(self._storage)
         tree = self._reader.tree()
-        stubs: dict[int, StoredTensor] = {}
+        stubs: dict[int, CheckpointTensor] = {}
         flat, mappings = flatten_state_dict(_with_stubs(tree, stubs))
         self._stored = {}
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -210,7 +210,7 @@ def _warn_of_empty(left: list[str]) -> None:
     )
 
 
-def _other_dtype(stored: StoredTensor, tensor: torch.Tensor) -> CheckpointError:
+def _other_dtype(stored: CheckpointTensor, tensor: torch.Tensor) -> CheckpointError:
     return CheckpointError(
         "A tensor has another dtype than in the checkpoint.",
         expected=stored.dtype,
@@ -220,9 +220,9 @@ def _other_dtype(stored: StoredTensor, tensor: torch.Tensor) -> CheckpointError:
     )
 
 
-def _with_stubs(value: Any, stubs: dict[int, StoredTensor]) -> Any:
+def _with_stubs(value: Any, stubs: dict[int, CheckpointTensor]) -> Any:
     """The tree with tensors without values, which DCP's flattening takes for tensors."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, CheckpointTensor):
         stub = torch.empty(value.shape, dtype=value.dtype, device="meta")
         stubs[id(stub)] = value
         return stub
@@ -233,7 +233,7 @@ def _with_stubs(value: Any, stubs: dict[int, StoredTensor]) -> Any:
     return value
 
 
-def _as_one_chunk(stored: StoredTensor) -> TensorStorageMetadata:
+def _as_one_chunk(stored: CheckpointTensor) -> TensorStorageMetadata:
     chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.shape)), sizes=stored.shape)
     properties = TensorProperties(dtype=stored.dtype)
     return TensorStorageMetadata(properties=properties, size=stored.shape, chunks=[chunk])

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict as _tor
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.checkpoint.state.describe import Describer
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = [

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,22 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
-from vescale_fsdp.checkpoint.loading.targets import Target
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.loading.targets import LoadTarget
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.state.describe import Describer
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["LoadReport", "Loader", "Verify", "load", "prove_verify"]
+__all__ = ["LoadReport", "Loader", "Supply", "Verify", "load", "prove_verify"]
 
 Verify = Literal["before", "while", "never"]
 Strict = bool | Literal["missing"]
@@ -103,6 +103,16 @@ def load(
     return loader.load(state, strict=strict, include=patterns)
 
 
+class Supply(Protocol):
+    """Brings ranks' files to this rank's storage, where they do not lie there from the start."""
+
+    def cost(self, saved_rank: int) -> int:
+        """Of bringing the file of a rank that saved; the cheapest of equal ones is asked for."""
+
+    def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
+        """Bring the files of these ranks; a collective, each rank with its own."""
+
+
 @dataclass
 class Loader:
     """The steps of a load."""
@@ -110,6 +120,7 @@ class Loader:
     storage: Storage
     coordinator: Coordinator
     verify: Verify = "before"
+    supply: Supply | None = None
 
     def __post_init__(self) -> None:
         prove_verify(self.verify)
@@ -120,14 +131,15 @@ class Loader:
         reader = self._open()
         alike: dict[str, Json] = {"strict": strict, "include": include, "verify": self.verify}
         with closing(reader.reads()) as reads:
-            with (
-                self.coordinator.together(f"preparing to load {self.storage.where}", _NOTHING_LOADED, alike),
-                self._reading(reader),
-            ):
+            with self._preparing(reader, alike):
                 with gc_paused():
                     found, targets = self._prepare(reader, reads, state, strict, include)
-                if self.verify == "before":
-                    reads.prove()
+                if self.supply is None:
+                    self._prove(reader, reads, found)
+            if self.supply is not None:
+                self.supply.fetch(reader.manifest, reads.saved_ranks() | self._whose_values(reader, found))
+                with self._preparing(reader):
+                    self._prove(reader, reads, found)
             with (
                 self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
                 self._reading(reader),
@@ -141,7 +153,7 @@ class Loader:
     def _open(self) -> CheckpointReader:
         """The checkpoint, proven to be one and the same for all ranks: it may be replaced between two reads."""
         with self.coordinator.together(f"opening {self.storage.where}", _NOTHING_LOADED), gc_paused():
-            reader = CheckpointReader(self.storage, own_rank=self.coordinator.rank)
+            reader = CheckpointReader(self.storage, cost=self.supply.cost if self.supply else self._cost)
         save_ids = self.coordinator.everyone(reader.manifest.save_id)
         first_ranks = {save_id: save_ids.index(save_id) for save_id in save_ids}
         if len(first_ranks) > 1:
@@ -153,6 +165,15 @@ class Loader:
                 todo="load again when the save that replaces it is done",
             )
         return reader
+
+    def _cost(self, saved_rank: int) -> int:
+        return saved_rank != self.coordinator.rank
+
+    @contextmanager
+    def _preparing(self, reader: CheckpointReader, alike: Mapping[str, Json] | None = None) -> Iterator[None]:
+        doing = f"preparing to load {self.storage.where}"
+        with self.coordinator.together(doing, _NOTHING_LOADED, alike or {}), self._reading(reader):
+            yield
 
     @contextmanager
     def _reading(self, reader: CheckpointReader) -> Iterator[None]:
@@ -180,8 +201,8 @@ class Loader:
         state: Any,
         strict: Strict,
         include: tuple[str, ...] | None,
-    ) -> tuple[Match, list[Target]]:
-        """Everything else that can fail before a byte is overwritten."""
+    ) -> tuple[Match, list[LoadTarget]]:
+        """Everything that can fail before a file is opened."""
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)
@@ -196,8 +217,15 @@ class Loader:
         targets = [reads.ask(*asked) for asked in wanted.values()]
         for place in found.fresh:
             found.fresh[place] = self._fresh(reader, reads, targets, place)
-        self._per_rank(reader, found)
         return found, targets
+
+    def _prove(self, reader: CheckpointReader, reads: Reads, found: Match) -> None:
+        """Everything else that can fail before a byte is overwritten."""
+        with gc_paused():
+            self._per_rank(reader, found)
+            reads.open()
+        if self.verify == "before":
+            reads.prove()
 
     def _prove_match(self, found: Match, strict: Strict) -> None:
         if found.problems:
@@ -221,8 +249,8 @@ class Loader:
             raise CheckpointError(
                 "The state and the checkpoint do not hold the same leaves.",
                 expected="equal names",
-                got=f"missing in the checkpoint: {_some(found.missing)}; "
-                f"unexpected, only in the checkpoint: {_some(found.unexpected)}",
+                got=f"missing in the checkpoint: {some(found.missing, 5)}; "
+                f"unexpected, only in the checkpoint: {some(found.unexpected, 5)}",
                 where=self.storage.where,
                 todo="pass strict=False to load what both have, or include= with name patterns",
             )
@@ -250,7 +278,7 @@ class Loader:
         return describer.region(described, self.coordinator.rank), described.local
 
     def _fresh(
-        self, reader: CheckpointReader, reads: Reads, targets: list[Target], place: int
+        self, reader: CheckpointReader, reads: Reads, targets: list[LoadTarget], place: int
     ) -> torch.Tensor:
         """A tensor that a Stateful object did not have: made in full if it was not sharded."""
         entry = reader.manifest.entries[place]
@@ -266,12 +294,27 @@ class Loader:
         targets.append(reads.ask(place, whole_region(entry.shape), tensor))
         return tensor
 
+    def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
+        """Per-rank values that are made of those of all ranks that saved."""
+        if self.coordinator.world_size == reader.manifest.world_size:
+            return set()
+        return {name for name, leaf in found.per_rank.items() if leaf.merge is not None}
+
+    def _whose_values(self, reader: CheckpointReader, found: Match) -> set[int]:
+        """The saved ranks whose per-rank values `_per_rank` reads."""
+        saved = reader.manifest.world_size
+        if not found.per_rank or not reader.manifest.blob_bytes:
+            return set()
+        return (
+            set(range(saved)) if self._merging(reader, found) else {self.coordinator.rank} & set(range(saved))
+        )
+
     def _per_rank(self, reader: CheckpointReader, found: Match) -> None:
         """This rank's per-rank values: its own, or merged from all saved ranks."""
         if not found.per_rank:
             return
         rank, world, saved = self.coordinator.rank, self.coordinator.world_size, reader.manifest.world_size
-        merging = {name for name, leaf in found.per_rank.items() if leaf.merge is not None and world != saved}
+        merging = self._merging(reader, found)
         if rank < saved:
             (own,) = reader.per_rank_values([rank])
             found.per_rank_values.update({name: own[name] for name in found.per_rank if name in own})
@@ -332,8 +375,3 @@ def _gone(storage: Storage, error: Exception) -> NoCheckpointError:
         where=storage.where,
         todo="load a newer one",
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

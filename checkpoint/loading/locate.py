@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
-from vescale_fsdp.checkpoint.manifest.region import Patch, Region, Run, overlaps
+from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps
 from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["Source", "SourceFinder"]
+__all__ = ["FileShare", "ShareFinder"]
 
 
-class Source(NamedTuple):
+class FileShare(NamedTuple):
     """What a region takes from one piece of one file."""
 
     rank: int
     piece: FilePiece
-    share: Run | Patch
+    share: SharedRun | SharedPatch
 
 
-class SourceFinder:
-    """Finds the sources of regions; rank files are computed once each, when first needed.
+class ShareFinder:
+    """Finds what regions take from files; rank files are computed once each, when first needed.
 
     Args:
         manifest: the checkpoint's manifest.
-        own_rank: whose file to take where every replica stores all and this is one of them; else the first's.
+        cost: of reading a rank's file, for where every replica stores all: one of the cheapest is taken, the first.
     """
 
-    def __init__(self, manifest: Manifest, own_rank: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, cost: Callable[[int], int] = lambda rank: 0) -> None:
         self.manifest = manifest
-        self._own_rank = own_rank
+        self._cost = cost
         self._files: dict[int, RankFile] = {}
-        self._shares: dict[tuple[object, ...], list[tuple[int, Run | Patch]]] = {}
+        self._shares: dict[tuple[object, ...], list[tuple[int, SharedRun | SharedPatch]]] = {}
 
     def file(self, rank: int) -> RankFile:
         """Where everything lies in a rank's file."""
@@ -42,8 +42,8 @@ class SourceFinder:
             found = self._files[rank] = RankFile(self.manifest, rank)
         return found
 
-    def sources(self, place: int, wanted: Region) -> list[Source]:
-        """Sources that together hold every element of a region of tensor number ``place``.
+    def shares(self, place: int, wanted: Region) -> list[FileShare]:
+        """Shares of files that together hold every element of a region of tensor number ``place``.
 
         Raises:
             CorruptCheckpointError: if they do not, naming the tensor.
@@ -54,9 +54,9 @@ class SourceFinder:
         shares = self._shares.get(key)
         if shares is None:
             shares = self._shares[key] = self._complete_shares(place, wanted)
-        return [Source(rank, self.file(rank).piece_of[place], share) for rank, share in shares]
+        return [FileShare(rank, self.file(rank).piece_of[place], share) for rank, share in shares]
 
-    def _complete_shares(self, place: int, wanted: Region) -> list[tuple[int, Run | Patch]]:
+    def _complete_shares(self, place: int, wanted: Region) -> list[tuple[int, SharedRun | SharedPatch]]:
         found = list(self._find_shares(place, wanted))
         numel = sum(share.numel for _, share in found)
         if numel != wanted.numel:
@@ -70,7 +70,7 @@ class SourceFinder:
             )
         return found
 
-    def _find_shares(self, place: int, wanted: Region) -> Iterator[tuple[int, Run | Patch]]:
+    def _find_shares(self, place: int, wanted: Region) -> Iterator[tuple[int, SharedRun | SharedPatch]]:
         """Ranks that store parts of a region, and what it takes from each."""
         if not wanted.numel:
             return
@@ -80,7 +80,7 @@ class SourceFinder:
         for coordinates, region in touching:
             ranks = holders.ranks_at(coordinates)
             if manifest.split_bytes is None:
-                ranks = [self._own_rank] if self._own_rank in ranks else ranks[:1]
+                ranks = [min(ranks, key=self._cost)]
             for replica, rank in enumerate(ranks):
                 share = manifest.split(place, region, replica, len(ranks))
                 for part in overlaps(share, wanted) if share.numel else ():

@@ -25,14 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
-from vescale_fsdp.checkpoint.loading.locate import SourceFinder
-from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink, Target, sinks_of
+from vescale_fsdp.checkpoint.loading.locate import ShareFinder
+from vescale_fsdp.checkpoint.loading.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
@@ -40,18 +40,20 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["ReadPlan", "Reads"]
 
+T = TypeVar("T")
+
 _JOB_BYTES = 16 << 20  # 16 MiB
 _start_of = attrgetter("start")
 
 
-class _Run(NamedTuple):
+class _FileRun(NamedTuple):
     """Bytes of a file from ``start`` on that fill memories one after another."""
 
     start: int
     memories: list[Bytes]
 
 
-class _Job(NamedTuple):
+class _ReadJob(NamedTuple):
     """Bytes [start, stop) of a file and the sinks that want some of them, by start."""
 
     file: OpenRankFile
@@ -76,7 +78,7 @@ class _Job(NamedTuple):
         if rest:
             self._deliver(self._look(), rest)
 
-    def _read(self, runs: Sequence[_Run]) -> None:
+    def _read(self, runs: Sequence[_FileRun]) -> None:
         for start, memories in runs:
             self.file.read_at(start, memories)
 
@@ -90,7 +92,7 @@ class _Job(NamedTuple):
         walk = _Walk(self.sinks)
         for index, start, stop in self._stripes():
             first, end = self.start + start, self.start + stop
-            stripe = _Job(self.file, first, end, walk.within(first, end))
+            stripe = _ReadJob(self.file, first, end, walk.within(first, end))
             runs, rest = stripe._scattered()
             if rest:
                 stripe.prove()
@@ -99,11 +101,11 @@ class _Job(NamedTuple):
                 stripe._read(runs)
                 self.file.prove_stripe(index, stripe._digest(runs))
 
-    def _digest(self, runs: Sequence[_Run]) -> int:
+    def _digest(self, runs: Sequence[_FileRun]) -> int:
         """The checksum of what runs have brought, and of what nobody wants between them."""
         digest, at = xxhash.xxh3_64(), self.start
         unwanted: Bytes | None = None
-        for start, memories in [*runs, _Run(self.stop, [])]:
+        for start, memories in [*runs, _FileRun(self.stop, [])]:
             if at < start:
                 unwanted = self._look() if unwanted is None else unwanted
                 digest.update(unwanted[at - self.start : start - self.start].data)
@@ -136,9 +138,9 @@ class _Job(NamedTuple):
         """The bytes of the file that a sink wants from this job."""
         return max(self.start, sink.start), min(self.stop, sink.stop)
 
-    def _scattered(self) -> tuple[list[_Run], list[Sink]]:
+    def _scattered(self) -> tuple[list[_FileRun], list[Sink]]:
         """Runs of the file that go straight to memory; and the sinks that are left."""
-        runs: list[_Run] = []
+        runs: list[_FileRun] = []
         rest = []
         at = -1
         for sink in self.sinks:
@@ -147,7 +149,7 @@ class _Job(NamedTuple):
                 rest.append(sink)
                 continue
             if start != at:
-                runs.append(_Run(start, []))
+                runs.append(_FileRun(start, []))
             runs[-1].memories.append(sink.memory[start - sink.start : stop - sink.start])
             at = stop
         return runs, rest
@@ -175,11 +177,37 @@ class _Walk:
 
 
 class Reads(ABC):
-    """What a load reads, in one of the forms: asked for first, then proven or run. Close it in the end."""
+    """What a load reads, in one of the forms: asked for first, then opened, proven or run. Close it in the end."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def _map(self, work: Callable[[T], object], items: Sequence[T]) -> None:
+        """Do the work of all items, in as many threads as the storage likes."""
+        threads = min(self.storage.read_threads, len(items))
+        if threads <= 1:
+            for item in items:
+                work(item)
+            return
+        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
+            for _ in pool.map(work, items):
+                pass
 
     @abstractmethod
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
+
+    def saved_ranks(self) -> set[int]:
+        """Whose files hold what was asked for, in the native form."""
+        return set()
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open all files that stay open until the end, and prove what can be proven of them without reading data.
+
+        Raises:
+            CorruptCheckpointError: if one is missing or not what the manifest describes.
+        """
 
     @abstractmethod
     def prove(self) -> None:
@@ -205,24 +233,29 @@ class ReadPlan(Reads):
         finder: where regions lie.
     """
 
-    def __init__(self, storage: Storage, finder: SourceFinder) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, finder: ShareFinder) -> None:
+        super().__init__(storage)
         self._finder = finder
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
-        target = Target(tensor)
-        for source in self._finder.sources(place, region):
-            for sink in sinks_of(source, target, max_gap_bytes=self._storage.max_gap_bytes):
-                self.add(self._finder.file(source.rank), sink)
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        target = LoadTarget(tensor)
+        for stored in self._finder.shares(place, region):
+            for sink in sinks_of(stored, target, max_gap_bytes=self.storage.max_gap_bytes):
+                self.add(self._finder.file(stored.rank), sink)
         return target
 
     def add(self, file: RankFile, sink: Sink) -> None:
         """Ask for one range of one file."""
-        if file.rank not in self._files:
-            self._files[file.rank] = OpenRankFile(self._storage, file)
         self._sinks.setdefault(file.rank, []).append(sink)
+
+    def saved_ranks(self) -> set[int]:
+        return set(self._sinks)
+
+    def open(self) -> None:
+        for rank in [rank for rank in self._sinks if rank not in self._files]:
+            self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -230,29 +263,20 @@ class ReadPlan(Reads):
         self._files.clear()
 
     def prove(self) -> None:
-        self._map(_Job.prove, list(self._jobs(True)))
+        self._map(_ReadJob.prove, list(self._jobs(True)))
 
     def run(self, *, verify: bool) -> None:
-        self._map(_Job.take_and_prove if verify else _Job.take, list(self._jobs(verify)))
+        self._map(_ReadJob.take_and_prove if verify else _ReadJob.take, list(self._jobs(verify)))
 
-    def _map(self, work: Callable[[_Job], None], jobs: Sequence[_Job]) -> None:
-        threads = min(self._storage.read_threads, len(jobs))
-        if threads <= 1:
-            for job in jobs:
-                work(job)
-            return
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            for _ in pool.map(work, jobs):
-                pass
-
-    def _jobs(self, whole_stripes: bool) -> Iterator[_Job]:
+    def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
+        self.open()
         for rank, sinks in self._sinks.items():
             file = self._files[rank]
             ordered = sorted(sinks, key=_start_of)
             step = file.file.manifest.stripe_bytes if whole_stripes else 1
             walk = _Walk(ordered)
-            for start, stop in _intervals(ordered, file.file, step, self._storage.max_gap_bytes):
-                yield _Job(file, start, stop, walk.within(start, stop))
+            for start, stop in _intervals(ordered, file.file, step, self.storage.max_gap_bytes):
+                yield _ReadJob(file, start, stop, walk.within(start, stop))
 
 
 def _intervals(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> Iterator[tuple[int, int]]:

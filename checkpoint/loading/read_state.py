@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import SourceFinder
+from vescale_fsdp.checkpoint.loading.locate import ShareFinder
 from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan, Reads
 from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-__all__ = ["CheckpointReader", "StoredTensor", "read_manifest", "read_state"]
+__all__ = ["CheckpointReader", "CheckpointTensor", "read_manifest", "read_state"]
 
 _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB
 
@@ -58,7 +58,7 @@ def read_manifest(storage: Storage) -> Manifest:
         raise _no_checkpoint(storage) from error
     except ValueError as error:
         raise CorruptCheckpointError(
-            "The manifest cannot be read as one.",
+            "This file cannot be read as a manifest.",
             expected=f"a file of at most {_MANIFEST_LIMIT_BYTES} bytes",
             got=str(error),
             where=where,
@@ -99,7 +99,7 @@ def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """A tensor of a checkpoint; its values stay where they are until `read`."""
 
     reader: CheckpointReader
@@ -165,26 +165,26 @@ class StoredTensor:
         )
 
 
-class CheckpointReader(Mapping[str, StoredTensor]):
-    """A checkpoint as a mapping from tensor name to `StoredTensor`. Needs no process group.
+class CheckpointReader(Mapping[str, CheckpointTensor]):
+    """A checkpoint as a mapping from tensor name to `CheckpointTensor`. Needs no process group.
 
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
         user: the JSON given to `save`.
     """
 
-    def __init__(self, storage: Storage, *, own_rank: int | None = None) -> None:
+    def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
         self.storage = storage
         self.manifest = read_manifest(storage)
         self.user: Json = self.manifest.user
-        self._finder = SourceFinder(self.manifest, own_rank)
+        self._finder = ShareFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)
 
-    def __getitem__(self, name: str) -> StoredTensor:
+    def __getitem__(self, name: str) -> CheckpointTensor:
         places = self.manifest.places_by_name.get(name)
         if places is None:
             raise KeyError(f"no tensor {name!r} in {self.storage.where}")
-        return StoredTensor(self, places[0])
+        return CheckpointTensor(self, places[0])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.places_by_name)
@@ -197,7 +197,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
         return list(self.manifest.places_by_name)
 
     def tree(self, *, read: bool = False) -> Any:
-        """The state as it was nested, with `StoredTensor` leaves, or with full CPU tensors if ``read``.
+        """The state as it was nested, with `CheckpointTensor` leaves, or with full CPU tensors if ``read``.
 
         Per-rank leaves become lists of the values of all ranks if ``read``, else None.
         """
@@ -213,7 +213,7 @@ class CheckpointReader(Mapping[str, StoredTensor]):
                 return None
             place = int(node["i"])
             if place not in tensors:
-                stored = StoredTensor(self, place)
+                stored = CheckpointTensor(self, place)
                 tensors[place] = stored.read() if read else stored
             value = tensors[place]
             return value.numpy() if read and node.get("numpy") else value

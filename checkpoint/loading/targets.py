@@ -1,6 +1,6 @@
 """Where bytes that are read go: into a tensor's memory itself, or there by one copy.
 
-A `Target` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
+A `LoadTarget` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
 
     direct      contiguous in the file and in CPU memory: a file can be read into the tensor itself
     copied      contiguous in both, but on a device
@@ -18,18 +18,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import Source
-from vescale_fsdp.checkpoint.manifest.region import Patch, Run, runs_of_box
+from vescale_fsdp.checkpoint.loading.locate import FileShare
+from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
 
-__all__ = ["Bytes", "Sink", "Target", "sinks_of"]
+__all__ = ["Bytes", "LoadTarget", "Sink", "sinks_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]
 
 
-class Target:
+class LoadTarget:
     """A tensor to be filled in place, whatever its device and strides.
 
     Args:
@@ -83,11 +83,11 @@ class Sink(NamedTuple):
             self.deliver(at, data)
 
 
-def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[Sink]:
-    """The sinks that bring one source into a target."""
-    itemsize, share = target.itemsize, source.share
-    if isinstance(share, Run):
-        start = source.piece.start_bytes + share.source * itemsize
+def sinks_of(stored: FileShare, target: LoadTarget, *, max_gap_bytes: int) -> Iterator[Sink]:
+    """The sinks that bring one file's share into a target."""
+    itemsize, share = target.itemsize, stored.share
+    if isinstance(share, SharedRun):
+        start = stored.piece.start_bytes + share.source * itemsize
         stop = start + share.numel * itemsize
         if target.memory is None:
             yield Sink(start, stop, None, functools.partial(_copy_run, target, share.target, start))
@@ -95,25 +95,25 @@ def sinks_of(source: Source, target: Target, *, max_gap_bytes: int) -> Iterator[
         first = share.target * itemsize
         yield Sink(start, stop, target.memory[first : first + stop - start])
         return
-    base = source.piece.start_bytes + share.source * itemsize
+    base = stored.piece.start_bytes + share.source * itemsize
     deliver = functools.partial(_copy_patch, target, share, base)
     for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_bytes // itemsize):
         yield Sink(base + run.start * itemsize, base + run.stop * itemsize, None, deliver)
 
 
-def _elements(target: Target, data: Bytes) -> torch.Tensor:
+def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
     # Some stores answer with read-only bytes, which torch does not take.
     return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
 
 
-def _copy_run(target: Target, place: int, start: int, at: int, data: Bytes) -> None:
+def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) -> None:
     """Bytes from file position ``at`` into the target, whose element ``place`` comes from ``start``."""
     first = place + (at - start) // target.itemsize
     elements = _elements(target, data)
     target.flat[first : first + elements.numel()].copy_(elements)
 
 
-def _copy_patch(target: Target, patch: Patch, base: int, at: int, data: Bytes) -> None:
+def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
     """What a range of the source's elements has in common with the patch, box by box."""
     elements = _elements(target, data)
     first = (at - base) // target.itemsize

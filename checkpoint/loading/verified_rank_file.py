@@ -13,7 +13,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RankFile
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import CorruptCheckpointError, some
 
 __all__ = ["OpenRankFile"]
 
@@ -35,9 +35,7 @@ class OpenRankFile:
         except (*_GONE, ValueError) as error:
             raise self._unlike_a_file(error) from error
         try:
-            self._prove_size()
-            self._prove_header()
-            self.checksums = self._read_table()
+            self.checksums = self._prove()
         except BaseException:
             self.reader.close()
             raise
@@ -73,42 +71,36 @@ class OpenRankFile:
             return self.corrupt("A file ended early.", f"{self.file.total_bytes} bytes", str(error))
         return self.corrupt(
             "A file of the checkpoint is missing.",
-            f"{self.file.total_bytes} bytes that hold {_some(self._names())}",
+            f"{self.file.total_bytes} bytes that hold {some(self._names())}",
             "no file" if isinstance(error, _GONE) else str(error),
         )
 
-    def _prove_size(self) -> None:
-        size, expected = self.reader.size_bytes, self.file.total_bytes
-        if size != expected:
-            lost = self.file.names_in(min(size, expected), self.file.table_start)
+    def _prove(self) -> tuple[int, ...]:
+        """Compare size and header with what follows from the manifest; returns the checksums of stripes."""
+        file, size = self.file, self.reader.size_bytes
+        if size != file.total_bytes:
+            lost = file.names_in(min(size, file.total_bytes), file.table_start)
             raise self.corrupt(
                 "A file of the checkpoint has another size than the manifest says.",
-                f"{expected} bytes",
-                f"{size} bytes" + (f"; lost: {_some(lost)}" if size < expected else ""),
+                f"{file.total_bytes} bytes",
+                f"{size} bytes" + (f"; lost: {some(lost)}" if size < file.total_bytes else ""),
             )
-
-    def _prove_header(self) -> None:
-        expected = self.file.header
-        found = bytearray(len(expected))
-        self.read_at(0, [found])
-        if found == expected:
-            return
-        at = next(place for place, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-        start = max(0, at - 60)
-        raise self.corrupt(
-            "A file's header is not the one that follows from the manifest: it is damaged, or another "
-            "checkpoint's file.",
-            f".. {expected[start : at + 60]!r} ..",
-            f".. {bytes(found[start : at + 60])!r} ..; from byte {at} on; holds {_some(self._names())}",
-        )
-
-    def _read_table(self) -> tuple[int, ...]:
-        table = bytearray((self.file.num_stripes + 1) * CHECKSUM_BYTES)
-        self.read_at(self.file.table_start, [table])
-        (own,) = struct.unpack("<Q", table[-CHECKSUM_BYTES:])
+        header, table = bytearray(len(file.header)), bytearray((file.num_stripes + 1) * CHECKSUM_BYTES)
+        self.read_at(0, [header])
+        if header != file.header:
+            at = next(place for place, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
+            around = slice(max(0, at - 60), at + 60)
+            raise self.corrupt(
+                "A file's header is not the one that follows from the manifest: it is damaged, or another "
+                "checkpoint's file.",
+                f".. {file.header[around]!r} ..",
+                f".. {bytes(header[around])!r} ..; from byte {at} on; holds {some(self._names())}",
+            )
+        self.read_at(file.table_start, [table])
+        *checksums, own = struct.unpack(f"<{file.num_stripes + 1}Q", table)
         if xxhash.xxh3_64_intdigest(table[:-CHECKSUM_BYTES]) != own:
             raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
-        return struct.unpack(f"<{self.file.num_stripes}Q", table[:-CHECKSUM_BYTES])
+        return tuple(checksums)
 
     @property
     def stripe_bytes(self) -> int:
@@ -131,7 +123,7 @@ class OpenRankFile:
             raise self.corrupt(
                 f"Bytes [{start}, {stop}) are not those that were written.",
                 f"checksum {self.checksums[index]:016x}",
-                f"{checksum:016x}; in them: {_some(self.file.names_in(start, stop))}",
+                f"{checksum:016x}; in them: {some(self.file.names_in(start, stop))}",
             )
 
     def hash_stripe(self, index: int, scratch: Buffer) -> int:
@@ -148,9 +140,3 @@ class OpenRankFile:
         """An error that names this file."""
         todo = "restore an older step; verify(path) lists all that is wrong"
         return CorruptCheckpointError(problem, expected=expected, got=got, where=self.where, todo=todo)
-
-
-def _some(names: Sequence[str]) -> str:
-    """A few names, for messages."""
-    shown = ", ".join(names[:4])
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown or "nothing"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import Source
+from vescale_fsdp.checkpoint.loading.locate import FileShare
 from vescale_fsdp.checkpoint.loading.read_plan import Reads
-from vescale_fsdp.checkpoint.loading.targets import Target, sinks_of
+from vescale_fsdp.checkpoint.loading.targets import LoadTarget, sinks_of
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, chunks_of
 from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece
@@ -19,30 +17,31 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["ZarrReads"]
 
-T = TypeVar("T")
-
 
 class _ChunkRead(NamedTuple):
     """A chunk and what is wanted of it."""
 
     chunk: Chunk
     wanted: Region
-    target: Target
+    target: LoadTarget
 
 
 class ZarrReads(Reads):
     """Chunks to be read."""
 
     def __init__(self, storage: Storage, tables: ChunkTables) -> None:
-        self._storage = storage
+        super().__init__(storage)
         self._tables = tables
         self._reads: list[_ChunkRead] = []
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> Target:
-        target, manifest = Target(tensor), self._tables.manifest
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        target, manifest = LoadTarget(tensor), self._tables.manifest
         place = manifest.places_by_name[manifest.entries[place].name][0]
         self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, place, region)]
         return target
+
+    def open(self) -> None:
+        """A chunk's file is opened when it is read."""
 
     def prove(self) -> None:
         chunks = dict.fromkeys(read.chunk for read in self._reads)
@@ -53,16 +52,11 @@ class ZarrReads(Reads):
         self._map(self._read, self._reads)
 
     def close(self) -> None:
-        """Every chunk's file is closed when it has been read."""
-
-    def _map(self, work: Callable[[T], object], items: Sequence[T]) -> None:
-        with ThreadPoolExecutor(self._storage.read_threads, thread_name_prefix="checkpoint-zarr") as pool:
-            for _ in pool.map(work, items):
-                pass
+        """And closed when it has been read."""
 
     def _read(self, read: _ChunkRead) -> None:
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
         piece = FilePiece(read.chunk.place, whole, 0, 0, len(data))
         for share in overlaps(whole, read.wanted):
-            for sink in sinks_of(Source(0, piece, share), read.target, max_gap_bytes=0):
+            for sink in sinks_of(FileShare(0, piece, share), read.target, max_gap_bytes=0):
                 sink.take(sink.start, data[sink.start : sink.stop])

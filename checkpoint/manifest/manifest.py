@@ -8,11 +8,10 @@ order, at which offsets, follows from it by arithmetic (see `rank_file`). What i
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -33,10 +32,10 @@ from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, p
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, distinct_keys, dump_json
+from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
-from vescale_fsdp.layout.foreign_json import whole_numbers
+from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "Manifest",
     "NoCheckpointError",
     "build_manifest",
-    "new_save_id",
 ]
 
 STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
@@ -60,11 +58,6 @@ _MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none yet, or none any more."""
-
-
-def new_save_id() -> str:
-    """A name for one attempt to save; also the name of its folder."""
-    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
@@ -215,7 +208,7 @@ class Manifest:
                 data["version"],
             )
             _prove(manifest, where)
-            _prove_tree(manifest, where)
+            decode(manifest.structure.tree, partial(_prove_leaf, manifest, where), where)
         except CheckpointError:
             raise
         except Exception as error:  # wrong types and numbers of any JSON end in errors of any class
@@ -271,7 +264,7 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        "The manifest is damaged or no manifest.",
+        "The manifest is damaged, or is not one.",
         expected=f"a {FORMAT_NAME} manifest of version <= {FORMAT_VERSION}",
         got=got,
         where=where,
@@ -283,18 +276,18 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     """JSON of the right format, version and checksum."""
     try:
         data = json.loads(raw, parse_constant=_no_constant)
+        if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise _corrupt(where, f"format {found!r}")
+        seal = _seal(data.get("checksum"))
+        written = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
+        written.update(b"}")
+        as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
+        # Not the bytes that were written, but perhaps the JSON that they stand for.
+        if not as_written and data.get("checksum") != _checksum(parse_json(raw)):
+            raise _corrupt(where, "its checksum does not fit its content")
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, str(error)) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT_NAME:
-        raise _corrupt(
-            where, f"format {data.get('format') if isinstance(data, dict) else type(data).__name__!r}"
-        )
-    try:
-        sealed = _is_sealed(raw, data)
-    except (ValueError, RecursionError) as error:
-        raise _corrupt(where, str(error)) from error
-    if not sealed:
-        raise _corrupt(where, "its checksum does not fit its content")
     version = data.get("version")
     # Asked after the checksum: a flipped bit can make a 3 of a 1, and nobody should update because of it.
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -310,19 +303,8 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
     return data
 
 
-def _is_sealed(raw: bytes, data: Mapping[str, Any]) -> bool:
-    """Whether the checksum fits: asked of the bytes as they are written, else of the JSON they stand for."""
-    seal = _seal(data.get("checksum"))
-    if raw.endswith(seal):
-        state = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
-        state.update(b"}")
-        if state.hexdigest() == data["checksum"]:
-            return True
-    return bool(data.get("checksum") == _checksum(json.loads(raw, object_pairs_hook=distinct_keys)))
-
-
 def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _prove(manifest: Manifest, where: str) -> None:
@@ -350,20 +332,16 @@ def _prove(manifest: Manifest, where: str) -> None:
         _prove_entry(manifest, place, where)
 
 
-def _prove_tree(manifest: Manifest, where: str) -> None:
-    """That the state tree can be read, and its leaves be found: asked before a state is matched with it."""
-
-    def prove_leaf(node: Mapping[str, Any]) -> None:
-        if node["$"] == "tensor":
-            place = node["i"]
-            if type(place) is not int or not 0 <= place < len(manifest.entries):
-                raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
-            if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
-                raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
-        elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
-            raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
-
-    decode(manifest.structure.tree, prove_leaf, where)
+def _prove_leaf(manifest: Manifest, where: str, node: Mapping[str, Any]) -> None:
+    """That what a leaf of the state tree refers to is there: asked before a state is matched with the tree."""
+    if node["$"] == "tensor":
+        place = node["i"]
+        if type(place) is not int or not 0 <= place < len(manifest.entries):
+            raise _corrupt(where, f"tensor number {place!r} of {len(manifest.entries)}")
+        if node.get("numpy") and not is_numpy_dtype(manifest.entries[place].dtype):
+            raise _corrupt(where, f"an array of dtype {manifest.entries[place].dtype}")
+    elif node["$"] == "per_rank" and not (isinstance(node["name"], str) and manifest.blob_bytes):
+        raise _corrupt(where, f"per-rank values {node['name']!r} in {manifest.blob_bytes} bytes")
 
 
 def _rank_set_fits(ranks: RankSet, world_size: int) -> bool:

@@ -41,7 +41,7 @@ __all__ = [
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
 CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors
-RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are no tensors
+RESERVED_NAMES = ("__metadata__", BLOB_NAME, TABLE_NAME)  # entries of the header that are not tensors
 CHECKSUM_BYTES = 8  # xxh3-64
 _HEADER_ALIGN_BYTES = 64
 

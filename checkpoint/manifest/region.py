@@ -29,7 +29,7 @@ from vescale_fsdp.layout.geometry import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Patch", "Region", "Run", "overlaps", "runs_of_box", "whole_region"]
+__all__ = ["Region", "SharedPatch", "SharedRun", "overlaps", "runs_of_box", "whole_region"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def whole_region(shape: Sequence[int]) -> Region:
     return Region(whole_box(shape), FlatRange(0, numel_of(shape)))
 
 
-class Run(NamedTuple):
+class SharedRun(NamedTuple):
     """Elements that are contiguous in both regions: places are counted from each region's first element."""
 
     source: int
@@ -85,7 +85,7 @@ class Run(NamedTuple):
         return flat[self.target : self.target + self.numel]
 
 
-class Patch(NamedTuple):
+class SharedPatch(NamedTuple):
     """A box that two regions share, strided in at least one of them.
 
     Attributes:
@@ -117,16 +117,16 @@ class Patch(NamedTuple):
         return flat[self.target : stop].view(self.target_sizes)[self.target_box.slices()]
 
 
-def overlaps(source: Region, target: Region) -> list[Run | Patch]:
+def overlaps(source: Region, target: Region) -> list[SharedRun | SharedPatch]:
     """What ``target`` can take from ``source``; nothing if they share no element."""
     if source.box == target.box:
         shared = source.span.intersect(target.span)
         if not shared.numel:
             return []
-        return [Run(shared.start - source.span.start, shared.start - target.span.start, shared.numel)]
+        return [SharedRun(shared.start - source.span.start, shared.start - target.span.start, shared.numel)]
     if source.box.intersect(target.box) is None:
         return []
-    found: list[Run | Patch] = []
+    found: list[SharedRun | SharedPatch] = []
     targets = list(target.pieces())
     for source_box, source_place in source.pieces():
         for target_box, target_place in targets:
@@ -136,32 +136,34 @@ def overlaps(source: Region, target: Region) -> list[Run | Patch]:
     return _merge(found)
 
 
-def _share(shared: Box, source_box: Box, source: int, target_box: Box, target: int) -> Run | Patch:
+def _share(
+    shared: Box, source_box: Box, source: int, target_box: Box, target: int
+) -> SharedRun | SharedPatch:
     in_source = _relative(shared, source_box)
     in_target = _relative(shared, target_box)
     source_start = run_start(source_box.sizes, in_source)
     target_start = run_start(target_box.sizes, in_target)
     if source_start is not None and target_start is not None:
-        return Run(source + source_start, target + target_start, shared.numel)
-    return Patch(source, source_box.sizes, in_source, target, target_box.sizes, in_target)
+        return SharedRun(source + source_start, target + target_start, shared.numel)
+    return SharedPatch(source, source_box.sizes, in_source, target, target_box.sizes, in_target)
 
 
 def _relative(inner: Box, outer: Box) -> Box:
     return Box(tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
-def _merge(found: list[Run | Patch]) -> list[Run | Patch]:
+def _merge(found: list[SharedRun | SharedPatch]) -> list[SharedRun | SharedPatch]:
     """Join runs that follow one another in both regions."""
-    merged: list[Run | Patch] = []
+    merged: list[SharedRun | SharedPatch] = []
     for item in found:
         last = merged[-1] if merged else None
         if (
-            isinstance(item, Run)
-            and isinstance(last, Run)
+            isinstance(item, SharedRun)
+            and isinstance(last, SharedRun)
             and last.source + last.numel == item.source
             and last.target + last.numel == item.target
         ):
-            merged[-1] = Run(last.source, last.target, last.numel + item.numel)
+            merged[-1] = SharedRun(last.source, last.target, last.numel + item.numel)
         else:
             merged.append(item)
     return merged

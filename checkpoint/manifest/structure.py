@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import xxhash
@@ -23,27 +24,14 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distr
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.foreign_json import whole_numbers
-from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["Entry", "Structure", "distinct_keys", "dump_json", "renumber"]
+__all__ = ["Entry", "Structure", "dump_json", "renumber"]
 
 
 def dump_json(value: Json) -> bytes:
     """The one way JSON is written here: compact, so that equal values have equal bytes."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as it is read; none whose keys occur twice, of which readers may take one or the other.
-
-    Raises:
-        ValueError: if a key occurs twice.
-    """
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,7 @@ class Entry:
     @property
     def numel(self) -> int:
         """Elements of the full tensor."""
-        return numel_of(self.shape)
+        return prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that `from_json` reads back without loss."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -103,10 +103,19 @@ class Coordinator:
             CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
                 with an error raises that.
         """
-        if error is not None:
-            raise error
+        words = words_of(structure.digest if structure is not None else bytes(16))
+        save_id = secrets.randbits(62) if self.rank == 0 else 0
+        largest_bytes, save_id, *digests = self.raise_together(
+            error, "describing the state", alike=alike, numbers=[blob_bytes, save_id, *both_ways(words)]
+        )
         assert structure is not None
-        return Agreement([(RankSet.world(1), structure)], blob_bytes, secrets.token_hex(8))
+        world = RankSet.world(self.world_size)
+        classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
+        return Agreement(classes, largest_bytes, f"{save_id:016x}")
+
+    def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
+        """Every distinct structure, sent once by its first rank, with the ranks that have it."""
+        raise AssertionError("one process alone has one structure")
 
     def raise_together(
         self,
@@ -114,8 +123,9 @@ class Coordinator:
         doing: str,
         outcome: str = _NOTHING_DONE,
         alike: Alike = _NOTHING,
-    ) -> None:
-        """Return if no rank failed; else raise on all ranks.
+        numbers: Sequence[int] = (),
+    ) -> list[int]:
+        """The largest of each of ``numbers`` over all ranks if no rank failed; else raise on all of them.
 
         Args:
             error: what this rank met, whatever it is.
@@ -130,6 +140,7 @@ class Coordinator:
         """
         if error is not None:
             raise error
+        return list(numbers)
 
     @contextmanager
     def together(self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING) -> Iterator[None]:
@@ -157,6 +168,12 @@ class Coordinator:
 
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         """Raise each number of an integer CPU tensor to the largest that any rank has there. A collective."""
+
+    def exchange(
+        self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Send and receive contiguous CPU tensors at the same time, each to or from the rank beside it."""
+        assert not outgoing and not incoming, "one process alone has no partners"
 
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
@@ -190,36 +207,14 @@ class GroupCoordinator(Coordinator):
 
     def _max(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
-        with self.reaching("meeting"):
+        with self._reaching("meeting"):
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
-    def agree(
-        self,
-        structure: Structure | None,
-        blob_bytes: int,
-        error: BaseException | None,
-        alike: Alike = _NOTHING,
-    ) -> Agreement:
-        digest = structure.digest if structure is not None else bytes(16)
-        words, others = words_of(digest), words_of(alike)
-        save_id = secrets.randbits(62) if self.rank == 0 else 0
-        found = self._max([_severity(error), blob_bytes, save_id, *both_ways(words), *both_ways(others)])
-        if found[0]:
-            self._raise_gathered(error, found[0], "describing the state", _NOTHING_DONE)
-        if not is_same(found[11:]):
-            raise unlike(self._gathered(dict(alike), "comparing arguments"))
-        assert structure is not None
-        name = f"{found[2]:016x}"
-        if is_same(found[3:11]):
-            return Agreement([(RankSet.world(self.world_size), structure)], found[1], name)
-        return Agreement(self._exchange(structure, words), found[1], name)
-
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
-        """Every distinct structure, sent once by its first rank, with the ranks that have it."""
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.reaching("comparing structures"):
+        with self._reaching("comparing structures"):
             dist.all_gather(rows, mine, group=self.group)
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
@@ -231,7 +226,7 @@ class GroupCoordinator(Coordinator):
                 else torch.empty(length, dtype=torch.uint8)
                 for (length, *_), ranks in owners.items()
             ]
-        with self.reaching("exchanging structures"):
+        with self._reaching("exchanging structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
                 dist.broadcast(document, group=self.group, group_src=ranks[0])
         classes = []
@@ -248,12 +243,15 @@ class GroupCoordinator(Coordinator):
         doing: str,
         outcome: str = _NOTHING_DONE,
         alike: Alike = _NOTHING,
-    ) -> None:
-        worst, *others = self._max([_severity(error), *both_ways(words_of(alike))])
+        numbers: Sequence[int] = (),
+    ) -> list[int]:
+        arguments = both_ways(words_of(alike))
+        worst, *found = self._max([_severity(error), *arguments, *numbers])
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
-        if not is_same(others):
+        if not is_same(found[: len(arguments)]):
             raise unlike(self._gathered(dict(alike), "comparing arguments"))
+        return found[len(arguments) :]
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
         texts = self._gathered(None if error is None else _told(error), doing)
@@ -271,7 +269,7 @@ class GroupCoordinator(Coordinator):
         ) from error
 
     @contextmanager
-    def reaching(self, doing: str) -> Iterator[None]:
+    def _reaching(self, doing: str) -> Iterator[None]:
         """A collective call: what gloo raises says that ranks are gone, not what that means."""
         try:
             yield
@@ -286,16 +284,26 @@ class GroupCoordinator(Coordinator):
             ) from lost
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
-        with self.reaching(f"sending to rank {to_rank}"):
+        with self._reaching(f"sending to rank {to_rank}"):
             dist.send(tensor, group=self.group, group_dst=to_rank)
 
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
-        with self.reaching(f"receiving from rank {from_rank}"):
+        with self._reaching(f"receiving from rank {from_rank}"):
             dist.recv(tensor, group=self.group, group_src=from_rank)
 
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
-        with self.reaching("comparing numbers"):
+        with self._reaching("comparing numbers"):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+
+    def exchange(
+        self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        with self._reaching("exchanging files with other ranks"):
+            works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in incoming]
+            works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in outgoing]
+            for work in works:
+                assert work is not None  # this rank is in the group
+                work.wait()
 
     def everyone(self, item: T) -> list[T]:
         digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2
@@ -306,7 +314,7 @@ class GroupCoordinator(Coordinator):
 
     def _gathered(self, item: T, doing: str) -> list[T]:
         found = [item] * self.world_size
-        with self.reaching(doing):
+        with self._reaching(doing):
             dist.all_gather_object(found, item, group=self.group)
         return found
 

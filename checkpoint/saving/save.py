@@ -13,7 +13,6 @@ meet: the commit's error, if any                       remove what older attempt
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     build_manifest,
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
-from vescale_fsdp.checkpoint.manifest.structure import distinct_keys, dump_json
+from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Form, RankShare
@@ -45,6 +44,7 @@ from vescale_fsdp.checkpoint.state.per_rank import pack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.layout.foreign_json import parse_json
 
 __all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
 
@@ -146,7 +146,7 @@ class Saver:
             blob = pack_blob(taken.per_rank)
             _ = taken.structure.digest  # computed here, where an error of one rank reaches all
             self._claim(held)
-            # Not beside an error, which all ranks raise first: there may be a `user` that is no JSON.
+            # Not beside an error, which all ranks raise first: there may be a `user` that is not JSON.
             structure, alike = taken.structure, {**self._alike, "user": user}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
@@ -218,10 +218,10 @@ def plain_json(user: Json) -> Json:
     """A copy of the user's part as it will be read back.
 
     Raises:
-        CheckpointError: if it is no JSON.
+        CheckpointError: if it is not JSON.
     """
     try:
-        plain = json.loads(dump_json(user), object_pairs_hook=distinct_keys)
+        plain = parse_json(dump_json(user))
         if depth_of(plain) > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels")
         return plain

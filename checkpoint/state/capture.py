@@ -15,10 +15,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axes, LayoutCut
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
-from vescale_fsdp.checkpoint.state.describe import Describer
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 
@@ -121,7 +121,7 @@ class _Taker(TreeSink):
         if name in RESERVED_NAMES:
             problem = ("a name that the files keep for themselves", f"none of {', '.join(RESERVED_NAMES)}")
         elif not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
-            problem = ("a name that is no text", "keys without half a surrogate pair, which no file can name")
+            problem = ("a name that is not text", "keys without half a surrogate pair: no file can name it")
         elif name in self._names:
             problem = ("one name with another", "keys that differ as text (1 and '1' are the same name)")
         if problem is not None:

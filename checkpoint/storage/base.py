@@ -8,7 +8,7 @@ The contract is small, so that a test can put a faulty store in place of a real 
     commit     one small object, whole or not at all, durable when the call returns; may refuse to replace
     lock       keeps a second job out of the folder, where the store can
 
-A converter's files wait under a `working_name` until `publish` gives them their own, or under the name itself where
+A converter's files wait under a `working_name` until `rename` gives them their own, or under the name itself where
 files are streams that appear when they are closed. Its small files are *staged*: all of them are written before the
 first is published. What it reads is exact: `read_into` fills the buffer or raises, so that a truncated file can
 never pass for a shorter tensor.
@@ -34,7 +34,6 @@ __all__ = [
     "StagedFile",
     "Storage",
     "StoragePath",
-    "partial_name",
     "reading_source",
 ]
 
@@ -71,12 +70,6 @@ def reading_source() -> Iterator[None]:
         yield
     except Exception as error:
         raise SourceError(error) from error
-
-
-def partial_name(name: str, owner: str = "") -> str:
-    """A hidden name beside ``name``; ``owner`` tells apart those who may be writing the same file at once."""
-    folder, slash, base = name.rpartition("/")
-    return f"{folder}{slash}.{base}.{owner}.partial" if owner else f"{folder}{slash}.{base}.partial"
 
 
 class FileWriter(ABC):
@@ -179,7 +172,7 @@ class Storage(ABC):
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if a folder, a pipe or anything else that is no file has its name.
+            ValueError: if a folder, a pipe or anything else that is not a file has its name.
         """
 
     @abstractmethod
@@ -239,12 +232,14 @@ class Storage(ABC):
         """Add to the end of a small file, making it if needed."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, over an older file; nothing happens if another process has done it.
+        """Give a file another name, over an older file; nothing happens if it has that name, or if another process has
+        done it.
 
         Raises:
-            UnsupportedOperation: where files are streams.
+            UnsupportedOperation: where files are streams, which keep their names.
         """
-        raise UnsupportedOperation(f"{self.where}: files keep their names")
+        if old != new:
+            raise UnsupportedOperation(f"{self.where}: files keep their names")
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if there is none."""
@@ -259,16 +254,12 @@ class Storage(ABC):
         """
         found = self.info(name)
         if found is None:
-            raise self._missing(name, "no such file")
+            raise self._missing(name)
         return found
-
-    def required_size(self, name: str) -> int:
-        """`size` of a file that must be there; raises as `required_info`."""
-        return self.required_info(name).size_bytes
 
     def prove_size(self, name: str, nbytes: int) -> None:
         """Raise CorruptCheckpointError unless a file is there and has so many bytes."""
-        size = self.required_size(name)
+        size = self.required_info(name).size_bytes
         if size != nbytes:
             raise CorruptCheckpointError(
                 "A file of the checkpoint has the wrong size.",
@@ -287,7 +278,7 @@ class Storage(ABC):
         try:
             self._reader(name).read_at(offset, [buffer])
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._missing(name, "no such file") from error
+            raise self._missing(name) from error
         except EOFError as error:
             raise CorruptCheckpointError(
                 "A file of the checkpoint is truncated.",
@@ -301,43 +292,37 @@ class Storage(ABC):
         """Of a file whose size nobody asks for."""
         return self.open_file(name)
 
-    def _missing(self, name: str, got: str) -> CorruptCheckpointError:
+    def _missing(self, name: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             "A file of the checkpoint is missing.",
             expected=f"a file {name}",
-            got=got,
+            got="no such file",
             where=self.where,
             todo="copy the checkpoint again, with all its files",
         )
 
-    def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes at ``offset``; raises as `read_into`."""
-        buffer = bytearray(nbytes)
-        if nbytes:
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Exactly ``nbytes`` bytes at ``offset``, or the whole of a (small) file; raises as `read_into`."""
+        buffer = bytearray(self.required_info(name).size_bytes if nbytes is None else nbytes)
+        if buffer:
             self.read_into(name, offset, memoryview(buffer))
         return bytes(buffer)
 
-    def read_file(self, name: str) -> bytes:
-        """The whole of a (small) file; raises as `read_into`."""
-        return self.read(name, 0, self.required_info(name).size_bytes)
-
     def read_pieces(self, name: str) -> Iterator[bytes]:
         """The whole of a file, a few MiB at a time; raises as `read_into`."""
-        nbytes = self.required_size(name)
+        nbytes = self.required_info(name).size_bytes
         for start in range(0, nbytes, _PIECE_BYTES):
             yield self.read(name, start, min(_PIECE_BYTES, nbytes - start))
 
-    def working_name(self, name: str) -> str:
-        """The name that a finished file has until it is published."""
-        return name if self.in_order else partial_name(name)
-
-    def publish(self, name: str) -> None:
-        """Give a finished file its own name."""
-        if not self.in_order:
-            self.rename(partial_name(name), name)
+    def working_name(self, name: str, owner: str = "") -> str:
+        """The name that a finished file has until it is published: a hidden one beside its own, where files can be
+        renamed; ``owner`` tells apart those who may be writing the same file at once."""
+        folder, slash, base = name.rpartition("/")
+        hidden = f"{folder}{slash}.{base}.{owner}.partial" if owner else f"{folder}{slash}.{base}.partial"
+        return name if self.in_order else hidden
 
     def stage(self, name: str, pieces: Callable[[], Iterable[bytes]], owner: str = "") -> StagedFile:
-        """Prepare a small file; ``owner`` as for `partial_name`. Pieces are taken now, or when it is published where
+        """Prepare a small file; ``owner`` as for `working_name`. Pieces are taken now, or when it is published where
         it cannot wait under another name."""
         return StagedFile(self, name, pieces, owner)
 
@@ -369,7 +354,7 @@ class StagedFile:
         self, storage: Storage, name: str, pieces: Callable[[], Iterable[bytes]], owner: str
     ) -> None:
         self._storage, self._name, self._pieces = storage, name, pieces
-        self._working = partial_name(name, owner)
+        self._working = storage.working_name(name, owner)
         if not storage.in_order:
             storage.remove(self._working)  # of a run that was killed
             storage.retrying(lambda: self._write(self._working))

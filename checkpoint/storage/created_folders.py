@@ -44,11 +44,6 @@ class MadeFolders:
     def _upwards(self) -> list[Path]:
         return [self._root, *self._root.parents] if self._root else []
 
-    def make_root(self) -> None:
-        """Make the root, with the folders it lies in."""
-        if self._root:
-            self.make(self._root)
-
     def using(self, folder: Path, action: Callable[[], T]) -> T:
         """Make the folder, with those it lies in, and call ``action``, which makes a file in it."""
         for _ in range(_TRIES - 1):
@@ -58,12 +53,12 @@ class MadeFolders:
         self.make(folder)
         return action()
 
-    def make(self, folder: Path) -> None:
-        """Make a folder and those it lies in; the names of new ones are durable on return."""
-        missing = []
-        while not folder.is_dir():
-            missing.append(folder)
-            folder = folder.parent
+    def make(self, folder: Path | None = None) -> None:
+        """Make a folder, else the root, and those it lies in; the names of new ones are durable on return."""
+        missing, at = [], folder or self._root
+        while at is not None and not at.is_dir():
+            missing.append(at)
+            at = at.parent
         for absent in reversed(missing):
             try:
                 absent.mkdir()

@@ -77,7 +77,7 @@ class _GaveUp(ConnectionError):
 def _size_of_object(info: dict[str, Any], path: str) -> int:
     """The size of what is proven to be an object, and not a prefix of others."""
     if info["type"] != "file":
-        raise ValueError(f"{path} is no file but a {info['type']}")
+        raise ValueError(f"{path} is not a file but a {info['type']}")
     return int(info["size"])
 
 
@@ -307,7 +307,7 @@ class RemoteStorage(Storage):
         return FileInfo(int(found["size"]), stamp) if found["type"] == "file" else None
 
     def append(self, name: str, data: bytes) -> None:
-        old = self.read_file(name) if self.size(name) is not None else b""
+        old = self.read(name) if self.size(name) is not None else b""
         self.commit(name, old + data, replace=True)
 
     def sync_folder(self, name: str) -> None:

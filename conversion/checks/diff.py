@@ -12,7 +12,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
-from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.rounding import cast_array
 
@@ -120,13 +120,10 @@ def _compare(
     if left.dtype != right.dtype and not numeric:
         return [Difference(name, "dtype", f"{left.dtype.name} and {right.dtype.name}")]
     count, worst = 0, 0.0
-    buffers = [np.empty(min(_READ_BYTES, info.nbytes), dtype=np.uint8) for info in (left, right)]
     step = _READ_BYTES // max(left.dtype.itemsize, right.dtype.itemsize)
-    for start in range(0, left.numel, step):
-        stop = min(start + step, left.numel)
-        x = read_range(a, start, stop, buffers[0]).view(left.dtype.raw)
-        y = read_range(b, start, stop, buffers[1]).view(right.dtype.raw)
-        progress(x.nbytes + y.nbytes)
+    for p, q in zip(pieces_of(a, _READ_BYTES, step), pieces_of(b, _READ_BYTES, step), strict=True):
+        x, y = p.view(left.dtype.raw), q.view(right.dtype.raw)
+        progress(p.nbytes + q.nbytes)
         if numeric:
             bad, largest = _far(x, left.dtype, y, right.dtype, tolerance)
             worst = max(worst, largest)

@@ -8,16 +8,17 @@ disk has spoken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
 from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
-from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
+from vescale_fsdp.conversion.views.tensor_view import SourceView, pieces_of
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.layout.foreign_json import parse_json
 
@@ -60,16 +61,18 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
     problems: list[str] = []
     checked = _Checker(source, problems, progress)
     for name, tensor in source.tensors.items():
-        checked.guard(name, lambda tensor=tensor: checked.tensor(tensor, deep=deep))  # type: ignore[misc]
+        with _noting(problems, name):
+            checked.tensor(tensor, deep=deep)
     for name, value in source.values.items():
-        checked.guard(name, value)
+        with _noting(problems, name):
+            value()
     problems += _folder_problems(source)
     return CheckReport(len(source.tensors), checked.nbytes, checked.checksums, tuple(problems))
 
 
 def _verify_native(source: Source, progress: Progress) -> CheckReport:
     """Every stripe of every rank's file and every chunk of an array, against the checksums beside them."""
-    from vescale_fsdp.conversion.formats.native.read import check_native
+    from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
 
     problems: list[str] = []
     done: list[int] = []  # bytes of each stripe and chunk of tensors
@@ -81,7 +84,9 @@ def _verify_native(source: Source, progress: Progress) -> CheckReport:
             done.append(check.num_bytes)
             progress(check.num_bytes)
 
-    check_native(source.store, tell, threads=_THREADS)
+    where = f"{source.store.where}/{MANIFEST_NAME}"
+    manifest = Manifest.from_bytes(source.store.read(MANIFEST_NAME), where=where)
+    check_files(source.store, manifest, tell, threads=_THREADS)
     return CheckReport(len(source.tensors), sum(done), len(done), tuple(sorted(problems)))
 
 
@@ -100,33 +105,21 @@ class _Checker:
         self.nbytes = 0
         self.checksums = 0
 
-    def guard(self, name: str, check: Callable[[], object]) -> None:
-        with _noting(self._problems, name):
-            check()
-
     def tensor(self, tensor: StoredTensor, *, deep: bool) -> None:
         chunks = [chunk for chunk in tensor.chunks if chunk.file]
-        runs = [self._source.located(tensor.info, chunk).checked for chunk in chunks]
+        ranges = [self._source.located(tensor.info, chunk).checked for chunk in chunks]
         if not deep:
             return
-        for run in runs:
-            if run is not None:
+        for checked in ranges:
+            if checked is not None:
                 with _noting(self._problems, tensor.info.name):
-                    self._source.prove_run(run)
+                    self._source.prove_range(checked)
                 self.checksums += 1
-                self._count(run.nbytes)
-        if not runs or None in runs:
-            self._read(tensor)
-
-    def _read(self, tensor: StoredTensor) -> None:
-        import numpy as np
-
-        info = tensor.info
-        view = SourceView(self._source, info.name, info.name)
-        step = _READ_BYTES // info.dtype.itemsize
-        buffer = np.empty(min(_READ_BYTES, info.nbytes), dtype=np.uint8)
-        for start in range(0, info.numel, step):
-            self._count(read_range(view, start, min(start + step, info.numel), buffer).nbytes)
+                self._count(checked.nbytes)
+        if not ranges or None in ranges:
+            name = tensor.info.name
+            for piece in pieces_of(SourceView(self._source, name, name), _READ_BYTES):
+                self._count(piece.nbytes)
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
@@ -145,12 +138,12 @@ def _folder_problems(source: Source) -> list[str]:
     if stale:
         found.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
     if source.store.size(INDEX_FILE) is not None:
-        index = parse_json(source.store.read_file(INDEX_FILE))
+        index = parse_json(source.store.read(INDEX_FILE))
         total = (
             index.get("metadata", {}).get("total_size") if isinstance(index.get("metadata"), dict) else None
         )
         if total != source.nbytes:
             found.append(
-                f"{INDEX_FILE} says total_size {total}, the files hold {source.nbytes}; write it anew"
+                f"{INDEX_FILE} says total_size {total}, the files hold {source.nbytes}; write it again"
             )
     return found

@@ -1,19 +1,18 @@
 """One function per command of ``vescale-convert``: parses, calls one library function, prints.
 
-The ``to-...`` commands are made from the table of formats. What one command alone needs is imported by that command,
-since imports would take longer than small work.
+The ``to-...`` commands are made from the table of formats. The library is called through its package, whose names load
+on first use, and what one command alone needs is imported by that command: ``--help`` waits for none of it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from vescale_fsdp.checkpoint.storage.open import open_parent
+from vescale_fsdp import conversion
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
@@ -29,10 +28,7 @@ from vescale_fsdp.conversion.cli.options import (
 )
 from vescale_fsdp.conversion.cli.progress import ProgressBar
 from vescale_fsdp.conversion.cli.summary import summary
-from vescale_fsdp.conversion.convert import TARGETS, ConvertOptions, convert
-from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
+from vescale_fsdp.conversion.formats.table import TARGETS
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.planner import Scatter
@@ -54,17 +50,18 @@ def cli() -> None:
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
 @JSON
-@click.option("--svg", type=Location(), help="Draw how a group is sharded, to this file.")
-@click.option("--layout", type=click.IntRange(0), help="Which group to draw; default the largest.")
+@click.option("--svg", type=Location(), help="Draw how a group is sharded, into this file.")
+@click.option("--layout", type=click.IntRange(0), help="Which group to draw; by default the largest.")
 def inspect_command(
     src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
 ) -> None:
     """Print what the checkpoint SRC holds."""
+    from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.checks.describe import describe, draw, format_description
 
     if layout is not None and svg is None:
         raise click.UsageError("--layout needs --svg")
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
@@ -76,20 +73,18 @@ def inspect_command(
 @cli.command("verify")
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS
-@click.option("--quick", is_flag=True, help="Headers and metadata only; do not read the data.")
+@click.option("--quick", is_flag=True, help="Check headers and metadata only, not the data.")
 @JSON
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def verify_command(
     src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Check that SRC is whole: coverage, headers, index, and the checksums of its data."""
-    from vescale_fsdp.conversion.checks.verify import verify
-
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    """Check that SRC is complete and undamaged: coverage, headers, index, checksums of its data."""
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
-        report = verify(source, deep=not quick, progress=progress.advance)
+        report = conversion.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
-        click.echo(json.dumps(asdict(report), indent=2))
+        click.echo(json.dumps(vars(report), indent=2))
     else:
         for problem in report.problems:
             click.echo(problem)
@@ -103,11 +98,11 @@ def verify_command(
 @click.argument("b", type=Location())
 @click.option("--rtol", type=TOLERANCE, default=0.0, help="Relative tolerance; bitwise without one.")
 @click.option("--atol", type=TOLERANCE, default=0.0, help="Absolute tolerance.")
-@click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types as numbers.")
-@click.option("--model-only", is_flag=True, help="Leave optimizer and other tensors alone.")
+@click.option("--ignore-dtype", is_flag=True, help="Compare floats of different types by value.")
+@click.option("--model-only", is_flag=True, help="Compare the model only, not the optimizer or the rest.")
 @MODEL_PREFIX
 @JSON
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def diff_command(
     a: str,
     b: str,
@@ -119,13 +114,11 @@ def diff_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Compare the tensors of A and B, whatever their formats; exit code 1 if they differ."""
-    from vescale_fsdp.conversion.checks.diff import Tolerance, diff
-
-    left, right = open_source(a), open_source(b)
+    """Compare the tensors of A and B, whatever their formats. The exit code is 1 if they differ."""
+    left, right = conversion.open_source(a), conversion.open_source(b)
     with ProgressBar(left.nbytes + right.nbytes, quiet=quiet) as progress:
-        tolerance = Tolerance(rtol, atol, ignore_dtype)
-        found, compared = diff(
+        tolerance = conversion.Tolerance(rtol, atol, ignore_dtype)
+        found, compared = conversion.diff(
             left,
             right,
             tolerance=tolerance,
@@ -151,12 +144,18 @@ def diff_command(
     required=True,
     callback=positive_numbers,
     metavar="N,N,..",
-    help="Sizes of the sharding mesh axis.",
+    help="Numbers of ranks to shard over, such as 8,64.",
 )
 @GRANULARITY
 @click.option("--unit", multiple=True, metavar="NAME", help="A wrapped module, such as 'model.layers.*'.")
-@click.option("--scatter", type=click.Choice(["auto", "never"]), default="auto", show_default=True)
-@click.option("--out", type=Location(), metavar="FOLDER", help="Write tables and pictures here.")
+@click.option(
+    "--scatter",
+    type=click.Choice(["auto", "never"]),
+    default="auto",
+    show_default=True,
+    help="Whether the planner may scatter a few tensors to save padding.",
+)
+@click.option("--out", type=Location(), metavar="FOLDER", help="Write tables and pictures to this folder.")
 @JSON
 def plan_command(
     src: str,
@@ -170,14 +169,14 @@ def plan_command(
     out: str | None,
     as_json: bool,
 ) -> None:
-    """Print how fully_shard would lay out the model in SRC over so many ranks, and what it would cost."""
+    """Print how fully_shard would lay out the model in SRC, and what that would cost."""
     from vescale_fsdp.conversion.state.model_names import find_model
     from vescale_fsdp.layout.granularity import parse_granularities
     from vescale_fsdp.layout.padding import PaddingPolicy
     from vescale_fsdp.layout.report.model_shapes import natural_order
     from vescale_fsdp.layout.report.plan_report import plan_report
 
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
     infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
     shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
     report = plan_report(
@@ -213,18 +212,18 @@ def _convert(
     """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
     if others["rules_to"] is not None and others["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
-    run = RunOptions(
+    run = conversion.RunOptions(
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
-        part=Part.parse(part) if part else Part.from_environment(),
-        limits=CopyLimits(memory_budget, threads),
+        part=conversion.Part.parse(part) if part else conversion.Part.from_environment(),
+        limits=conversion.CopyLimits(memory_budget, threads),
     )
-    source = open_source(src, kind=kind, trust_pickle=trust_pickle)
-    options = ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    options = conversion.ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
     try:
         with ProgressBar(source.nbytes, quiet=quiet) as progress:
-            report = convert(
+            report = conversion.convert(
                 source, out, target_kind, options, progress=progress.advance, announce=progress.announce
             )
     except KeyboardInterrupt as error:

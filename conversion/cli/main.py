@@ -24,6 +24,7 @@ from vescale_fsdp.errors import VescaleError
 
 __all__ = ["cli", "main"]
 
+_RESUME = "if files were finished, continue with --resume"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -57,7 +58,7 @@ def _run() -> int:
         _print_error(error.format_message())
         return error.exit_code
     except click.Abort as error:
-        todo = "\n  what to do: nothing has its final name; if files were finished, go on with --resume"
+        todo = f"\n  what to do: nothing has its final name yet; {_RESUME}"
         return _fail(f"stopped{todo if isinstance(error, Stopped) else ''}", 130)
     except VescaleError as error:
         return _fail(str(error))
@@ -84,9 +85,9 @@ def _print_error(message: str) -> None:
 
 def _what_to_do(error: OSError) -> str:
     if "what to do" in str(error):
-        return "; if files were finished, go on with --resume" if isinstance(error, ConnectionError) else ""
+        return f"; {_RESUME}" if isinstance(error, ConnectionError) else ""
     if error.errno in _NO_ROOM:
-        return "\n  what to do: make room; if files were finished, go on with --resume"
+        return f"\n  what to do: make room; {_RESUME}"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "\n  what to do: check who may read the source and write to the target"
-    return "\n  what to do: check the paths and the disk; if files were finished, go on with --resume"
+    return f"\n  what to do: check the paths and the disk; {_RESUME}"

@@ -55,7 +55,7 @@ class RulesOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         from vescale_fsdp.conversion.rules.rule_file import shipped_rules
 
-        self.help = f"Key rules: {', '.join(shipped_rules())}, or a TOML file."
+        self.help = f"Key rules to apply: {', '.join(shipped_rules())}, or a TOML file."
         return super().get_help_record(ctx)
 
 
@@ -85,17 +85,17 @@ TOLERANCE = click.FloatRange(0)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 MODEL_PREFIX = click.option(
     "--model-prefix",
-    help="What the model's names begin with, such as 'model.'; picks one of several models.",
+    help="Prefix of the model's names, such as 'model.'; selects one of several models.",
 )
 GRANULARITY = click.option(
     "--granularity",
     multiple=True,
     metavar="[PATTERN=]RULE",
-    help="Such as rows:32; a pattern wins over the global rule (repeatable). Default: element.",
+    help="Such as rows:32; a pattern overrides the global rule (repeatable). Default: element.",
 )
 SOURCE_OPTIONS = with_options(
-    click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC; found out if not given."),
-    click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run what they name."),
+    click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC; detected by default."),
+    click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
 )
 CONVERT_OPTIONS = with_options(
     click.argument("src", type=Location()),
@@ -106,33 +106,33 @@ CONVERT_OPTIONS = with_options(
         "--assets",
         "--config",
         type=Location(),
-        help="Folder with config.json, tokenizer, ...: copied by to-hf; key rules take sizes from it.",
+        help="Folder with config.json and tokenizer: to-hf copies them, key rules take sizes from them.",
     ),
-    click.option("--include", multiple=True, metavar="PATTERN", help="Only matching names (repeatable)."),
-    click.option("--exclude", multiple=True, metavar="PATTERN", help="No matching names (repeatable)."),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Only names that match (repeatable)."),
+    click.option("--exclude", multiple=True, metavar="PATTERN", help="Skip matching names (repeatable)."),
     click.option(
         "--dtype",
         multiple=True,
         metavar="[PATTERN=]TYPE",
-        help="Cast the model's floats; a pattern wins over the global type (repeatable).",
+        help="Cast the model's floats; a pattern overrides the global type (repeatable).",
     ),
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
     click.option(
-        "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Limit per data file."
+        "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest data file."
     ),
     click.option(
-        "--memory-budget", type=Size(), default="512MiB", show_default=True, help="For all buffers together."
+        "--memory-budget", type=Size(), default="512MiB", show_default=True, help="All buffers together."
     ),
     click.option(
-        "--threads", type=click.IntRange(1), default=4, show_default=True, help="Readers and writers."
+        "--threads", type=click.IntRange(1), default=4, show_default=True, help="Threads that read and write."
     ),
     click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
-    click.option("--resume", is_flag=True, help="Go on with an interrupted run of the same options."),
-    click.option("--part", metavar="I/N", help="Write only share I of N, from 0; torchrun sets it."),
-    click.option("--dry-run", is_flag=True, help="Print the plan, write nothing."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted run that had the same options."),
+    click.option("--part", metavar="I/N", help="Write only part I of N, counted from 0; torchrun sets it."),
+    click.option("--dry-run", is_flag=True, help="Print the plan; write nothing."),
     JSON,
-    click.option("-q", "--quiet", is_flag=True, help="No progress and no summary."),
+    click.option("-q", "--quiet", is_flag=True, help="Print no progress and no summary."),
 )
 # What some targets have beside those, by their names in the table of formats.
 TARGET_OPTIONS = {
@@ -142,16 +142,16 @@ TARGET_OPTIONS = {
         type=click.Choice(OPTIMIZER_FORMS),
         default="keep",
         show_default=True,
-        help="Form of the optimizer's state.",
+        help="Form of the optimizer state.",
     ),
     "ranks": click.option(
-        "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for so many ranks."
+        "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for this many ranks."
     ),
     "granularity": GRANULARITY,
     "include_asset": click.option(
         "--include-asset",
         multiple=True,
         metavar="PATTERN",
-        help="Copy matching files of --assets too, although they are no settings (repeatable).",
+        help="Also copy files of --assets that match, even if they hold no settings (repeatable).",
     ),
 }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
+from vescale_fsdp.errors import some
 
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.conversion.state.model_names import ModelNames
 
 __all__ = ["summary"]
+
+_MOST = 20  # names: a model may lose a thousand, and ``--json`` has them all
 
 
 def summary(report: ConvertReport) -> str:
@@ -30,20 +32,17 @@ def summary(report: ConvertReport) -> str:
     if report.dropped_optimizer:
         lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:
-        lines.append(f"left out: {_some(report.dropped_others)}")
+        lines.append(f"left out: {some(report.dropped_others, _MOST)}")
     lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
     if report.uncast:
-        lines.append(f"not cast, since quantised or a scale: {_some(report.uncast)}")
+        lines.append(f"not cast, since quantised or a scale: {some(report.uncast, _MOST)}")
     if report.left_assets:
-        lines.append(f"files not taken along (--include-asset PATTERN does): {_some(report.left_assets)}")
+        lines.append(
+            f"files not taken along (--include-asset PATTERN does): {some(report.left_assets, _MOST)}"
+        )
     lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
     return "\n".join(lines)
 
 
 def _prefixes(model: ModelNames) -> str:
     return ", ".join(f"{rival}." for rival in model.rivals) or model.prefix or "(root)"
-
-
-def _some(names: Sequence[str]) -> str:
-    """A model may lose a thousand names; ``--json`` has them all."""
-    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

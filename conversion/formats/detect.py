@@ -9,11 +9,11 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.conversion.formats.table import FORMATS, KINDS
+from vescale_fsdp.conversion.formats.table import FORMATS
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
 
-__all__ = ["KINDS", "open_source"]
+__all__ = ["open_source"]
 
 
 def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
@@ -34,7 +34,7 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
         with gc_paused():
             found = kind or _detect(folder, url)
             if found not in FORMATS:
-                raise ConversionError(_unknown(url, f"kind {found}"))
+                raise _unreadable(url, [], f"kind {found}")
             where = open_parent(url) if FORMATS[found].is_file else (folder, "")
             source = FORMATS[found].open(*where, trust_pickle)
     except RecursionError as error:
@@ -75,7 +75,7 @@ def _detect(folder: Storage, url: str) -> str:
     if any(re.fullmatch(f"[^/]+/{FORMATS['dcp'].file}", file) for file in files):
         return "dcp"  # a model and its optimizer as two checkpoints
     if files:
-        raise ConversionError(_foreign(url, files) or _unknown(url, f"a folder with {', '.join(files[:4])}"))
+        raise _unreadable(url, files, f"a folder with {', '.join(files[:4])}")
     parent, name = open_parent(url)
     if parent.size(name) is None:
         raise ConversionError(
@@ -92,7 +92,7 @@ def _detect(folder: Storage, url: str) -> str:
 
     if is_torch_file(parent, name):
         return "torch"
-    raise ConversionError(_foreign(url, [name]) or _unknown(url, f"a file {name}"))
+    raise _unreadable(url, [name], f"a file {name}")
 
 
 # Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.
@@ -108,7 +108,7 @@ _FOREIGN = (
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
     ),
     (r".*\.gguf", "llama.cpp's quantised file", "convert the repository that it was made from"),
-    (r"(.*/)?\.z(group|array|metadata)", "zarr of version 2", "write it anew with zarr_format=3"),
+    (r"(.*/)?\.z(group|array|metadata)", "zarr of version 2", "write it again with zarr_format=3"),
     (
         r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
         "weights of TensorFlow or Flax",
@@ -122,32 +122,18 @@ _FOREIGN = (
 )
 
 
-def _foreign(url: str, files: list[str]) -> str | None:
-    """What to do about a checkpoint of a known kind that cannot be read."""
-    for pattern, whose, todo in _FOREIGN:
-        for file in files:
-            if re.fullmatch(pattern, file):
-                got = f"{whose} ({file})"
-                return explain(
-                    "This is not a checkpoint that can be read.",
-                    expected=_READABLE,
-                    got=got,
-                    where=url,
-                    todo=todo,
-                )
-    return None
-
-
-_READABLE = (
-    "a native, DCP, Hugging Face or zarr folder, files of all ranks, a .safetensors or torch.save file"
-)
-
-
-def _unknown(url: str, got: str) -> str:
-    return explain(
-        "This is not a checkpoint of a known kind.",
-        expected=_READABLE,
+def _unreadable(url: str, files: list[str], got: str) -> ConversionError:
+    """What to do about files of a kind that is known and cannot be read, or of none that is known."""
+    problem = "This is not a checkpoint of a known kind."
+    todo = "pass the folder that was given to dcp.save, or name the format with --from"
+    known = ((p, file, whose, way) for p, whose, way in _FOREIGN for file in files if re.fullmatch(p, file))
+    for _, file, whose, way in known:
+        problem, got, todo = "This is not a checkpoint that can be read.", f"{whose} ({file})", way
+        break
+    return ConversionError(
+        problem,
+        expected="a native, DCP, Hugging Face or zarr folder, files of all ranks, a .safetensors or torch.save file",
         got=got,
         where=url,
-        todo="pass the folder that was given to dcp.save, or name the format with --from",
+        todo=todo,
     )

@@ -1,75 +1,39 @@
 """The table of formats: how each is found in a folder, opened, and planned as a target.
 
 Whoever adds a format adds a row here, and its reader and writer in a folder beside. These are imported when a
-checkpoint of the format is met, so that looking at a DCP folder does not wait for the libraries that others need.
+checkpoint of the format is met, so that looking at a DCP folder does not wait for the libraries that others need, and
+``--help``, which is made from this table, for none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
-from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.huggingface.assets import Assets
-from vescale_fsdp.conversion.output.plan import OutputPlan
-from vescale_fsdp.conversion.output.run_plan import RunOptions
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.layout.granularity import parse_granularities
 from vescale_fsdp.lazy import lazy_function
 
-__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "ConvertOptions", "Format", "Target"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vescale_fsdp.checkpoint.storage.base import Storage
+    from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
+    from vescale_fsdp.conversion.formats.huggingface.assets import Assets
+    from vescale_fsdp.conversion.output.plan import OutputPlan
+    from vescale_fsdp.conversion.source.source import Source
+    from vescale_fsdp.conversion.state.carried_state import CarriedState
+
+    Open = Callable[[Storage, str, bool], Source]  # (folder, file in it, whether its pickles are trusted)
+    Plan = Callable[
+        [CarriedState, ConvertOptions, Assets, str], OutputPlan
+    ]  # the text is the target's file name
+
+__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "Format", "Target"]
 
 OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
-    """What the result shall be.
-
-    Args:
-        assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
-            it is a Hugging Face folder.
-        include_asset: patterns of files there that go along although they are no settings.
-        model_prefix: what the model's names begin with in the source; None to detect it.
-        prefix: what the model's names shall begin with in the result; None to keep the source's.
-        dtype: casts, as texts for `CastRules.parse`.
-        include, exclude: name patterns of the result.
-        optimizer: one of `OPTIMIZER_FORMS`.
-        rules: key rules: a shipped set's name or a TOML file; None to keep all names.
-        rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
-        max_shard_bytes: limit of tensor bytes per data file.
-        ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
-            as `fully_shard` of a layer knows them.
-        run: overwrite, resume, part, memory and threads.
-    """
-
-    assets: str | None = None
-    include_asset: Sequence[str] = ()
-    model_prefix: str | None = None
-    prefix: str | None = None
-    dtype: Sequence[str] = ()
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    optimizer: str = "keep"
-    rules: str | None = None
-    rules_to: str | None = None
-    max_shard_bytes: int = 5 * 10**9
-    ranks: int = 1
-    granularity: Sequence[str] = ()
-    run: RunOptions = field(default_factory=RunOptions)
-
-
-Open = Callable[
-    [Storage, str, bool], Source
-]  # (folder, name of the file in it, whether its pickles are trusted)
-Plan = Callable[[CarriedState, ConvertOptions, Assets, str], OutputPlan]  # the text is the target's file name
-
-
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """How a format is written.
 
     Args:
@@ -85,8 +49,7 @@ class Target:
     options: tuple[str, ...] = ("prefix", "optimizer")
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """One row.
 
     Args:
@@ -102,22 +65,22 @@ class Format:
     is_file: bool = False
 
 
-_FORMATS = "vescale_fsdp.conversion.formats"
-_open_native = lazy_function(f"{_FORMATS}.native.read", "open_native")
-_plan_native = lazy_function(f"{_FORMATS}.native.write", "plan_native")
-_open_dcp = lazy_function(f"{_FORMATS}.dcp.read", "open_dcp")
-_plan_dcp = lazy_function(f"{_FORMATS}.dcp.write", "plan_dcp")
-_has_manifest = lazy_function(f"{_FORMATS}.zarr.read", "has_manifest")
-_open_zarr = lazy_function(f"{_FORMATS}.zarr.read", "open_zarr")
-_plan_zarr = lazy_function(f"{_FORMATS}.zarr.write", "plan_zarr")
-_open_shards = lazy_function(f"{_FORMATS}.huggingface.read", "open_shards")
-_open_hf = lazy_function(f"{_FORMATS}.huggingface.read", "open_hf_folder")
-_open_safetensors = lazy_function(f"{_FORMATS}.huggingface.read", "open_safetensors")
-_open_bin = lazy_function(f"{_FORMATS}.huggingface.read_bin", "open_bin_folder")
-_plan_hf = lazy_function(f"{_FORMATS}.huggingface.write", "plan_hf")
-_open_ranks = lazy_function(f"{_FORMATS}.torch_save.rank_files", "open_ranks")
-_open_torch = lazy_function(f"{_FORMATS}.torch_save.read", "open_torch")
-_plan_torch = lazy_function(f"{_FORMATS}.torch_save.write", "plan_torch")
+_granularities = lazy_function("vescale_fsdp.layout.granularity", "parse_granularities")
+_open_native = lazy_function("vescale_fsdp.conversion.formats.native.read", "open_native")
+_plan_native = lazy_function("vescale_fsdp.conversion.formats.native.write", "plan_native")
+_open_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.read", "open_dcp")
+_plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.write", "plan_dcp")
+_has_manifest = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "has_manifest")
+_open_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "open_zarr")
+_plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_zarr")
+_open_shards = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_shards")
+_open_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_hf_folder")
+_open_safetensors = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_safetensors")
+_open_bin = lazy_function("vescale_fsdp.conversion.formats.huggingface.read_bin", "open_bin_folder")
+_plan_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.write", "plan_hf")
+_open_ranks = lazy_function("vescale_fsdp.conversion.formats.torch_save.rank_files", "open_ranks")
+_open_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.read", "open_torch")
+_plan_torch = lazy_function("vescale_fsdp.conversion.formats.torch_save.write", "plan_torch")
 
 # In the order in which a folder is asked: what has another format's files beside its own comes before that other.
 FORMATS = {
@@ -127,7 +90,7 @@ FORMATS = {
         Target(
             "to-vescale",
             "Write SRC to OUT as a native checkpoint.",
-            lambda state, o, *_: _plan_native(state, o.ranks, parse_granularities(o.granularity)),
+            lambda state, o, *_: _plan_native(state, o.ranks, _granularities(o.granularity)),
             ("prefix", "optimizer", "ranks", "granularity"),
         ),
     ),

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.conversion.output.plan import FilePlan, TensorItems
-from vescale_fsdp.conversion.source.source import CheckedFile, Source
+from vescale_fsdp.conversion.source.source import Source, StripedFile
 
 __all__ = ["Job", "Move", "MoveJob", "Segment", "jobs_by_source", "jobs_in_order", "steps", "writes"]
 
@@ -64,7 +64,7 @@ class MoveJob(NamedTuple):
     start: int
     stop: int
     moves: tuple[Move, ...]
-    checked: CheckedFile | None
+    checked: StripedFile | None
 
 
 Job = Segment | MoveJob

@@ -15,10 +15,8 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 
 import xxhash
 
@@ -32,11 +30,11 @@ from vescale_fsdp.conversion.output.copy_jobs import (
     writes,
 )
 from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes
-from vescale_fsdp.conversion.output.prove_sources import prove_whole
+from vescale_fsdp.conversion.output.prove_sources import answered_for
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["CopyLimits", "Progress", "copy_files", "written_digest"]
+__all__ = ["Copier", "CopyLimits", "Progress", "written_digest"]
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
 
@@ -179,66 +177,72 @@ def written_digest(
 
 
 @dataclass
-class _Copier:
-    """What the threads of one conversion share."""
+class Copier:
+    """Writes the files of one conversion, by threads that share what stands here.
+
+    Args:
+        limits: memory and threads.
+        create: opens an output; called when its first byte is about to be written.
+        retrying: does what failed again, from the start of a file that is written front to back.
+        progress: called with bytes done since the last call, from several threads.
+        on_finished: called, one at a time, with each finished (not published) file and its digest.
+    """
 
     limits: CopyLimits
     create: Callable[[FilePlan], FileWriter]
     retrying: Callable[[Callable[[], None]], None]
     progress: Progress
     on_finished: Callable[[FilePlan, str], None]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    buffers: SimpleQueue[memoryview] = field(default_factory=SimpleQueue)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self) -> None:
-        for _ in range(self.limits.usable_threads):  # pages that are never touched cost nothing
-            self.buffers.put(memoryview(mmap.mmap(-1, self.limits.buffer_bytes)))
+    def copy(self, plans: Sequence[FilePlan], *, in_order: bool) -> None:
+        """Write all files, each from front to back if ``in_order``.
 
-    @contextmanager
-    def buffer(self) -> Iterator[memoryview]:
-        """One of the buffers, as long as a thread works."""
-        buffer = self.buffers.get()
-        try:
-            yield buffer
-        finally:
-            self.buffers.put(buffer)
+        Raises:
+            Exception: the first error of any thread; the others stop. Outputs are not aborted.
+        """
+        if in_order:
+            in_threads(self.limits.usable_threads, self._stream, plans)
+        else:
+            self.retrying(lambda: in_threads(self.limits.usable_threads, self._work, self._jobs(plans)))
 
-    def close(self, file: _WorkingFile) -> None:
-        """Prove what was read, and close."""
+    def _finish(self, file: _WorkingFile, known: int = 0) -> None:
+        """Write what is not tensors from content ``known`` on, prove what was read, and close."""
+        file.write_known(known, len(file.plan.contents))
         with reading_source():
-            prove_whole(file.plan)
+            for source, name in answered_for(file.plan, whole=True):
+                source.prove(name)
         file.out.close()
-        with self.lock:
+        with self._lock:
             self.on_finished(file.plan, file.digest)
 
-    def jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
+    def _jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
         """The work on files that take it in any order; each file is created when its first job is taken."""
         for plan in plans:
             jobs = list(jobs_by_source(plan, self.limits.buffer_bytes))
             file = _WorkingFile(plan, self.create(plan), len(jobs))
             if not jobs:
-                file.write_known(0, len(plan.contents))
-                self.close(file)
+                self._finish(file)
             for job in jobs:
                 yield file, job
 
-    def work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
+    def _work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
         """Do jobs until there are none."""
-        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))  # untouched pages cost nothing
+        # A map of its own, since pages that are never touched cost nothing.
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
         for file, job in jobs:
             nbytes, is_last = file.do(job, buffer)
             self.progress(nbytes)
             if is_last:
-                file.write_known(0, len(file.plan.contents))
-                self.close(file)
+                self._finish(file)
 
-    def stream(self, plans: Shared[FilePlan]) -> None:
+    def _stream(self, plans: Shared[FilePlan]) -> None:
         """Write whole files front to back, one after the other; a file is finished only if complete."""
-        with self.buffer() as buffer:
-            for plan in plans:
-                self.retrying(partial(self.write_in_order, plan, plans, buffer))
+        buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
+        for plan in plans:
+            self.retrying(partial(self._write_in_order, plan, plans, buffer))
 
-    def write_in_order(self, plan: FilePlan, plans: Shared[FilePlan], buffer: memoryview) -> None:
+    def _write_in_order(self, plan: FilePlan, plans: Shared[FilePlan], buffer: memoryview) -> None:
         """Write one file front to back."""
         file, known, done = _WorkingFile(plan, self.create(plan), 0), 0, 0
         try:
@@ -250,39 +254,7 @@ class _Copier:
                 nbytes = file.do(segment, buffer)[0]
                 self.progress(nbytes)
                 done += nbytes
-            file.write_known(known, len(plan.contents))
-            self.close(file)
+            self._finish(file, known)
         except Exception:  # the file may be tried again from its start
             self.progress(-done)
             raise
-
-
-def copy_files(
-    plans: Sequence[FilePlan],
-    limits: CopyLimits,
-    *,
-    create: Callable[[FilePlan], FileWriter],
-    retrying: Callable[[Callable[[], None]], None],
-    in_order: bool,
-    progress: Progress,
-    on_finished: Callable[[FilePlan, str], None] = lambda _plan, _digest: None,
-) -> None:
-    """Write all files.
-
-    Args:
-        plans: what to write.
-        limits: memory and threads.
-        create: opens an output; called when its first byte is about to be written.
-        retrying: does what failed again, from the start of a file that is written front to back.
-        in_order: whether outputs must be written front to back.
-        progress: called with bytes done since the last call, from several threads.
-        on_finished: called, one at a time, with each finished (not committed) file and its digest.
-
-    Raises:
-        Exception: the first error of any thread; the others stop. Outputs are not aborted.
-    """
-    copier = _Copier(limits, create, retrying, progress, on_finished)
-    if in_order:
-        in_threads(limits.usable_threads, copier.stream, plans)
-    else:
-        retrying(lambda: in_threads(limits.usable_threads, copier.work, copier.jobs(plans)))

@@ -52,21 +52,20 @@ class Journal:
         """Write the first line; an older journal of that name is replaced."""
         self.store.remove(self.name)
         folders = self.store.folders
-        folders.make_root()
-        head = {"version": _VERSION, "plan": self.fingerprint, "made_folders": folders.levels}
-        self.store.append(self.name, _line(head))
+        folders.make()
+        self.add(version=_VERSION, plan=self.fingerprint, made_folders=folders.levels)
+
+    def add(self, **line: Any) -> None:
+        """One more line: a finished ``file`` with its ``digest`` and ``segment_bytes``, or ``complete``."""
+        self.store.append(self.name, json.dumps(line).encode() + b"\n")
+        self._take(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        """Know what a line says."""
         self.is_started = True
-
-    def record(self, file: str, digest: str, segment_bytes: int) -> None:
-        """A file is finished."""
-        line = {"file": file, "digest": digest, "segment_bytes": segment_bytes}
-        self.store.append(self.name, _line(line))
-        self.finished[file] = (digest, segment_bytes)
-
-    def complete(self) -> None:
-        """All files of this part are finished."""
-        self.store.append(self.name, _line({"complete": True}))
-        self.is_complete = True
+        if "file" in line:
+            self.finished[str(line["file"])] = (str(line["digest"]), int(line["segment_bytes"]))
+        self.is_complete |= bool(line.get("complete"))
 
     def load(self) -> bool:
         """Read what an earlier run left; False if there is no journal.
@@ -76,28 +75,22 @@ class Journal:
         """
         if self.store.size(self.name) is None:
             return False
-        lines = list(_parse(self.store.read_file(self.name)))
+        lines = list(_parse(self.store.read(self.name)))
         if not lines:
             return False
         head = lines[0]
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
             raise ConversionError(
-                "The interrupted conversion was another one.",
+                "The interrupted conversion was a different one.",
                 expected=f"plan {self.fingerprint}",
                 got=f"plan {head.get('plan')} of version {head.get('version')}",
                 where=f"{self.store.where}/{self.name}",
-                todo="repeat the options of the interrupted run, or start anew with --overwrite",
+                todo="repeat the options of the interrupted run, or start over with --overwrite",
             )
-        self.is_started = True
-        files = [line for line in lines if "file" in line]
-        self.finished = {str(f["file"]): (str(f["digest"]), int(f["segment_bytes"])) for f in files}
-        self.is_complete = any(line.get("complete") for line in lines)
+        for line in lines:
+            self._take(line)
         self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
         return True
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:

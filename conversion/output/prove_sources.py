@@ -1,6 +1,6 @@
 """A file is finished when the checksums of all that it was made from have been compared.
 
-Reading compares them in passing (see `checked_runs`). What is left to do here is to read the bytes around: of a
+Reading compares them in passing (see `checked_ranges`). What is left to do here is to read the bytes around: of a
 storage larger than its tensor, or of a record that other files hold the rest of. So a tensor that is whole in a
 file is proven before that file is finished, and one that is cut into several files when they all are: the file
 that holds its first item answers for it. So of several processes each answers for a share, none waits for another,
@@ -12,57 +12,41 @@ Sources without checksums can only be asked whether somebody wrote to them meanw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from vescale_fsdp.conversion.output.plan import FilePlan
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.source.source import Source
 
-__all__ = ["prove_cut", "prove_unchanged", "prove_whole"]
+__all__ = ["answered_for", "prove_rest"]
 
 
-def prove_whole(plan: FilePlan) -> None:
-    """Prove the sources of all tensors that are whole in a file.
-
-    Raises:
-        CorruptCheckpointError: if bytes are not those that were saved.
-    """
-    for source, name, is_whole in _answered(plan):
-        if is_whole:
-            source.prove(name)
-
-
-def prove_cut(plans: Iterable[FilePlan], threads: int) -> None:
-    """Prove the sources of all tensors that these files hold a part of and answer for; raises as `prove_whole`."""
-
-    def work(stored: Shared[tuple[Source, str]]) -> None:
-        for source, name in stored:
-            source.prove(name)
-
-    if cut := [
-        (source, name) for plan in plans for source, name, is_whole in _answered(plan) if not is_whole
-    ]:
-        in_threads(threads, work, cut)
-
-
-def prove_unchanged(plans: Iterable[FilePlan]) -> None:
-    """Refuse sources that were written to meanwhile: most formats have no checksums that would tell.
-
-    Raises:
-        ConversionError: if files of a source were replaced.
-    """
-    views = (items.view for plan in plans for _, items in plan.tensors)
-    for source in {id(source): source for view in views for source, _ in view.sources()}.values():
-        source.require_unchanged()
-
-
-def _answered(plan: FilePlan) -> Iterator[tuple[Source, str, bool]]:
-    """(source, name, whether the file holds all of its items) of every stored tensor that a file answers for."""
+def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
+    """The stored tensors that a file answers for: those whose items it holds all, or those that are cut."""
     held = Counter[str]()
     for _, items in plan.tensors:
         held[items.view.info.name] += items.stop - items.start
     for _, items in plan.tensors:
         info = items.view.info
-        if items.start == 0 < items.stop:
-            for source, name in items.view.sources():
-                yield source, name, held[info.name] == info.numel
+        if items.start == 0 < items.stop and (held[info.name] == info.numel) == whole:
+            yield from items.view.sources()
+
+
+def prove_rest(plans: Sequence[FilePlan], threads: int) -> None:
+    """What can be proven only when all is read: tensors that are cut into several files, and that no source was
+    written to meanwhile, as most formats have no checksums that would tell.
+
+    Raises:
+        CorruptCheckpointError: if bytes are not those that were saved.
+        ConversionError: if files of a source were replaced.
+    """
+
+    def work(stored: Shared[tuple[Source, str]]) -> None:
+        for source, name in stored:
+            source.prove(name)
+
+    if cut := [each for plan in plans for each in answered_for(plan, whole=False)]:
+        in_threads(threads, work, cut)
+    views = (items.view for plan in plans for _, items in plan.tensors)
+    for source in {id(source): source for view in views for source, _ in view.sources()}.values():
+        source.require_unchanged()

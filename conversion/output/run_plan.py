@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
-from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage, partial_name
-from vescale_fsdp.conversion.output.copying import CopyLimits, Progress, copy_files, written_digest
+from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile
+from vescale_fsdp.conversion.output.copying import Copier, CopyLimits, Progress, written_digest
 from vescale_fsdp.conversion.output.journal import Journal
 from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
-from vescale_fsdp.conversion.output.prove_sources import prove_cut, prove_unchanged
+from vescale_fsdp.conversion.output.prove_sources import prove_rest
 from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
-__all__ = ["Outcome", "Part", "RunOptions", "run_plan"]
+__all__ = ["Execution", "Outcome", "Part", "RunOptions"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Part:
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None:
             raise ConversionError(
-                "This is not a part.", expected="I/N", got=repr(text), todo="write for example 0/4"
+                "This is not a valid part.", expected="I/N", got=repr(text), todo="write 0/4, for example"
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -87,52 +87,49 @@ class Outcome:
     published: bool = False
 
 
-def run_plan(
-    plan: OutputPlan, url: str, *, source_url: str, options: RunOptions, progress: Progress = lambda _: None
-) -> Outcome:
-    """Write everything the plan names to ``url``.
+class Execution:
+    """One process's share of one plan.
+
+    Args:
+        plan: what is to be written.
+        url: where to.
+        source_url: what must not be written to.
+        options: how.
+        progress: called with bytes written since the last call, from several threads.
 
     Raises:
-        ConversionError: if the target is refused, or an interrupted run was of another plan.
-        CorruptCheckpointError: if the source turns out damaged. After an error nothing of this run is left
-            behind, except that finished files of a run that was short of space or stopped by hand are kept
-            for ``--resume`` (under their partial names).
+        ConversionError: if the target is refused.
     """
-    is_shared = options.part.count > 1
-    store, stem, old_files = open_target(
-        url,
-        source_url=source_url,
-        single_file=plan.single_file,
-        overwrite=options.overwrite,
-        resume=options.resume or is_shared,
-    )
-    if options.dry_run:
-        return Outcome()
-    return _Execution(plan, store, stem, options, old_files, progress).run()
-
-
-class _Execution:
-    """One process's share of one plan."""
 
     def __init__(
-        self,
-        plan: OutputPlan,
-        store: Storage,
-        stem: str,
-        options: RunOptions,
-        old_files: Sequence[str],
-        progress: Progress,
+        self, plan: OutputPlan, url: str, *, source_url: str, options: RunOptions, progress: Progress
     ) -> None:
-        self._plan, self._store, self._options = plan, store, options
-        self._old_files, self._progress = old_files, progress
+        self._store, stem, self._old_files = open_target(
+            url,
+            source_url=source_url,
+            single_file=plan.single_file,
+            overwrite=options.overwrite,
+            resume=options.resume or options.part.count > 1,
+        )
+        self._plan, self._options, self._progress = plan, options, progress
         count, fingerprint = options.part.count, plan.fingerprint()
         stems = [stem] if count == 1 else [f"{stem}part-{index}-of-{count}" for index in range(count)]
-        self._journals = [Journal(store, each, fingerprint) for each in stems]
+        self._journals = [Journal(self._store, each, fingerprint) for each in stems]
         self._mine = self._journals[options.part.index]
-        self._files = plan.files[options.part.index :: options.part.count]
+        self._files = plan.files[options.part.index :: count]
         self._outputs: dict[str, FileWriter] = {}
 
     def run(self) -> Outcome:
+        """Write everything the plan names.
+
+        Raises:
+            ConversionError: if an interrupted run was of another plan.
+            CorruptCheckpointError: if the source turns out damaged. After an error nothing of this run is left
+                behind, except that finished files of a run that was short of space or stopped by hand are kept
+                for ``--resume`` (under their partial names).
+        """
+        if self._options.dry_run:
+            return Outcome()
         if self._options.resume and self._mine.name in self._old_files and self._is_published():
             return Outcome(published=True)
         kept, limits = self._keep_finished(), self._options.limits
@@ -143,19 +140,19 @@ class _Execution:
                 if self._store.in_order:  # new data appears at once: the old index must not vouch for it
                     self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
-            copy_files(
-                todo,
+            copier = Copier(
                 limits,
-                create=self._create,
-                retrying=self._store.retrying,
-                in_order=self._in_order,
-                progress=self._progress,
-                on_finished=lambda file, digest: self._mine.record(file.name, digest, limits.buffer_bytes),
+                self._create,
+                self._store.retrying,
+                self._progress,
+                lambda file, digest: self._mine.add(
+                    file=file.name, digest=digest, segment_bytes=limits.buffer_bytes
+                ),
             )
-            prove_cut(self._files, limits.usable_threads)
-            prove_unchanged(self._files)
+            copier.copy(todo, in_order=self._in_order)
+            prove_rest(self._files, limits.usable_threads)
             if not self._mine.is_complete:
-                self._mine.complete()
+                self._mine.add(complete=True)
             published = self._publish_if_last()
         except BaseException as error:
             self._clean_up(keep_finished=isinstance(error, (OSError, KeyboardInterrupt)))
@@ -179,22 +176,14 @@ class _Execution:
 
     def _is_intact(self, file: FilePlan) -> bool:
         """Under its partial name, or its final one: publishing was interrupted, or another part is at it."""
-        if file.name not in self._mine.finished:
-            return False
-        names = dict.fromkeys((self._store.working_name(file.name), file.name))
-        return any(self._is_intact_as(name, file) for name in names)
-
-    def _is_intact_as(self, name: str, file: FilePlan) -> bool:
-        if self._store.size(name) != file.nbytes:
-            return False
-        digest, buffer_bytes = self._mine.finished[file.name]
-        try:
-            found = written_digest(
-                file, lambda at, n: self._store.read(name, at, n), buffer_bytes, in_order=self._in_order
-            )
-        except CorruptCheckpointError:  # another part renamed it just now
-            return False
-        return digest == found
+        digest, buffer_bytes = self._mine.finished.get(file.name, ("", 0))
+        for name in dict.fromkeys((self._store.working_name(file.name), file.name)):
+            if digest and self._store.size(name) == file.nbytes:
+                read = partial(self._store.read, name)
+                with suppress(CorruptCheckpointError):  # another part renamed it just now
+                    if written_digest(file, read, buffer_bytes, in_order=self._in_order) == digest:
+                        return True
+        return False
 
     def _is_published(self) -> bool:
         """Whether another part has put all in place: it removes the journals after that."""
@@ -229,7 +218,7 @@ class _Execution:
                 staged[closing.name] = self._store.stage(closing.name, closing.pieces, str(part.index))
             self._remove_old(leftovers=True)
             for file in self._plan.files:
-                self._store.publish(file.name)
+                self._store.rename(self._store.working_name(file.name), file.name)
             for name, ready in staged.items():
                 ready.publish()
                 committed.append(name)
@@ -254,8 +243,9 @@ class _Execution:
     @cached_property
     def _staged_names(self) -> set[str]:
         """The names that closing files have, in any part, before their final ones."""
-        owners = [str(index) for index in range(self._options.part.count)]
-        return {partial_name(closing.name, owner) for closing in self._plan.closing for owner in owners}
+        owners = () if self._store.in_order else range(self._options.part.count)
+        closing = [file.name for file in self._plan.closing]
+        return {self._store.working_name(name, str(owner)) for name in closing for owner in owners}
 
     def _remove_old(self, *, leftovers: bool) -> None:
         """Old files that are no part of the result, and those that would vouch for what they do not know."""

@@ -44,23 +44,19 @@ def open_target(
             raise _refusal(url, "a folder", f"a file {in_the_way}", "choose another target")
     if single_file and (not name or (isinstance(store, LocalStorage) and (store.root / name).is_dir())):
         raise _refusal(url, "a file", "a folder", "add a file name to the target")
-    files = _leftovers_of(store, name) if single_file else store.list_files()
+    ours = dict.fromkeys((name, store.working_name(name), f".{name}.vescale-convert.jsonl"))
+    files = [file for file in ours if store.size(file) is not None] if single_file else store.list_files()
     interrupted = any(is_journal(file) for file in files)
     blocking = files if not resume else [file for file in files if not is_leftover(file)]
     if blocking and not overwrite and not (resume and interrupted):
         todo = (
-            "continue the interrupted conversion with --resume, or start anew with --overwrite"
+            "continue the interrupted conversion with --resume, or start over with --overwrite"
             if interrupted
             else "choose another target, or pass --overwrite to replace what is there"
         )
         some = ", ".join(blocking[:3])
         raise _refusal(url, "an empty or new target", f"{len(blocking)} files: {some}", todo)
     return store, name, files
-
-
-def _leftovers_of(store: Storage, name: str) -> list[str]:
-    candidates = [name, store.working_name(name), f".{name}.vescale-convert.jsonl"]
-    return [file for file in dict.fromkeys(candidates) if store.size(file) is not None]
 
 
 def is_leftover(name: str) -> bool:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules, some_names
+from vescale_fsdp.conversion.rules.apply_to_tensors import Applied, apply_rules
 from vescale_fsdp.conversion.rules.rule_file import RuleSet
 from vescale_fsdp.conversion.source.source import StoredValue
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of, other_models, own_optimizer, parameter_key
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["state_with_rules"]
 
@@ -42,14 +42,14 @@ def state_with_rules(
     Raises:
         ConversionError: if the rules do not fit the model, or optimizer state cannot follow them.
     """
-    state.model.require_one("key rules are for no more", rules.name)
+    state.model.require_one("key rules rename only one", rules.name)
     container = _container(state)
     model = {fqn: state.views[name] for name, fqn in state.model.names.items()}
     own = own_optimizer(state, container, {fqn: view.info.shape for fqn, view in model.items()})
     applied = apply_rules(rules, model, config, to_hf=to_hf)
     made = _Made()
     for fqn, view in applied.views.items():
-        made.add_view((*container, fqn), view, some_names(applied.origins.get(fqn, ("[[zeros]]",))))
+        made.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
     is_model = frozenset(made.views)
     places = _find_entries(state, own, model)
     moments: dict[str, dict[str, TensorView]] = defaultdict(dict)
@@ -74,7 +74,7 @@ def state_with_rules(
             made.add_value(path, value, name)  # another model's optimizer
     left_out = (*state.left_out, *applied.dropped)
     kept = [name_of(other) for other in other_models(state)]
-    warnings = [f"{some_names(kept)} kept their names: the rules are for the model alone"] if kept else []
+    warnings = [f"{some(kept)} kept their names: the rules are for the model alone"] if kept else []
     return replace(
         state,
         views=made.views,
@@ -225,7 +225,7 @@ def _renamed(names: Any, applied: Applied) -> Any:
         raise ConversionError(
             "A group of the optimizer has parameters that the model lacks.",
             expected="names of the model's parameters, since key rules change names and order",
-            got=some_names(unknown),
+            got=some(unknown),
             todo="save it with torch.distributed.checkpoint.state_dict, or leave it out: --optimizer drop",
         )
     places = {name: place for place, name in enumerate(names)}

@@ -7,8 +7,8 @@ speaks nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -17,9 +17,9 @@ from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, Rule
 from vescale_fsdp.conversion.rules.size_expressions import evaluate
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView, ZerosView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["Applied", "apply_rules", "some_names"]
+__all__ = ["Applied", "apply_rules"]
 
 Key = tuple[tuple[str, int], ...]  # captures that make one group of a rule
 
@@ -70,64 +70,61 @@ def apply_rules(
     Raises:
         ConversionError: if any of the checks above fails.
     """
-    return _Application(rules, views, config, to_hf=to_hf, partial=partial).run()
+    return _Application(rules, views, config, to_hf, partial).run()
 
 
+@dataclass
 class _Application:
-    def __init__(
-        self,
-        rules: RuleSet,
-        views: Mapping[str, TensorView],
-        config: Mapping[str, Any],
-        *,
-        to_hf: bool,
-        partial: bool,
-    ) -> None:
-        self._rules, self._views, self._config = rules, views, config
-        self._to_hf, self._partial = to_hf, partial
-        self._used: dict[str, KeyRule] = {}
-        self._made: dict[str, TensorView] = {}
-        self._origins: dict[str, tuple[str, ...]] = {}
-        self._twins: set[str] = set()
-        self._idle: list[str] = []  # what rules look for that found nothing
+    """The arguments of `apply_rules`, and how far it has come."""
+
+    rules: RuleSet
+    views: Mapping[str, TensorView]
+    config: Mapping[str, Any]
+    to_hf: bool
+    partial: bool
+    _used: dict[str, KeyRule] = field(default_factory=dict)
+    _made: dict[str, TensorView] = field(default_factory=dict)
+    _origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _twins: set[str] = field(default_factory=set)
+    _idle: list[str] = field(default_factory=list)  # what rules look for that found nothing
 
     def run(self) -> Applied:
         self._refuse()
-        zeros = tuple(Drop(zeros.ours) for zeros in self._rules.zeros)
-        drops = (*self._rules.drops_ours, *zeros) if self._to_hf else self._rules.drops_hf
-        by_drop = [drop.among(self._views, self._size) for drop in drops]
+        zeros = tuple(Drop(zeros.ours) for zeros in self.rules.zeros)
+        drops = (*self.rules.drops_ours, *zeros) if self.to_hf else self.rules.drops_hf
+        by_drop = [drop.among(self.views, self._size) for drop in drops]
         let_go = set(chain.from_iterable(by_drop))
-        dropped = tuple(name for name in self._views if name in let_go)
-        for rule in self._rules.rules:
-            self._apply(rule, [name for name in self._views if name not in let_go])
-        unused = [name for name in self._views if name not in self._used and name not in let_go]
-        if self._rules.keep_others:
+        dropped = tuple(name for name in self.views if name in let_go)
+        for rule in self.rules.rules:
+            self._apply(rule, [name for name in self.views if name not in let_go])
+        unused = [name for name in self.views if name not in self._used and name not in let_go]
+        if self.rules.keep_others:
             for name in unused:
-                self._add(name, self._views[name], (name,))
+                self._add(name, self.views[name], (name,))
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
-            raise self._bad("rules for every key", f"none for {some_names(unused)}", todo)
+            raise self._bad("rules for every key", f"none for {some(unused)}", todo)
         if self._idle:
             todo = (
                 "remove the rule or mark it optional = true; if the source is another model, take its rules"
             )
-            raise self._bad("rules that match something", f"nothing matches {some_names(self._idle)}", todo)
-        if not (self._to_hf or self._partial):
+            raise self._bad("rules that match something", f"nothing matches {some(self._idle)}", todo)
+        if not (self.to_hf or self.partial):
             self._add_zeros()
         warned = zip(drops, by_drop, strict=True)
         warnings = tuple(
-            f"{drop.warn}: left out {some_names(names)}" for drop, names in warned if drop.warn and names
+            f"{drop.warn}: left out {some(names)}" for drop, names in warned if drop.warn and names
         )
         return Applied(self._made, self._origins, frozenset(self._twins), dropped, warnings)
 
     def _refuse(self) -> None:
-        for refusal in () if self._to_hf else self._rules.refusals:
-            if found := [name for name in self._views if refusal.pattern.match(name) is not None]:
-                raise self._bad(f"no {refusal.pattern.text}", some_names(found), refusal.todo)
+        for refusal in () if self.to_hf else self.rules.refusals:
+            if found := [name for name in self.views if refusal.pattern.match(name) is not None]:
+                raise self._bad(f"no {refusal.pattern.text}", some(found), refusal.todo)
 
     def _add_zeros(self) -> None:
-        for zeros in self._rules.zeros:
-            for name in self._views:
+        for zeros in self.rules.zeros:
+            for name in self.views:
                 captures = zeros.beside.match(name)
                 if captures is not None:
                     made = zeros.ours.fill(captures)
@@ -135,9 +132,9 @@ class _Application:
                     self._add(made, ZerosView(TensorInfo(made, shape, zeros.dtype)), ())
 
     def _apply(self, rule: KeyRule, names: list[str]) -> None:
-        sources = rule.ours if self._to_hf else rule.hf
+        sources = rule.ours if self.to_hf else rule.hf
         groups = self._groups(rule, sources, names)
-        if not groups and not rule.optional and not self._partial:
+        if not groups and not rule.optional and not self.partial:
             self._idle.append(sources[0].text)
         for key, found in groups.items():
             self._make(rule, sources, dict(key), found)
@@ -155,7 +152,7 @@ class _Application:
                 if name in self._used:
                     raise self._bad("one rule for each key", f"two for {name}", "make the patterns distinct")
                 self._used[name] = rule
-                index = captures.pop(rule.over, 0) if rule.over and not self._to_hf else 0
+                index = captures.pop(rule.over, 0) if rule.over and not self.to_hf else 0
                 row = groups.setdefault(tuple(sorted(captures.items())), [{} for _ in sources])
                 row[place][index] = name
         self._add_twin(rule, groups)
@@ -164,9 +161,9 @@ class _Application:
     def _add_twin(self, rule: KeyRule, groups: dict[Key, list[dict[int, str]]]) -> None:
         """Where hf leaves a tied weight out, its twin stands in."""
         twin = rule.tie
-        if groups or self._to_hf or self._partial or twin is None or twin not in self._views:
+        if groups or self.to_hf or self.partial or twin is None or twin not in self.views:
             return
-        if self._config.get("tie_word_embeddings") is True:
+        if self.config.get("tie_word_embeddings") is True:
             groups[()] = [{0: twin}]
             self._twins.update(pattern.text for pattern in rule.ours)
 
@@ -182,21 +179,19 @@ class _Application:
                 have = [name for row in found for name in row.values()]
                 raise self._bad(
                     f"all tensors of {pattern.text} with {captures or 'no captures'}",
-                    f"only {some_names(have)}",
+                    f"only {some(have)}",
                     "the source is not complete, or the pattern of the rule is wrong",
                 )
-        counts = rule.over is not None and not self._to_hf
+        counts = rule.over is not None and not self.to_hf
         bundle: Bundle = [
-            [self._views[row[i]] for i in sorted(row)] if counts else self._views[row[0]] for row in found
+            [self.views[row[i]] for i in sorted(row)] if counts else self.views[row[0]] for row in found
         ]
-        made = self._run_ops(rule, bundle, to_hf=self._to_hf)
+        made = self._run_ops(rule, bundle, to_hf=self.to_hf)
         self._prove_inverse(rule, bundle, made)
         origins = tuple(name for row in found for _, name in sorted(row.items()))
-        targets, over = rule.hf if self._to_hf else rule.ours, rule.over
+        targets, over = rule.hf if self.to_hf else rule.ours, rule.over
         if len(made) != len(targets):
-            raise self._bad(
-                f"{len(targets)} results", f"{len(made)} from {some_names(origins)}", "correct the ops"
-            )
+            raise self._bad(f"{len(targets)} results", f"{len(made)} from {some(origins)}", "correct the ops")
         for pattern, node in zip(targets, made, strict=True):
             items = enumerate(node) if isinstance(node, list) else [(0, node)]
             for index, view in items:
@@ -205,40 +200,36 @@ class _Application:
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
         for op in reversed(rule.ops) if to_hf else rule.ops:
-            if self._partial and isinstance(op, Cast):
+            if self.partial and isinstance(op, Cast):
                 continue  # moments keep the type the optimizer chose
             bundle = (op.backward if to_hf else op.forward)(bundle, self._size)
         return bundle
 
     def _size(self, text: str | int) -> int:
-        return evaluate(text, self._rules.lets, self._config)
+        return evaluate(text, self.rules.lets, self.config)
 
     def _prove_inverse(self, rule: KeyRule, bundle: Bundle, made: Bundle) -> None:
-        again = self._run_ops(rule, made, to_hf=not self._to_hf)
+        again = self._run_ops(rule, made, to_hf=not self.to_hf)
         before, after = _shapes(bundle), _shapes(again)
         if before != after:
             raise self._bad(f"shapes {before} after undoing the rule", after, "correct the sizes in the rule")
 
     def _add(self, name: str, view: TensorView, origins: tuple[str, ...]) -> None:
         if name in self._made:
-            first, second = some_names(self._origins.get(name, ())), some_names(origins)
-            got = f"{name} made twice, of {first or 'zeros'} and of {second or 'zeros'}"
+            first, second = (
+                some(made_of) if made_of else "zeros" for made_of in (self._origins.get(name), origins)
+            )
+            got = f"{name} made twice, of {first} and of {second}"
             raise self._bad("each result made once", got, "make the patterns distinct")
         self._made[name] = RenamedView(view, name)
         if origins:
             self._origins[name] = origins
 
     def _bad(self, expected: str, got: object, todo: str) -> ConversionError:
-        where = f"{self._rules.name}, {'to' if self._to_hf else 'from'} Hugging Face"
+        where = f"{self.rules.name}, {'to' if self.to_hf else 'from'} Hugging Face"
         return ConversionError(
             "The key rules do not fit the source.", expected=expected, got=got, where=where, todo=todo
         )
-
-
-def some_names(names: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
-    found = list(names)
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
 def _shapes(node: Node) -> Any:

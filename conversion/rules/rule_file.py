@@ -229,7 +229,7 @@ def load_rules(name: str) -> RuleSet:
         store, file = open_parent(name)
         if store.size(file) is None:
             raise _bad(name, "a file of key rules", "no such file")
-        data = store.read_file(file)
+        data = store.read(file)
     else:
         raise _bad(name, f"a file ending in .toml, or one of {', '.join(shipped_rules())}", name)
     try:

@@ -48,7 +48,7 @@ def evaluate(text: str | int, lets: Mapping[str, str], config: Mapping[str, Any]
 
 def _bad(text: str | int, got: str) -> ConversionError:
     return ConversionError(
-        "A size in the key rules has no value.",
+        "A size in the key rules cannot be computed.",
         expected="numbers, + - * /, and names that are in [let] or in config.json",
         got=f"{text!r}: {got}",
         todo="pass --assets with the model's config.json, or correct the rule",

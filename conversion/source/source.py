@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import xxhash
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["BoxReader", "ByteRange", "CheckedFile", "Source", "StoredValue", "constant"]
+__all__ = ["BoxReader", "ByteRange", "Source", "StoredValue", "StripedFile", "constant"]
 
 _SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 BoxReader = Callable[[Box], "np.ndarray"]
+StoredValue = Callable[[], Any]
+"""Gives a value that is not a tensor: numbers, strings, lists and dicts, read only when somebody wants them."""
 
 
 class ByteRange(NamedTuple):
@@ -41,7 +43,7 @@ class ByteRange(NamedTuple):
     nbytes: int
 
 
-class CheckedFile(Protocol):
+class StripedFile(Protocol):
     """A file whose bytes have checksums, one per stripe."""
 
     @property
@@ -57,13 +59,6 @@ class CheckedFile(Protocol):
 
     def prove_stripe(self, index: int, checksum: int) -> None:
         """Raise CorruptCheckpointError if the stripe was saved with another checksum."""
-
-
-class StoredValue(Protocol):
-    """A value that is not a tensor, read only when somebody wants it."""
-
-    def __call__(self) -> Any:
-        """The value: numbers, strings, lists and dicts."""
 
 
 def constant(value: Any) -> StoredValue:
@@ -95,7 +90,7 @@ class Source:
         omitted: entries that this package cannot carry over (values that differ per rank).
         layouts: how groups of tensors were sharded, where the format knows.
         checked: a file's checksums by its name, where the format has them for stripes of whole files; other
-            formats have them for runs of bytes (see `checked_runs`).
+            formats have them for ranges of bytes (see `checked_ranges`).
         facts: lines worth telling people (``inspect`` prints them).
         warnings: what a conversion from here must tell people, since the format leaves it open.
         locate: finds where in its bytes a chunk's items are, where only the file says; None where metadata does.
@@ -111,11 +106,11 @@ class Source:
     file: str = ""
     omitted: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
-    checked: Callable[[str], CheckedFile | None] = lambda _: None
+    checked: Callable[[str], StripedFile | None] = lambda _: None
     warnings: tuple[str, ...] = ()
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
     _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)
-    _runs: CheckedRuns = field(default_factory=CheckedRuns)
+    _ranges: CheckedRanges = field(default_factory=CheckedRanges)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
     _proven: dict[str, set[int]] = field(default_factory=dict)
 
@@ -194,7 +189,7 @@ class Source:
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.read_bytes)
 
     def read_bytes(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched, runs with
+        """Fill ``buffer`` from a file; stripes with checksums are compared when first touched, ranges with
         checksums when the last of their bytes has been read.
 
         Raises:
@@ -209,26 +204,26 @@ class Source:
                     checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
                     proven.add(index)
         self.store.read_into(file, offset, buffer)
-        self._runs.saw(file, offset, buffer)
+        self._ranges.saw(file, offset, buffer)
 
     def prove(self, name: str) -> None:
-        """Read what nobody has read yet of the runs with checksums that hold a tensor.
+        """Read what nobody has read yet of the ranges with checksums that hold a tensor.
 
         Raises:
             CorruptCheckpointError: if bytes are not those that were saved.
         """
         info = self.tensors[name].info
         for chunk in self.tensors[name].chunks:
-            if chunk.file and (run := self.located(info, chunk).checked) is not None:
-                self.prove_run(run)
+            if chunk.file and (checked := self.located(info, chunk).checked) is not None:
+                self.prove_range(checked)
 
-    def prove_run(self, run: CheckedRun) -> None:
-        """Read what nobody has read yet of a run with a checksum; raises as `prove`."""
-        while gaps := self._runs.unseen(run):
+    def prove_range(self, checked: CheckedRange) -> None:
+        """Read what nobody has read yet of a range with a checksum; raises as `prove`."""
+        while gaps := self._ranges.unseen(checked):
             for gap in gaps:
                 for start in range(*gap, _SCRATCH_BYTES):
                     nbytes = min(_SCRATCH_BYTES, gap[1] - start)
-                    self.read_bytes(run.file, start, memoryview(bytearray(nbytes)))
+                    self.read_bytes(checked.file, start, memoryview(bytearray(nbytes)))
 
     def byte_ranges(self, name: str, start: int, stop: int) -> list[ByteRange] | None:
         """Where items [start, stop) of the flattened tensor lie, in order; None if they are no runs of bytes.
@@ -276,5 +271,5 @@ class Source:
                 self._located[key] = self.locate(info, chunk)
             chunk = self._located[key]
         if chunk.checked is not None:
-            self._runs.add(chunk.checked)
+            self._ranges.add(chunk.checked)
         return chunk

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from vescale_fsdp.conversion.source.checked_runs import CheckedRun
-from vescale_fsdp.errors import CorruptCheckpointError, explain
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
+from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
@@ -63,7 +63,7 @@ class StoredChunk:
         offset: of the first element's byte, or of what `Source.locate` finds it in.
         nbytes: length of what lies there.
         strides: in items, of the box in the file; None for row-major.
-        checked: the run of bytes with a checksum in which it lies; None if there is none, or `Source.locate` says.
+        checked: the range of bytes with a checksum in which it lies; None if there is none, or `Source.locate` says.
         signs: bits of every item that are stored flipped (`TensorRef.signs`).
     """
 
@@ -72,7 +72,7 @@ class StoredChunk:
     offset: int
     nbytes: int
     strides: tuple[int, ...] | None = None
-    checked: CheckedRun | None = None
+    checked: CheckedRange | None = None
     signs: int = 0
 
     @cached_property
@@ -102,25 +102,21 @@ class StoredTensor:
                 numbers = (*box.offsets, *box.sizes, *(chunk.strides or ()), chunk.offset, chunk.nbytes)
                 whole_numbers(numbers)
             except ValueError as error:
-                raise CorruptCheckpointError(self._bad_tiling(str(error))) from error
+                raise self._bad_tiling(str(error)) from error
             fits = len(box.offsets) == len(shape) == len(box.sizes) and all(
                 o + n <= full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
             )
             if not fits:
-                raise CorruptCheckpointError(self._bad_tiling(f"chunk {_text(box)} outside of it"))
+                raise self._bad_tiling(f"chunk {_text(box)} outside of it")
         filled = [chunk.box for chunk in self.chunks if chunk.box.numel]
         total = sum(box.numel for box in filled)
         if total != self.info.numel:
-            raise CorruptCheckpointError(
-                self._bad_tiling(f"{len(filled)} chunks with {total} of {self.info.numel} elements")
-            )
+            raise self._bad_tiling(f"{len(filled)} chunks with {total} of {self.info.numel} elements")
         if overlap := _first_overlap(shape, filled):
-            raise CorruptCheckpointError(
-                self._bad_tiling(f"chunks that overlap: {_text(overlap[0])} and {_text(overlap[1])}")
-            )
+            raise self._bad_tiling(f"chunks that overlap: {_text(overlap[0])} and {_text(overlap[1])}")
 
-    def _bad_tiling(self, got: str) -> str:
-        return explain(
+    def _bad_tiling(self, got: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
             "The chunks of a tensor do not tile it.",
             expected=f"boxes that hold every element of shape {self.info.shape} exactly once",
             got=got,

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from vescale_fsdp.conversion.source.source import Source, StoredValue
 from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 
 __all__ = ["CarriedState", "model_state", "whole_state"]
 
@@ -55,10 +55,10 @@ class CarriedState:
         names = [*self.views, *self.values]
         for pattern in (*include, *exclude):
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ConversionError(_no_match(pattern, names))
+                raise _no_match(pattern, names)
         kept = {n for n in names if _matches(n, include, default=True) and not _matches(n, exclude)}
         if not kept.intersection(self.views):
-            raise ConversionError(_no_match(" ".join((*include, *exclude)), names))
+            raise _no_match(" ".join((*include, *exclude)), names)
         return replace(
             self,
             views={n: v for n, v in self.views.items() if n in kept},
@@ -82,9 +82,9 @@ def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bo
     return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else default
 
 
-def _no_match(pattern: str, names: Sequence[str]) -> str:
-    return explain(
-        "A name pattern leaves nothing to do.",
+def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
+    return ConversionError(
+        "A name pattern matches nothing that could be converted.",
         expected=f"patterns that match names such as {', '.join(names[:3])}",
         got=pattern,
         todo="list the names with: vescale-convert inspect SRC",
@@ -94,7 +94,7 @@ def _no_match(pattern: str, names: Sequence[str]) -> str:
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     """The model alone, under its own names."""
     model = find_model(source, prefix)
-    model.require_one("a Hugging Face repository holds no more", source.url)
+    model.require_one("a Hugging Face repository holds only one", source.url)
     views = {new: SourceView(source, old, new) for old, new in model.names.items()}
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
@@ -105,7 +105,7 @@ def whole_state(source: Source, prefix: str | None = None, new_prefix: str | Non
     """Everything in the source; the model's container renamed to ``new_prefix`` if that is given."""
     model = find_model(source, prefix)
     if new_prefix is not None:
-        model.require_one("--prefix is the place of no more", source.url)
+        model.require_one("--prefix moves only one", source.url)
     if new_prefix is not None and new_prefix and not new_prefix.endswith("."):
         new_prefix += "."
     names: dict[str, str] = {}

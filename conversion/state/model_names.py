@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["ModelNames", "find_model"]
 
@@ -58,8 +58,8 @@ class ModelNames:
         if self.rivals:
             raise ConversionError(
                 "The source holds several models.",
-                expected=f"one model: {reason}",
-                got=_some(self.rivals, 8),
+                expected=f"one model, since {reason}",
+                got=some(self.rivals, 8),
                 where=where,
                 todo=f"pick one with --model-prefix {self.rivals[0]}, or say with --model-prefix '' that "
                 "they are one model",
@@ -93,17 +93,13 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
         raise ConversionError(
             "No model weights were found in the source.",
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
-            got=f"{len(source.tensors)} tensors, such as {_some(source.tensors)}",
+            got=f"{len(source.tensors)} tensors, such as {some(source.tensors, 3)}",
             where=source.url,
             todo="pass --model-prefix with what the names of the model's weights begin with",
         )
     taken = {*names, *optimizer}
     others = tuple(name for name in paths if name not in taken)
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
-
-
-def _some(names: Iterable[str], count: int = 3) -> str:
-    return ", ".join(list(names)[:count]) or "none"
 
 
 def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:

@@ -10,12 +10,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
-from vescale_fsdp.checkpoint.manifest.structure import renumber
+from vescale_fsdp.checkpoint.manifest.structure import Structure, renumber
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
+from vescale_fsdp.conversion.views.tensor_view import TensorView
 
-__all__ = ["native_tree"]
+__all__ = ["native_manifest", "native_tree"]
 
 
 class _TensorLeaf(NamedTuple):
@@ -87,3 +92,10 @@ def _rare_node(value: Any, name: str) -> Json:
             raise AssertionError(f"{name}: a source has no per-rank values")
 
     return encode(value, name, NoLeaves())
+
+
+def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
+    """The manifest of a result; the same input makes the same names, so that an interrupted run can go on."""
+    identity = "".join([form, structure.document.decode(), *(view.identity() for view in views)])
+    save_id = xxhash.xxh3_64_hexdigest(identity.encode())
+    return build_manifest([(RankSet.world(num_ranks), structure)], save_id=save_id, world_size=num_ranks)

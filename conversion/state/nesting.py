@@ -20,7 +20,16 @@ Path = tuple[str | int, ...]
 
 
 class ListIndex(int):
-    """A place in a list, as part of a path."""
+    """A place in a list, as part of a path; never equal to a plain int, which is a key of a dict."""
+
+    def __hash__(self) -> int:
+        return hash(("list", int(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ListIndex) and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def name_of(path: Path) -> str:
@@ -42,7 +51,9 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
                 add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
             if not value and path:
                 found[path] = {}
-        elif isinstance(value, (list, tuple)) and _is_entered(value, is_tensor):
+        elif isinstance(value, (list, tuple)) and any(
+            isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value
+        ):
             for index, inner in enumerate(value):
                 add(inner, (*path, ListIndex(index)))
         else:
@@ -61,10 +72,6 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
             )
         names[name] = path
     return found
-
-
-def _is_entered(value: Any, is_tensor: Callable[[Any], bool]) -> bool:
-    return any(isinstance(item, (Mapping, list, tuple)) or is_tensor(item) for item in value)
 
 
 def claim_name(name: str, taken: Collection[str]) -> None:
@@ -92,7 +99,7 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
     for path, leaf in leaves.items():
         node = root
         for part in path[:-1]:
-            node = node.setdefault(_key(part), {})
+            node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConversionError(
                     "An entry of the state lies inside another.",
@@ -100,28 +107,14 @@ def nest(leaves: Mapping[Path, Any]) -> dict[Any, Any]:
                     got=path,
                     todo="leave one of the entries out with --exclude",
                 )
-        node[_key(path[-1])] = leaf
+        node[path[-1]] = leaf
     closed: dict[Any, Any] = _close_lists(root)
     return closed
-
-
-class _ListKey(int):
-    """A list index as a dict key, while the list is being put together; never equal to a plain int key."""
-
-    def __hash__(self) -> int:
-        return hash(("list", int(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ListKey) and int(self) == int(other)
-
-
-def _key(part: str | int) -> str | int:
-    return _ListKey(part) if isinstance(part, ListIndex) else part
 
 
 def _close_lists(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
-    if node and all(isinstance(key, _ListKey) for key in node):
+    if node and all(isinstance(key, ListIndex) for key in node):
         return [_close_lists(node[key]) for key in sorted(node, key=int)]
-    return {int(k) if isinstance(k, _ListKey) else k: _close_lists(value) for k, value in node.items()}
+    return {int(k) if isinstance(k, ListIndex) else k: _close_lists(value) for k, value in node.items()}

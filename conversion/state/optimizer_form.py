@@ -18,6 +18,7 @@ from typing import Any
 from vescale_fsdp.conversion.source.source import StoredValue
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
+from vescale_fsdp.conversion.state.optimizer_owners import home_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 
@@ -30,34 +31,29 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
     Raises:
         ConversionError: if the optimizer's entries have neither form.
     """
-    mine = [name for name in (*state.views, *state.values) if _container(state, name) is not None]
-    if form == "keep" or not mine:
+    if form == "keep":
         return state
-    rest = _Entries(state, [name for name in (*state.views, *state.values) if name not in set(mine)])
+    known, homes = set(state.model.optimizer), dict[Path, list[str]]()
+    for name in (*state.views, *state.values):
+        home = home_of(state.path(name))
+        if home is not None and (name in known or name not in state.is_model):
+            homes.setdefault(home, []).append(name)
+    if not homes:
+        return state
+    mine = dict.fromkeys(name for names in homes.values() for name in names)
+    rest = _Entries(state, [name for name in (*state.views, *state.values) if name not in mine])
     if form == "drop":
-        return replace(
-            state,
-            views=rest.views,
-            values=rest.values,
-            paths=rest.paths,
-            left_out=(*state.left_out, *mine),
-        )
-    others = [name for name in state.model.optimizer if name in rest.paths]
-    optimizers: dict[Path, list[str]] = {}
-    for name in mine:
-        optimizers.setdefault(state.path(name)[: _depth(state.path(name))], []).append(name)
-    found = [_in_form(_Entries(state, names), form, state) for names in optimizers.values()]
-    made = [name for entries in found for name in entries.paths]
-    return replace(
-        state,
-        model=replace(state.model, optimizer=(*others, *made)),
-        views={**rest.views, **{name: view for entries in found for name, view in entries.views.items()}},
-        values={
-            **rest.values,
-            **{name: value for entries in found for name, value in entries.values.items()},
-        },
-        paths={**rest.paths, **{name: path for entries in found for name, path in entries.paths.items()}},
-    )
+        state = replace(state, left_out=(*state.left_out, *mine))
+    else:
+        others = [name for name in state.model.optimizer if name in rest.paths]
+        found = [_in_form(_Entries(state, names), form, state) for names in homes.values()]
+        made = [name for entries in found for name in entries.paths]
+        state = replace(state, model=replace(state.model, optimizer=(*others, *made)))
+        for entries in found:
+            rest.views |= entries.views
+            rest.values |= entries.values
+            rest.paths |= entries.paths
+    return replace(state, views=rest.views, values=rest.values, paths=rest.paths)
 
 
 def _in_form(entries: _Entries, form: str, state: CarriedState) -> _Entries:
@@ -88,18 +84,8 @@ class _Entries:
 
 
 def _depth(path: Path) -> int:
-    """Length of the container's path: what stands before ``state`` or ``param_groups``."""
-    for place, part in enumerate(path):
-        if str(part).split(".", 1)[0] in ("state", "param_groups"):
-            return place
-    return len(path)
-
-
-def _container(state: CarriedState, name: str) -> Path | None:
-    path = state.path(name)
-    depth = _depth(path)
-    is_optimizer = name in set(state.model.optimizer) or (depth < len(path) and name not in state.is_model)
-    return path[:depth] if is_optimizer and depth < len(path) else None
+    """Length of the path of an optimizer's container."""
+    return len(home_of(path) or ())
 
 
 def _model_fqns(state: CarriedState) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -83,20 +83,18 @@ class CastRules:
                 found.append(view)
                 continue
             if info.dtype.kind != "float":
-                raise ConversionError(
-                    _bad(f"a float tensor for {pattern}", f"{info.name} of {info.dtype.name}")
-                )
+                raise _bad(f"a float tensor for {pattern}", f"{info.name} of {info.dtype.name}")
             found.append(CastView(view, dtype))
         if unused:
-            raise ConversionError(_bad("patterns that match a tensor", ", ".join(sorted(unused))))
+            raise _bad("patterns that match a tensor", ", ".join(sorted(unused)))
         return found
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
 
 
-def _bad(expected: str, got: str) -> str:
-    return explain(
+def _bad(expected: str, got: str) -> ConversionError:
+    return ConversionError(
         "A --dtype pattern cannot be applied.",
         expected=expected,
         got=got,

@@ -17,12 +17,12 @@ from vescale_fsdp.conversion.source.source import ByteRange, Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
-from vescale_fsdp.views.index_maps import IndexMap, Piece, Reshape
+from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MappedView", "RenamedView", "SourceView", "TensorView", "ZerosView", "read_range"]
+__all__ = ["MappedView", "RenamedView", "SourceView", "TensorView", "ZerosView", "pieces_of", "read_range"]
 
 
 class TensorView(ABC):
@@ -148,7 +148,7 @@ class MappedView(TensorView):
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
 
 
-def _strided(flat: np.ndarray, piece: Piece, sizes: tuple[int, ...]) -> np.ndarray:
+def _strided(flat: np.ndarray, piece: InputPiece, sizes: tuple[int, ...]) -> np.ndarray:
     """Where in a box a piece goes."""
     from numpy.lib.stride_tricks import as_strided
 
@@ -208,3 +208,13 @@ def read_range(view: TensorView, start: int, stop: int, buffer: np.ndarray) -> n
         view.read_into(box, items[position : position + box.numel].reshape(box.sizes))
         position += box.numel
     return filled
+
+
+def pieces_of(view: TensorView, nbytes: int, step: int | None = None) -> Iterator[np.ndarray]:
+    """All items of a tensor in order, as bytes in one buffer of so many; ``step`` items at a time, or all it holds."""
+    import numpy as np
+
+    info = view.info
+    buffer, step = np.empty(min(nbytes, info.nbytes), dtype=np.uint8), step or nbytes // info.dtype.itemsize
+    for start in range(0, info.numel, step):
+        yield read_range(view, start, min(start + step, info.numel), buffer)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp.dtensor import operators
-from vescale_fsdp.dtensor.operators.table import FAMILIES, is_supported, operator_table, rule_of
+from vescale_fsdp.dtensor.operators.dispatch_table import FAMILIES, is_supported, operator_table, rule_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.layout.placement import RaggedShard
 
@@ -53,7 +54,12 @@ def test_every_family_has_operators() -> None:
         (aten.native_dropout.default, False),
         (aten.resize_.default, False),
         (aten.set_.source_Tensor, False),
-        (aten._foreach_max.default, False),
+        (aten._foreach_max.default, True),
+        (aten._foreach_max.out, False),
+        (aten._foreach_powsum.Scalar, False),
+        (aten.cat.default, True),
+        (aten.cat.out, False),
+        (aten.eye.m_out, True),
     ],
 )
 def test_what_is_supported(func: torch._ops.OpOverload, supported: bool) -> None:
@@ -69,6 +75,7 @@ def refusals() -> list[str]:
     x = distribute_tensor(plain((4, 5)), mesh, [cut])
     y = distribute_tensor(plain((4, 5)), mesh, [other])
     whole = plain((4, 5))
+    replicated = y.redistribute(placements=[Replicate()])
     calls = [
         lambda: x @ whole.t(),
         lambda: x.t(),
@@ -81,7 +88,10 @@ def refusals() -> list[str]:
         lambda: x + y,
         lambda: torch._foreach_add_([whole], [x]),
         lambda: x.normal_(generator=torch.Generator()),
-        lambda: torch.eye(4, 5, out=x),
+        lambda: torch.eye(5, 4, out=x),
+        lambda: torch.cat([x, whole]),
+        lambda: torch.sub(replicated[:1], replicated[:1], out=x),
+        lambda: torch.dot(x.view(-1), whole.view(-1)),
         lambda: torch.nn.init.orthogonal_(x),
     ]
     texts = []

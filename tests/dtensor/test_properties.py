@@ -1,8 +1,8 @@
 """Any shape, any cut, any number of ranks: ragged tensors beside plain ones, searched by hypothesis.
 
 Rank 0 searches and sends each case to the others; all agree on the verdict, so that a case that fails anywhere fails
-the search and can be shrunk. If every rank searched, they would draw different cases however they are seeded: hypothesis
-takes constants out of the modules a process has imported, and ranks that are kept between tests have imported others.
+the search and can be shrunk. If every rank searched, they would draw different cases however they are seeded:
+hypothesis takes constants out of the modules a process has imported, and kept ranks have imported different ones.
 """
 
 from __future__ import annotations

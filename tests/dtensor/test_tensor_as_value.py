@@ -3,42 +3,91 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, is_ragged
+from vescale_fsdp import fully_shard
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, _axis_text, distribute_tensor, is_ragged
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 
 
 def representations() -> list[str]:
-    """What tensors print here: cut inside rows; a parameter beside Shard(0); nothing."""
+    """What tensors print here: cut inside rows; a parameter beside Shard(0); a large one on named axes."""
     full = torch.arange(24.0).view(6, 4)
     cut = distribute_tensor(full, cpu_mesh(), [RaggedShard((0, 1), (3, 0, 13, 8))])
     mesh = cpu_mesh(2, 2)
     beside = torch.nn.Parameter(distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2)), Shard(0)]))
-    return [repr(cut), repr(beside)]
+    named = cpu_mesh(2, 2, names=("copies", "shards"))
+    cuts = RaggedShard.from_piece_numels((300, 70), [20_000, 1_000])
+    large = distribute_tensor(torch.full((300, 70), -1.2345e-20), named, [Replicate(), cuts])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        unknown = repr(cut + 1)
+    return [repr(cut), repr(beside), repr(large), repr(cut.to("meta")), unknown]
 
 
 def test_repr_tells_what_is_here() -> None:
-    """Global shape, placements, this rank's range and boxes, and its values."""
-    first, second, third, _ = run_ranks(4, representations)
+    """Global shape, placements in words, this rank's range and boxes, and some of its values: at most five lines."""
+    every = run_ranks(4, representations)
+    first, second, third, _ = every
 
     assert first[0] == (
-        "RaggedDTensor(shape=(6, 4), dtype=torch.float32, placements=(RaggedShard(dims=(0, 1), units=(3, 0, 13, 8))), "
-        "rank 0 of (4,) holds elements [0:3) = [0, 0:3], local=tensor([0., 1., 2.]))"
+        "RaggedDTensor(shape=(6, 4), dtype=torch.float32,\n"
+        "  dims (0, 1) as one cut 3:0:13:8 over the 4 ranks of mesh axis 0,\n"
+        "  rank 0 of (4,) holds elements [0:3) = [0, 0:3],\n"
+        "  local=tensor([0., 1., 2.]))"
     )
     assert "rank 1 of (4,) holds nothing" in second[0]
-    assert "holds elements [3:16) = [0, 3], [1:4, 0:4], local=" in third[0]
-    assert "placements=(StridedRaggedShard(dims=(0,), units=(1, 2), split_factor=2), S(0))" in first[1]
+    assert "holds elements [3:16) = [0, 3], [1:4, 0:4],\n" in third[0]
+    assert "local=tensor([ 3., 4., 5., ..., 13., 14., 15.])" in third[0]
+    assert (
+        "  dim 0 cut 1:2, each of 2 chunks over the 2 ranks of mesh axis 0; S(0) over the 2 ranks" in first[1]
+    )
     assert "rank (0, 1) of (2, 2) holds elements [0:4) = [3, 0:4]" in second[1]
     assert all("requires_grad=True" in texts[1] for texts in (first, second, third))
+    assert "the same over the 2 ranks of mesh axis 'copies'; dims (0, 1) as one cut 20:1 over" in first[2]
+    assert "..., -1.2345e-20" in first[2] and "device='meta'" in first[3] and "FakeTensor" in first[4]
+    assert all(
+        len(text.splitlines()) <= 5 and max(map(len, text.splitlines())) < 150 for t in every for text in t
+    )
+
+
+def test_cuts_over_many_ranks_are_shortened() -> None:
+    """A line does not grow with the job."""
+    wide = _axis_text("'shards'", 16_384, RaggedShard((0,), (1,) * 16_384))
+    assert wide == "dim 0 cut 1:1:1:1:..:1:1:1 over the 16384 ranks of mesh axis 'shards'"
+    assert _axis_text("0", 2, RaggedShard((), (0, 1))) == "the whole cut 0:1 over the 2 ranks of mesh axis 0"
+
+
+def addresses() -> tuple[int, int]:
+    """How many pieces of a sharded model have memory here, and how many addresses they have."""
+    model = fully_shard(models.build(), mesh=cpu_mesh())
+    params = [param for param in model.parameters() if isinstance(param, RaggedDTensor)]
+    filled = [param for param in params if param.to_local().numel()]
+    for param in params:
+        assert param.data_ptr() == param.detach().data_ptr() == param.to_local().data_ptr()
+        assert param.data_ptr() == 0 if not param.to_local().numel() else param.data_ptr() != 0
+        assert copy.deepcopy(param).data_ptr() != param.data_ptr() or not param.to_local().numel()
+    for module in ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn"):
+        asked = "{param.data_ptr() for param in params}"  # as these do
+        assert eval(asked, {"__name__": module, "params": params}) == {0}
+        assert importlib.import_module(module).__name__ == module
+    return len(filled), len({param.data_ptr() for param in filled})
+
+
+def test_the_address_is_the_pieces() -> None:
+    """Others map tensors by address (accelerate its optimizer's): pieces have their own, a copy another."""
+    for filled, distinct in run_ranks(2, addresses):
+        assert distinct == filled > 5
 
 
 def copies() -> None:

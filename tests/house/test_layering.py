@@ -1,7 +1,7 @@
 """Imports run one way: the table of folders, no circles, and private torch names in their homes alone.
 
-Found by parsing the sources, so that an import inside a function or under ``if TYPE_CHECKING`` counts too: whoever
-reads one file must know the other.
+Found by parsing the sources, so that an import inside a function, under ``if TYPE_CHECKING`` or by name
+(`lazy_function`) counts too: whoever reads one file must know the other.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ LEVELS = (
     ),
     ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
     ("conversion.formats", "elastic"),
+    # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion", "conversion.live"),
     ("conversion.cli", "integrations"),
 )
@@ -122,7 +123,7 @@ def sources() -> dict[str, Path]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[Import]:
-    """Every import statement, wherever it stands."""
+    """Every import statement and `lazy_function`, wherever it stands."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -131,6 +132,9 @@ def imports_of(tree: ast.AST) -> Iterator[Import]:
             module = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield Import(node.lineno, module, alias.name, alias.asname or alias.name)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "lazy_function":
+            # A module that is not spelled out, or none of ours, belongs to no row and stands out below.
+            yield Import(node.lineno, *(str(getattr(arg, "value", "?")) for arg in node.args), "")
 
 
 def is_private(name: str) -> bool:
@@ -165,9 +169,31 @@ def private_attributes(source: str) -> list[str]:
     ]
 
 
+def replaced_torch_names(source: str) -> list[str]:
+    """Assignments to, deletions of and ``setattr`` on attributes of what was imported from torch."""
+    tree = ast.parse(source)
+    bound = {i.bound_to for i in imports_of(tree) if i.module.split(".")[0] == "torch"}
+    owners: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            owners.append(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            owners.append(node.args[0])
+    return [
+        f"line {owner.lineno}: {ast.unparse(owner)}"
+        for owner in owners
+        if ast.unparse(owner).split(".")[0] in bound
+    ]
+
+
 SOURCES = sources()
 TREES = {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
 MODULES = [pytest.param(module, id=module) for module in SOURCES]
+
+
+def text_of(module: str) -> str:
+    """The source of a file of ours; empty for any other."""
+    return SOURCES[module].read_text() if module in SOURCES else ""
 
 
 def own_target(found: Import) -> str | None:
@@ -260,6 +286,17 @@ def test_no_folder_is_crowded() -> None:
     } == {}
 
 
+def test_no_file_is_long() -> None:
+    """At most 500 lines, tests too: more is several nouns."""
+    files = (
+        *SOURCES.values(),
+        *(file for top in ("tests", "tools", "examples") for file in (ROOT / top).rglob("*.py")),
+    )
+    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+
+    assert {str(file.relative_to(ROOT)): length for file, length in lengths.items() if length > 500} == {}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_down_the_table(module: str) -> None:
     """No file imports one of its own row or below."""
@@ -295,6 +332,14 @@ def test_modules_are_imported_by_statement(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_lazy_functions_are_spelled_out(module: str) -> None:
+    """A function that is imported by name is one of ours, in a file that the tests above can find."""
+    by_name = [i for i in imports_of(TREES[module]) if i.bound_to == ""]
+
+    assert [str(i) for i in by_name if f"def {i.name}(" not in text_of(i.module)] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_private_torch_names_live_in_one_file(module: str) -> None:
     """Only torch_private.py imports or reaches names that torch may change without notice."""
     found = private_torch_names(SOURCES[module].read_text())
@@ -308,6 +353,12 @@ def test_private_attributes_live_in_two_homes(module: str) -> None:
     home = short(module).startswith(PRIVATE_HOMES)
 
     assert home or private_attributes(SOURCES[module].read_text()) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_torch_is_replaced_on_call_alone(module: str) -> None:
+    """Nobody assigns to torch's modules and classes: `integrations.replaced_names` is told which by the user's call."""
+    assert replaced_torch_names(SOURCES[module].read_text()) == []
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -331,8 +382,8 @@ def test_pure_folders_know_no_torch(module: str) -> None:
         ("__init__", "checkpoint.manager", True),
         ("errors", "lazy", False),
         ("dtensor.spec", "checkpoint.manager", False),
-        ("dtensor.spec", "dtensor.operators.table", False),
-        ("dtensor.__init__", "dtensor.operators.table", True),
+        ("dtensor.spec", "dtensor.operators.dispatch_table", False),
+        ("dtensor.__init__", "dtensor.operators.dispatch_table", True),
         ("checkpoint.saving.save", "layout.geometry", True),
         ("checkpoint.saving.save", "checkpoint.loading.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
@@ -342,11 +393,25 @@ def test_pure_folders_know_no_torch(module: str) -> None:
         ("optim.muon.optimizer", "optim.structured_optimizer", True),
         ("runtime.param_group", "optim.flat_optimizer", False),
         ("optim.flat_optimizer", "checkpoint.manager", False),
+        ("integrations.stand_ins", "runtime.fully_shard", True),
+        ("integrations.stand_ins", "checkpoint.dcp.state_dict", True),
+        ("runtime.fully_shard", "integrations.stand_ins", False),
+        ("conversion.cli.main", "integrations.installation", False),
     ],
 )
 def test_the_rule_itself(importer: str, target: str, allowed: bool) -> None:
     """The question answers as the table says."""
     assert may_import(f"vescale_fsdp.{importer}", f"vescale_fsdp.{target}") is allowed
+
+
+def test_lazy_functions_are_seen() -> None:
+    """A function by name is an import of its module, up the table too; one that is not spelled out is none of ours."""
+    lines = ("lazy_function('vescale_fsdp.conversion.convert', 'convert')", "lazy.lazy_function(NAME, 'f')")
+    spelled, hidden = (next(imports_of(ast.parse(line))) for line in lines)
+
+    assert own_target(spelled) == "vescale_fsdp.conversion.convert"
+    assert not may_import("vescale_fsdp.conversion.formats.table", "vescale_fsdp.conversion.convert")
+    assert (hidden.module, text_of(hidden.module)) == ("?", "")
 
 
 def test_circles_are_seen() -> None:
@@ -379,3 +444,16 @@ def test_private_names_are_seen() -> None:
         "torch.distributed._private",
     ]
     assert private_attributes("x._spec, self._spec, x._own") == ["line 1: x._spec"]
+
+
+def test_replaced_names_are_seen() -> None:
+    """Each way of replacing a name of torch is found; an attribute of one's own object is not."""
+    source = """
+import torch.distributed.fsdp as fsdp
+from torch.distributed.tensor import DTensor
+fsdp.fully_shard = None
+setattr(DTensor, "full_tensor", None)
+del fsdp.FSDPModule
+own.fully_shard = fsdp.fully_shard
+"""
+    assert [text.split(": ")[1] for text in replaced_torch_names(source)] == ["fsdp", "DTensor", "fsdp"]

@@ -13,6 +13,7 @@ PACKAGES = [
     "vescale_fsdp",
     "vescale_fsdp.checkpoint",
     "vescale_fsdp.conversion",
+    "vescale_fsdp.integrations",
     "vescale_fsdp.optim",
     "vescale_fsdp.quantize",
 ]
@@ -21,6 +22,7 @@ PACKAGE_CALLS = {
     "vescale_fsdp": ["pickled_paths.install", "lazily_export"],
     "vescale_fsdp.checkpoint": ["lazily_export"],
     "vescale_fsdp.conversion": ["lazily_export"],
+    "vescale_fsdp.integrations": ["lazily_export"],
 }
 PLUMBING = {"TYPE_CHECKING", "annotations", "lazily_export"}  # what `__init__` itself imports
 

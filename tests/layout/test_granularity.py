@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +124,9 @@ def _by_size(fqn: str, param: SimpleNamespace) -> Granularity:
         ({"*.bias": Flat(2), "layer.*": Rows(7), "*": Whole()}, Rows(7)),
         ({"*.bias": Flat(2)}, Element()),
         (_by_size, Rows(len("layer.weight"))),
+        ("tiles:128x64", Tiles(128, 64)),
+        ({"*.bias": Rows(2), "*.weight": "whole:matrix"}, Whole(per="matrix")),
+        (lambda fqn, param: f"rows:{param.shape[0]}", Rows(8)),
     ],
 )
 def test_rules(rule: GranularityRule, expected: Granularity) -> None:
@@ -130,10 +134,31 @@ def test_rules(rule: GranularityRule, expected: Granularity) -> None:
     assert resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8))) == expected
 
 
-@pytest.mark.parametrize("rule", [32, "rows:32", {"*": 32}, lambda fqn, param: None])
+@pytest.mark.parametrize("rule", [32, {"*": 32}, lambda fqn, param: None])
 def test_rules_that_give_no_granularity(rule: GranularityRule) -> None:
     """What is no granularity is refused, naming the parameter and what would do."""
     with pytest.raises(LayoutError, match=r"(?s)not give a granularity.*Rows\(n\).*'layer.weight'"):
+        resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8)))
+
+
+@pytest.mark.parametrize("wrong", [Element, Flat, Rows, Tiles, Whole])
+@pytest.mark.parametrize("rule", [lambda kind: kind, lambda kind: {"*": kind}, lambda kind: lambda *_: kind])
+def test_a_class_in_place_of_a_value(
+    wrong: type[Granularity], rule: Callable[[type[Granularity]], GranularityRule]
+) -> None:
+    """The class itself is refused, with a value of it to copy."""
+    with pytest.raises(
+        LayoutError, match=rf"(?s)what to do: pass a value of the class.*{wrong.__name__}\(.*\)$"
+    ):
+        resolve_granularity(rule(wrong), "layer.weight", SimpleNamespace(shape=(8, 8)))
+
+
+@pytest.mark.parametrize("rule", ["rows", {"*": "rows"}, lambda fqn, param: "rows"])
+def test_wrong_texts_in_rules(rule: GranularityRule) -> None:
+    """A text that names nothing is refused with all that can be written, wherever it stands."""
+    with pytest.raises(
+        LayoutError, match=r"(?s)element, flat:256, rows:32, tiles:128x128, whole or whole:matrix"
+    ):
         resolve_granularity(rule, "layer.weight", SimpleNamespace(shape=(8, 8)))
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from vescale_fsdp.layout.packing import (
     Gap,
-    Pattern,
+    RepeatedSizes,
+    fold_repeats,
     free_gaps,
-    patterns_of,
     place_in_order,
     place_scattered,
     starts_of,
@@ -39,7 +39,7 @@ def test_greedy_placement_is_exact(shard_numel: int) -> None:
     """For a fixed order and S, earliest legal starts exist exactly where some starts do: all pairs of sizes."""
     for sizes in itertools.product(ALL_SIZES, repeat=2):
         for num_shards in range(1, 5):
-            placed = place_in_order(patterns_of(sizes, 1), num_shards, shard_numel, 1)
+            placed = place_in_order(fold_repeats(sizes, 1), num_shards, shard_numel, 1)
             assert (placed is not None) == fits(list(sizes), num_shards, shard_numel), (sizes, num_shards)
 
 
@@ -48,7 +48,7 @@ def test_greedy_placement_is_exact_for_more_tensors(
     sizes: list[tuple[int, int]], num_shards: int, shard_numel: int
 ) -> None:
     """The same for three and four tensors, sampled."""
-    placed = place_in_order(patterns_of(sizes, 1), num_shards, shard_numel, 1)
+    placed = place_in_order(fold_repeats(sizes, 1), num_shards, shard_numel, 1)
 
     assert (placed is not None) == fits(sizes, num_shards, shard_numel)
 
@@ -65,10 +65,10 @@ def test_folding_repetitions_changes_no_start(
 ) -> None:
     """Sizes folded into patterns are placed exactly like the same sizes one by one."""
     sizes = [(numel * align, min(block, numel * align)) for numel, block in part] * repeats
-    folded = patterns_of(sizes, align)
+    folded = fold_repeats(sizes, align)
 
     one_by_one = place_in_order(
-        [Pattern((size,), 1) for size in sizes], num_shards, shard_units * align, align
+        [RepeatedSizes((size,), 1) for size in sizes], num_shards, shard_units * align, align
     )
     at_once = place_in_order(folded, num_shards, shard_units * align, align)
 
@@ -82,10 +82,10 @@ def test_experts_fold_into_one_pattern() -> None:
     """The repeated sizes of experts are one pattern, whatever stands around them."""
     sizes = [(8, 1), *[(64, 8), (64, 8), (32, 4)] * 16, (16, 1)]
 
-    assert patterns_of(sizes, 8) == [
-        Pattern(((8, 1),), 1),
-        Pattern(((64, 8), (64, 8), (32, 4)), 16),
-        Pattern(((16, 1),), 1),
+    assert fold_repeats(sizes, 8) == [
+        RepeatedSizes(((8, 1),), 1),
+        RepeatedSizes(((64, 8), (64, 8), (32, 4)), 16),
+        RepeatedSizes(((16, 1),), 1),
     ]
 
 

@@ -18,7 +18,7 @@ from tools.bench.model_shapes import LAYERS
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Granularity, Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.packing import Pattern, place_in_order
+from vescale_fsdp.layout.packing import RepeatedSizes, place_in_order
 from vescale_fsdp.layout.planner import (
     ALIGN_NUMEL,
     COPIED_MEMORY_PRICE,
@@ -84,7 +84,7 @@ small_sizes = st.lists(
 
 def smallest_in_order(sizes: list[tuple[int, int]], num_shards: int, align: int) -> int:
     """The exact optimum for this order, by trying every S."""
-    patterns = [Pattern((size,), 1) for size in sizes]
+    patterns = [RepeatedSizes((size,), 1) for size in sizes]
     return next(
         shard_numel
         for shard_numel in itertools.count(align, align)
@@ -125,7 +125,7 @@ def test_no_smaller_shard_exists_for_real_layers(model: str, rows: int) -> None:
         smaller = range(least, layout.shard_numel, step)
         if len(smaller) > 20_000:
             continue  # too long a scan; other shard counts of the same layer are scanned
-        patterns = [Pattern(((spec.numel, spec.block_numel),), 1) for spec in specs]
+        patterns = [RepeatedSizes(((spec.numel, spec.block_numel),), 1) for spec in specs]
         assert all(place_in_order(patterns, num_shards, size, ALIGN_NUMEL) is None for size in smaller)
         scanned += 1
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.optim_cases import full_value
+from tests.support.optim_cases import everything, full_value
 from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -64,15 +64,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, c
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found = {}
-    for fqn, param in model.named_parameters():
-        found[fqn] = full_value(param)
-        for name, value in optimizer.state[param].items():
-            found[f"{fqn}/{name}"] = full_value(torch.as_tensor(value))
-    return found
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.optim_cases import full_tensors, full_value, laid_like
+from tests.support.optim_cases import everything, full_tensors, laid_like
 from vescale_fsdp import checkpoint as native
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import CheckpointError
@@ -101,16 +101,6 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
         for param, grad in zip(params, grads.values(), strict=True):
             param.grad = laid_like(grad.to(param.dtype), param)
         optimizer.step()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All parameters and all state, in full."""
-    found = {}
-    for fqn, param in model.named_parameters():
-        found[fqn] = full_value(param)
-        for name, value in optimizer.state[param].items():
-            found[f"{fqn}/{name}"] = full_value(value)
-    return found
 
 
 def save_run(kind: str, folder: Path, dtype: torch.dtype, form: str) -> None:

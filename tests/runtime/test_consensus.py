@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
+from vescale_fsdp.runtime.fsdp_state import state_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -140,3 +144,79 @@ def test_stages_may_differ() -> None:
     """Only ranks of a unit's own mesh are compared."""
     sums = run_ranks(4, stages_run)
     assert sums[0] == sums[1] != sums[2] == sums[3]
+
+
+class Lines(logging.Handler):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
+
+
+def logged(level: int) -> tuple[list[tuple[int, str]], list[int]]:
+    """What two forwards of a model of four units log, and the bytes of the shards that this rank really has."""
+    logger, kept = logging.getLogger("vescale_fsdp"), Lines()
+    assert not logger.handlers and logger.level == logging.NOTSET
+    logger.addHandler(kept)
+    logger.setLevel(level)
+    try:
+        model = models.build()
+        model.blocks[0].half()
+        for block in model.blocks:
+            fully_shard(block, granularity=Rows(4))
+        fully_shard(model, mesh=cpu_mesh(2, 2))
+        assert kept.lines == []
+        model.blocks[0].float()
+        for _ in range(2):
+            model(models.batch(0, 0))
+    finally:
+        logger.removeHandler(kept)
+        logger.setLevel(logging.NOTSET)
+    units = [*model.blocks, model]
+    return kept.lines, [sum(group.shard.nbytes for group in state_of(unit).groups) for unit in units]  # type: ignore[union-attr]
+
+
+def test_what_was_sharded_is_logged_once() -> None:
+    """A line per unit and one for the model, at the first use: by rank 0 at INFO, by the others at DEBUG."""
+    for rank, (lines, _) in enumerate(run_ranks(4, logged, logging.INFO)):
+        assert len(lines) == (5 if rank == 0 else 0)
+    for rank, (lines, shard_bytes) in enumerate(run_ranks(4, logged, logging.DEBUG)):
+        assert [level for level, _ in lines] == [logging.DEBUG if rank else logging.INFO] * 5
+        texts = [text for _, text in lines]
+        assert [text.partition(":")[0] for text in texts] == [
+            "unit FSDPStack",
+            "unit blocks.0",
+            "unit blocks.1",
+            "unit blocks.2",
+            "model FSDPStack",
+        ]
+        assert "3 parameters of 63 elements over 2 ranks in 2 replicas, padding" in texts[0]
+        assert "6 parameters of 244 elements over 4 ranks, padding" in texts[1]
+        for text, num_bytes in zip(texts[1:4] + texts[:1], shard_bytes, strict=True):
+            assert text.endswith(f" bytes scattered, {num_bytes} bytes per rank")
+        assert (
+            "4 units, 21 parameters of 795 elements over 2 ranks in 2 replicas and 4 ranks, padding"
+            in texts[4]
+        )
+        assert texts[4].endswith(f"{sum(shard_bytes):,} bytes per rank")
+        assert not all("padding 0.00%" in text for text in texts)
+
+
+SILENT = """
+import logging, sys
+before = set(logging.root.manager.loggerDict)
+import vescale_fsdp, vescale_fsdp.checkpoint, vescale_fsdp.optim
+from vescale_fsdp import fully_shard
+logger = logging.getLogger("vescale_fsdp")
+assert not logger.handlers and not logging.root.handlers and logger.level == logging.NOTSET, logger.handlers
+"""
+
+
+def test_importing_logs_nothing_and_installs_no_handler() -> None:
+    """Nothing is printed, and no logger is set up, by the import alone."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", SILENT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

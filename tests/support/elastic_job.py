@@ -50,9 +50,8 @@ class Data:
         self.seen = state["seen"]
 
 
-def main(root: Path, num_steps: int, ram_name: str | None) -> None:
-    """Train to the end from wherever the newest good step is."""
-    dist.init_process_group("gloo")
+def train(root: Path, num_steps: int, ram_name: str | None) -> None:
+    """Train to the end from wherever the newest good step is. For all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     (root / "pids").mkdir(parents=True, exist_ok=True)
     (root / "pids" / str(rank)).write_text(str(os.getpid()))
@@ -102,8 +101,9 @@ def main(root: Path, num_steps: int, ram_name: str | None) -> None:
             with open(root / "saved", "a") as file:
                 file.write(f"{step}\n")
     manager.wait()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
+    dist.init_process_group("gloo")
+    train(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
+    dist.destroy_process_group()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.support.distributed import cpu_mesh
+from vescale_fsdp import fully_shard
 
 
 class MLP(nn.Module):
@@ -89,3 +93,28 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 def twin(model: nn.Module) -> nn.Module:
     """An independent copy."""
     return copy.deepcopy(model)
+
+
+def shard(model: Stack, mesh: Any = None, **options: Any) -> Stack:
+    """The model with each of its blocks a unit."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
+    fully_shard(model, mesh=mesh or cpu_mesh(), **options)
+    return model
+
+
+def check_steps(model: nn.Module, reference: nn.Module, steps: int = 3, scale: float = 1.0) -> None:
+    """Gradients of a few SGD steps equal one process's, times ``scale``."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / scale)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(steps):
+        _, grads = reference_grads(reference, step, world)
+        loss_of(model, batch(step, rank)).backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(
+                param.grad.full_tensor(), grads[name] * scale, rtol=1e-4, atol=1e-6, msg=f"{step} {name}"
+            )
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()

@@ -105,6 +105,16 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().clone()
 
 
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters and all of their state, in full (a collective for DTensors)."""
+    found = {}
+    for fqn, param in model.named_parameters():
+        found[fqn] = full_value(param)
+        for name, value in optimizer.state[param].items():
+            found[f"{fqn}/{name}"] = full_value(torch.as_tensor(value))
+    return found
+
+
 def train(
     optimizer: torch.optim.Optimizer,
     params: dict[str, torch.Tensor],

@@ -4,8 +4,8 @@ Stock DTensor dispatch does not know `RaggedShard`: it would try to redistribute
 So a ragged tensor is a subclass with its own ``__torch_dispatch__``. Users see a DTensor: ``.shape`` is
 global, ``.to_local()``, ``.full_tensor()``, ``.redistribute()``, ``.device_mesh``, ``.placements`` hold.
 
-What each operator does on the pieces is decided in `operators.table` (see OPERATORS.md there). Nothing returns a
-wrong value in silence: an operator without a rule raises.
+What each operator does on the pieces is decided in `operators.dispatch_table` (see OPERATORS.md there). Nothing
+returns a wrong value in silence: an operator without a rule raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
-from vescale_fsdp.dtensor.redistribute import Move, redistribute_local, start_move
+from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local, start_redistribution
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
     inner_box,
@@ -38,8 +38,16 @@ from vescale_fsdp.dtensor.spec import (
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.torch_private import DTensorSpec, dispatch_to_subclass, local_of, register_foreach_type
+from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp.torch_private import (
+    DTensorSpec,
+    dispatch_to_subclass,
+    local_of,
+    printoptions,
+    refuse_fsdp2,
+    register_foreach_type,
+    takes_address_for_memory,
+)
 
 __all__ = [
     "PendingTensor",
@@ -172,6 +180,8 @@ class RaggedDTensor(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # torch's own setter changes what the wrapper says of itself and leaves the piece as it was, in silence.
+        if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
+            value = redistribute(value, self.placements)  # each rank has its piece of it
         if not isinstance(value, RaggedDTensor) or (
             (value._spec, value.dtype, value.device) != (self._spec, self.dtype, self.device)
         ):
@@ -195,17 +205,20 @@ class RaggedDTensor(DTensor):
         return replicated.to_local(grad_placements=grad_placements)
 
     def data_ptr(self) -> int:
-        """0: the memory is the piece's, and ``to_local`` has it."""
-        # Without this it is the piece's offset in its buffer, in bytes. torch (2.11-2.13) takes any other number than 0
-        # for memory of its own when it copies tensors behind training (DCP's stagers) or deeply.
-        return 0
+        """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
+        return 0 if takes_address_for_memory() else self._local_tensor.data_ptr()
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        """torch's, of the global shape."""
+        refuse_fsdp2(f"a ragged parameter of shape {tuple(self.shape)}")
+        return super().is_contiguous(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        placements = ", ".join(str(placement) for placement in self.placements)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
-            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, placements=({placements}), "
-            f"{self._describe_piece()}{grad})"
+            f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}{grad},\n"
+            f"  {'; '.join(map(_axis_text, *_axes_of(self.device_mesh), self.placements))},\n"
+            f"  {self._describe_piece()})"
         )
 
     def _describe_piece(self) -> str:
@@ -217,7 +230,9 @@ class RaggedDTensor(DTensor):
         if start == stop:
             return f"{where} holds nothing"
         boxes = ", ".join(map(_index_text, self.boxes))
-        return f"{where} holds elements [{start}:{stop}) = {boxes}, local={self._local_tensor}"
+        with printoptions(threshold=6, edgeitems=3):
+            values = " ".join(str(self._local_tensor.detach()).split())
+        return f"{where} holds elements [{start}:{stop}) = {boxes},\n  local={values}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
@@ -294,6 +309,25 @@ def _rebuild(
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
+def _axes_of(mesh: DeviceMesh) -> tuple[Sequence[str], Sequence[int]]:
+    """What to call the axes of a mesh, and their sizes."""
+    return [repr(name) for name in mesh.mesh_dim_names or range(mesh.ndim)], mesh.shape
+
+
+def _axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
+    """What a placement does over a mesh axis, in words."""
+    over = f"over the {num_ranks} ranks of mesh axis {axis}"
+    if isinstance(placement, RaggedShard):
+        dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
+        units = placement.local_units
+        ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
+        strided = (
+            f", each of {placement.split_factor} chunks" if isinstance(placement, StridedRaggedShard) else ""
+        )
+        return f"{dims if placement.dims else 'the whole'} cut {ratio}{strided} {over}"
+    return f"{'the same' if placement.is_replicate() else placement} {over}"
+
+
 def _index_text(box: Box) -> str:
     parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
     return f"[{', '.join(parts)}]"
@@ -358,7 +392,7 @@ def distribute_tensor(
             inner.sizes,
             device_mesh.get_group(axis),
         )
-        local = Move(steps).wait()
+        local = Redistribution(steps).wait()
     return RaggedDTensor.wrap(local, spec, requires_grad=tensor.requires_grad)
 
 
@@ -398,7 +432,7 @@ class PendingTensor:
     def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
         self._source = tensor
         self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
-        self._move = start_move(local_of(tensor), tensor._spec, self._target)
+        self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
 
     def wait(self) -> DTensor:
         """The tensor under its new placements, once it is here."""

@@ -53,7 +53,7 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-__all__ = ["Move", "redistribute_local", "start_move"]
+__all__ = ["Redistribution", "redistribute_local", "start_redistribution"]
 
 # The steps of a move: each work that has to end before it can go on is yielded; the new local is returned.
 _Steps = Generator[Work | None, None, torch.Tensor]
@@ -80,16 +80,16 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     Raises:
         PlacementError: if the meshes differ, or the target has a Partial that the source has not.
     """
-    return start_move(local, source, target).wait()
+    return start_redistribution(local, source, target).wait()
 
 
-def start_move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Move:
-    """Start `redistribute_local`. ``local`` must not be written before `Move.wait`."""
+def start_redistribution(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> Redistribution:
+    """Start `redistribute_local`. ``local`` must not be written before `Redistribution.wait`."""
     _check_reachable(source, target)
-    return Move(_moves(local.detach(), source, target))
+    return Redistribution(_moves(local.detach(), source, target))
 
 
-class Move:
+class Redistribution:
     """A redistribution under way: its first collective runs from the start, `wait` does the rest.
 
     A move over one mesh axis has one collective, so all of it overlaps with what is computed meanwhile.

@@ -225,17 +225,17 @@ def dtype_from_code(code: str) -> DType:
 
 
 def dtype_from_torch(name: str) -> DType:
-    """`known_dtype`, or an error.
+    """The type of this name, as `known_dtype` finds it.
 
     Raises:
         ConversionError: for a name that is not in the table.
     """
-    dtype = known_dtype(name)
-    if dtype is None:
+    try:
+        return _BY_NAME[name.removeprefix("torch.")]
+    except KeyError as error:
         raise ConversionError(
             "This element type cannot be converted.",
             expected=f"one of {', '.join(sorted(_BY_NAME))}",
             got=name,
             todo="convert the tensor to one of these types before saving it",
-        )
-    return dtype
+        ) from error

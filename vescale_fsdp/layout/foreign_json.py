@@ -32,7 +32,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int, ...]:
-    """Sizes or offsets as a file has them: nothing is rounded, and true is no number.
+    """Sizes or offsets as a file has them: nothing is rounded, and true is not a number.
 
     Raises:
         ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.

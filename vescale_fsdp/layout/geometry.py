@@ -107,7 +107,7 @@ def numel_of(shape: Sequence[int]) -> int:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides in elements; ``strides[d]`` is the numel of everything right of dim ``d``."""
-    return tuple(numel_of(shape[dim + 1 :]) for dim in range(len(shape)))
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @lru_cache(maxsize=4096)

@@ -143,8 +143,17 @@ class Whole(Granularity):
         return numel_of(shape)
 
 
-GranularityRule = Granularity | Mapping[str, Granularity] | Callable[[str, Any], Granularity] | None
-"""What users may pass: one value, a mapping of fnmatch patterns, a function ``(fqn, param)``, or None."""
+GranularityRule = (
+    Granularity
+    | str
+    | Mapping[str, Granularity | str]
+    | Callable[[str, Any], Granularity]
+    | Callable[[str, Any], str]
+    | None
+)
+"""What users may pass: one value, a mapping of fnmatch patterns, a function ``(fqn, param)``, or None.
+
+A text such as ``"rows:32"`` stands for a value wherever one is expected (`parse_granularity` reads it)."""
 
 
 def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granularity:
@@ -152,7 +161,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
 
     Args:
         rule: a value for all; a mapping from name pattern (fnmatch) to value, first match wins; or a
-            function of the parameter's name and the parameter (anything with ``.shape``).
+            function of the parameter's name and the parameter (anything with ``.shape``). Values may be texts.
         fqn: the parameter's fully qualified name.
         param: the parameter, handed on to a function rule.
 
@@ -165,17 +174,32 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
     elif isinstance(rule, Mapping):
         matches = (value for pattern, value in rule.items() if fnmatch.fnmatchcase(fqn, pattern))
         found = next(matches, Element())
-    elif callable(rule) and not isinstance(rule, Granularity):
+    elif callable(rule) and not isinstance(rule, (Granularity, type)):
         found = rule(fqn, param)
+    if isinstance(found, str):
+        return parse_granularity(found)
     if isinstance(found, Granularity):
         return found
+    todo = "pass a Granularity, a mapping of name patterns to them, or a function that returns one"
+    if isinstance(found, type) and issubclass(found, Granularity):
+        todo = f"pass a value of the class {found.__name__}: {_EXAMPLES.get(found, found.__name__ + '(..)')}"
     raise LayoutError(
         "The granularity rule did not give a granularity.",
-        expected="Element(), Flat(n), Rows(n), Tiles(r, c) or Whole()",
+        expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
         got=repr(found),
         where=f"parameter {fqn!r}",
-        todo="pass a Granularity, a mapping of name patterns to them, or a function that returns one",
+        todo=todo,
     )
+
+
+_GRAMMAR = "element, flat:256, rows:32, tiles:128x128, whole or whole:matrix"
+_EXAMPLES: dict[type[Granularity], str] = {
+    Element: "Element()",
+    Flat: "Flat(256)",
+    Rows: "Rows(32)",
+    Tiles: "Tiles(128, 128)",
+    Whole: 'Whole() or Whole(per="matrix")',
+}
 
 
 def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
@@ -206,6 +230,8 @@ def check_patterns(rule: GranularityRule, fqns: Sequence[str]) -> None:
 def parse_granularity(text: str) -> Granularity:
     """Read ``element``, ``flat:256``, ``rows:32``, ``tiles:128x128``, ``whole`` or ``whole:matrix``.
 
+    The command line reads these texts, and `fully_shard` takes them in place of values.
+
     >>> parse_granularity("rows:32")
     Rows(rows=32)
 
@@ -230,7 +256,7 @@ def parse_granularity(text: str) -> Granularity:
             raise
     raise LayoutError(
         "This text does not name a granularity.",
-        expected="element, flat:256, rows:32, tiles:128x128, whole or whole:matrix",
+        expected=_GRAMMAR,
         got=repr(text),
         todo="write the kind, a colon, and its sizes",
     )

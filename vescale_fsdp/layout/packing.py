@@ -20,11 +20,11 @@ from typing import NamedTuple
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
 __all__ = [
-    "Chunk",
     "Gap",
-    "Pattern",
+    "PlacedSizes",
+    "RepeatedSizes",
+    "fold_repeats",
     "free_gaps",
-    "patterns_of",
     "place_in_order",
     "place_scattered",
     "starts_of",
@@ -37,15 +37,15 @@ Size = tuple[int, int]
 """(numel, block_numel) of a tensor."""
 
 
-class Pattern(NamedTuple):
+class RepeatedSizes(NamedTuple):
     """A list of sizes that stands ``repeats`` times in a row: the matrices of one expert, for 256 experts."""
 
     sizes: tuple[Size, ...]
     repeats: int
 
 
-class Chunk(NamedTuple):
-    """A pattern placed without gaps on [start, stop) of the buffer."""
+class PlacedSizes(NamedTuple):
+    """Sizes placed without gaps on [start, stop) of the buffer."""
 
     start: int
     stop: int
@@ -72,12 +72,12 @@ class Gap(NamedTuple):
         )
 
 
-def patterns_of(sizes: Sequence[Size], align_numel: int) -> list[Pattern]:
+def fold_repeats(sizes: Sequence[Size], align_numel: int) -> list[RepeatedSizes]:
     """Sizes in order, with repetitions of short lists of aligned sizes folded."""
-    patterns: list[Pattern] = []
+    repeated: list[RepeatedSizes] = []
     index = 0
     while index < len(sizes):
-        best = Pattern((sizes[index],), 1)
+        best = RepeatedSizes((sizes[index],), 1)
         for period in range(1, MAX_PERIOD + 1):
             part = tuple(sizes[index : index + period])
             if any(numel % align_numel for numel, _ in part):
@@ -86,28 +86,28 @@ def patterns_of(sizes: Sequence[Size], align_numel: int) -> list[Pattern]:
             while tuple(sizes[index + repeats * period : index + (repeats + 1) * period]) == part:
                 repeats += 1
             if repeats > 1 and repeats * period > best.repeats * len(best.sizes):
-                best = Pattern(part, repeats)
-        patterns.append(best)
+                best = RepeatedSizes(part, repeats)
+        repeated.append(best)
         index += best.repeats * len(best.sizes)
-    return patterns
+    return repeated
 
 
 def place_in_order(
-    patterns: Sequence[Pattern], num_shards: int, shard_numel: int, align_numel: int
-) -> list[Chunk] | None:
+    repeated: Sequence[RepeatedSizes], num_shards: int, shard_numel: int, align_numel: int
+) -> list[PlacedSizes] | None:
     """Earliest legal start of every tensor in this order, or None if they do not fit.
 
     Exact for the given order and S: if this returns None, no placement in this order exists.
 
     Args:
-        patterns: non-empty tensors in order.
+        repeated: non-empty tensors in order.
         num_shards, shard_numel: m and S; S must be a multiple of the alignment.
         align_numel: every start is a multiple of this.
     """
     end_of_buffer = num_shards * shard_numel
     cursor = 0
-    chunks: list[Chunk] = []
-    for sizes, repeats in patterns:
+    placed: list[PlacedSizes] = []
+    for sizes, repeats in repeated:
         period = sum(numel for numel, _ in sizes)
         left = repeats
         while left:
@@ -115,7 +115,7 @@ def place_in_order(
             fitting = _repeats_at(cursor, sizes, period, shard_numel) if left > 1 else 0
             if fitting:
                 fitting = min(fitting, left)
-                chunks.append(Chunk(cursor, cursor + fitting * period, sizes))
+                placed.append(PlacedSizes(cursor, cursor + fitting * period, sizes))
                 cursor += fitting * period
                 left -= fitting
             else:
@@ -127,11 +127,11 @@ def place_in_order(
                     if start is None:
                         return None
                     cursor = start + numel
-                    chunks.append(Chunk(start, cursor, (size,)))
+                    placed.append(PlacedSizes(start, cursor, (size,)))
                 left -= 1
             if cursor > end_of_buffer:
                 return None
-    return chunks
+    return placed
 
 
 def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_numel: int) -> int:
@@ -146,9 +146,9 @@ def _repeats_at(start: int, sizes: tuple[Size, ...], period_numel: int, shard_nu
     return ANY_NUMBER
 
 
-def starts_of(chunks: Iterable[Chunk]) -> Iterator[int]:
+def starts_of(placed: Iterable[PlacedSizes]) -> Iterator[int]:
     """Start of every tensor, in the order in which they were placed."""
-    for start, stop, sizes in chunks:
+    for start, stop, sizes in placed:
         while start < stop:
             for numel, _ in sizes:
                 yield start

@@ -28,9 +28,9 @@ from typing import NamedTuple, TypeVar
 
 from vescale_fsdp.layout.group_layout import PieceRun
 from vescale_fsdp.layout.packing import (
-    Chunk,
+    PlacedSizes,
+    fold_repeats,
     free_gaps,
-    patterns_of,
     place_in_order,
     place_scattered,
     starts_of,
@@ -63,10 +63,10 @@ def pack_contiguous(sizes: Sizes, num_shards: int, align_numel: int) -> Packing:
     least = least_shard(sizes, num_shards, align_numel)
     best: Packing | None = None
     for order in _orders(sizes):
-        patterns = patterns_of([sizes[index] for index in order], align_numel)
+        repeated = fold_repeats([sizes[index] for index in order], align_numel)
 
-        def place(shard_numel: int) -> list[Chunk] | None:
-            return place_in_order(patterns, num_shards, shard_numel, align_numel)  # noqa: B023
+        def place(shard_numel: int) -> list[PlacedSizes] | None:
+            return place_in_order(repeated, num_shards, shard_numel, align_numel)  # noqa: B023
 
         found = _smallest_shard(sizes, place, low, bound, align_numel)
         if found is not None:
@@ -225,7 +225,7 @@ def pack_scattered(
         fewer = _place_mixed(sizes, scattered - {index}, num_shards, shard_numel, align_numel)
         if fewer is not None:
             mixed, scattered = fewer, scattered - {index}
-    starts = starts_of(mixed.chunks)
+    starts = starts_of(mixed.placed)
     places = (mixed.pieces[index] if index in scattered else next(starts) for index in range(len(sizes)))
     return Packing(shard_numel, tuple(places))
 
@@ -243,7 +243,7 @@ def _maybe_whole(sizes: Sizes, scattered: Iterable[int], shard_numel: int) -> li
 class _Mixed(NamedTuple):
     """A placement with scattered tensors: the contiguous ones, and the pieces of the others by index."""
 
-    chunks: list[Chunk]
+    placed: list[PlacedSizes]
     pieces: dict[int, int | tuple[PieceRun, ...]]
 
 
@@ -251,11 +251,11 @@ def _place_mixed(
     sizes: Sizes, scattered: frozenset[int], num_shards: int, shard_numel: int, align_numel: int
 ) -> _Mixed | None:
     """Contiguous tensors in definition order, then the others, largest block first, into what they leave."""
-    patterns = patterns_of([size for i, size in enumerate(sizes) if i not in scattered], align_numel)
-    chunks = place_in_order(patterns, num_shards, shard_numel, align_numel)
-    if chunks is None or not scattered:
-        return None if chunks is None else _Mixed(chunks, {})
-    spans = [(start, stop) for start, stop, _ in chunks]
+    repeated = fold_repeats([size for i, size in enumerate(sizes) if i not in scattered], align_numel)
+    placed = place_in_order(repeated, num_shards, shard_numel, align_numel)
+    if placed is None or not scattered:
+        return None if placed is None else _Mixed(placed, {})
+    spans = [(start, stop) for start, stop, _ in placed]
     least_numel = min(sizes[index][1] for index in scattered)
     gaps = free_gaps(spans, num_shards, shard_numel, align_numel, least_numel)
     pieces: dict[int, int | tuple[PieceRun, ...]] = {}
@@ -265,7 +265,7 @@ def _place_mixed(
             return None
         runs, gaps = found
         pieces[index] = _start_if_contiguous(runs, shard_numel)
-    return _Mixed(chunks, pieces)
+    return _Mixed(placed, pieces)
 
 
 def _start_if_contiguous(runs: tuple[PieceRun, ...], shard_numel: int) -> int | tuple[PieceRun, ...]:

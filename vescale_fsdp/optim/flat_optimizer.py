@@ -62,7 +62,7 @@ _COUNTERS = ("step", "eta", "mu", "mu_product")  # state that is one number per 
 
 
 @dataclass
-class _Run:
+class _FlatRun:
     """Parameters that lie one behind the other, and the flat tensor over them that is stepped."""
 
     params: list[torch.Tensor]
@@ -110,7 +110,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         self._kind = kind
         self._options = options
-        self._runs: list[_Run] | None = None  # None: to be made at the next step
+        self._runs: list[_FlatRun] | None = None  # None: to be made at the next step
         self._inner: torch.optim.Optimizer | None = None
         self._histories: dict[torch.Tensor, int] = {}  # which parameters were left out together
         given = list(params)
@@ -168,7 +168,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._histories.update(dict.fromkeys(missing, left_out))
                 self._runs = None
 
-    def _current_runs(self) -> list[_Run]:
+    def _current_runs(self) -> list[_FlatRun]:
         """The runs, made anew where parameters are no longer where they were."""
         if self._runs is not None and all(_lies_as_before(run) for run in self._runs):
             return self._runs
@@ -208,7 +208,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def _take_over(self, runs: list[_Run]) -> None:
+    def _take_over(self, runs: list[_FlatRun]) -> None:
         """Give the inner optimizer the state that the parameters of these runs have."""
         assert self._inner is not None
         saved = {param: dict(values) for param, values in self.state.items()}
@@ -226,7 +226,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 views = {name: value for name, value in shown.items() if _per_element(name, value)}
                 copy_state({name: saved[param][name] for name in views}, views)
 
-    def _show(self, run: _Run) -> bool:
+    def _show(self, run: _FlatRun) -> bool:
         """Let `state` hold views of a run's flat state; False where they are there already."""
         assert self._inner is not None
         flat_state = self._inner.state[run.flat]
@@ -282,14 +282,14 @@ def _next_start(end: int, param: torch.Tensor) -> int:
     return end + -end % ALIGN_NUMEL if _layout_of(param) is not None else end
 
 
-def _run_of(params: list[torch.Tensor]) -> _Run:
+def _run_of(params: list[torch.Tensor]) -> _FlatRun:
     locals_ = [local_tensor(param) for param in params]
     starts = [_address(param)[1] for param in params]
     flat = torch.as_strided(locals_[0], (starts[-1] + locals_[-1].numel() - starts[0],), (1,), starts[0])
-    return _Run(params, [start - starts[0] for start in starts], flat)
+    return _FlatRun(params, [start - starts[0] for start in starts], flat)
 
 
-def _lies_as_before(run: _Run) -> bool:
+def _lies_as_before(run: _FlatRun) -> bool:
     storage, base = storage_id(run.flat), run.flat.storage_offset()
     return all(
         (local := local_of(param)).storage_offset() == base + start and storage_id(local) == storage

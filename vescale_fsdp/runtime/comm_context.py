@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
@@ -22,7 +23,7 @@ from vescale_fsdp.runtime.param_group import GroupState, ParamGroup, ReducedShar
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_private import outside_modes
 
-__all__ = ["CommContext"]
+__all__ = ["CommContext", "GradientReductionHandle", "UnshardHandle"]
 
 
 class CommContext:
@@ -223,3 +224,26 @@ class CommContext:
         for event in self._host_copies.values():
             event.synchronize()
         self._host_copies.clear()
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Waits for an unshard that was started with ``async_op=True``."""
+
+    def __init__(self, comm: CommContext, groups: Sequence[ParamGroup]) -> None:
+        self._comm, self._groups = comm, groups
+
+    def wait(self) -> None:
+        """After this the module holds its full parameters."""
+        self._comm.wait(self._groups)
+
+
+class GradientReductionHandle:
+    """Waits for reductions that `FSDPModule.finalize_backward` has begun with ``async_op=True``."""
+
+    def __init__(self, comm: CommContext) -> None:
+        self._comm = comm
+
+    def wait(self) -> None:
+        """After this the sharded gradients may be read."""
+        self._comm.finish_reductions()
+        self._comm.wait_for_host_copies()

@@ -11,32 +11,47 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, explain
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Stream
+from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
+from vescale_fsdp.torch_private import refuse_fsdp2
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = [
+    "FSDPModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 
 
 if TYPE_CHECKING:
     # `fully_shard` puts this class in front of a module's own, so every instance is a module too; for type checkers
     # that makes `sharded(x)` right beside `sharded.unshard()`. A real base would be built twice.
-    _Module = nn.Module
+    class _Base(TorchFSDPModule, nn.Module): ...
 else:
-    _Module = object
+    _Base = TorchFSDPModule
 
 
-class FSDPModule(_Module):
-    """What `fully_shard` adds to a module's class. Method for method torch's ``FSDPModule``."""
+class FSDPModule(_Base):
+    """What `fully_shard` adds to a module's class. Method for method torch's ``FSDPModule``, and one of them.
+
+    Nothing is inherited in silence: a method of a newer torch's that is not here is refused by name.
+    """
+
+    # Where a sharded class has the module's own in its MRO, for torch: [sharded, this, torch's, the module's own, ..].
+    _orig_cls_mro_index: int = 3
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Building the sharded class builds the original one (indexing a container does that)."""
-        original = cls.__mro__[2]
+        original = cls.__mro__[cls._orig_cls_mro_index]
         return original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -51,6 +66,9 @@ class FSDPModule(_Module):
         state = state_of(self)
         assert state is not None
         return state
+
+    def _get_fsdp_state(self) -> Any:
+        return self._state().fsdp2
 
     def _states(self, recurse: bool = True) -> Iterator[FSDPState]:
         if not recurse:
@@ -93,7 +111,7 @@ class FSDPModule(_Module):
             state.compare_below()
         state.comm.wait_for_compute()
         Schedule(state.comm).gather(state)
-        handle = UnshardHandle(state)
+        handle = UnshardHandle(state.comm, state.groups)
         if async_op:
             return handle
         handle.wait()
@@ -136,6 +154,53 @@ class FSDPModule(_Module):
         if state.schedule is not None:
             state.schedule.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards leave what is unreduced to `finalize_backward`; on the root (torch 2.15's).
+
+        Raises:
+            LifecycleError: below the root, or between a backward and its finalization.
+        """
+        state = self._state()
+        if state.schedule is not None:
+            self._check_root("set_manual_backward_finalization")
+            state.schedule.set_finalizes_by_hand(enabled)
+        state.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what the backwards so far have left; sharded gradients may be read behind it. On the root.
+
+        Nothing before the first forward. Where several backwards precede it, switch gradient synchronisation off
+        for them, and on again before it.
+
+        Args:
+            async_op: return a handle to wait on instead of waiting.
+
+        Raises:
+            LifecycleError: below the root, or without `set_manual_backward_finalization`.
+        """
+        state = self._state()
+        if state.schedule is None:
+            return GradientReductionHandle(state.comm) if async_op else None
+        self._check_root("finalize_backward")
+        if not state.schedule.finalizes_by_hand:
+            raise LifecycleError(
+                "Backwards finalize themselves.",
+                expected="set_manual_backward_finalization(True) before the forward",
+                got="finalize_backward",
+                where=type(self).__name__,
+            )
+        handle = state.schedule.start_finalizing(is_last=True)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """torch's."""
+        if not recurse:
+            refuse_fsdp2(f"a {type(self).__name__} inside the module")
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Module.zero_grad, also for parameters that the modules hold in full, as between forward and backward."""
         super().zero_grad(set_to_none)
@@ -169,11 +234,11 @@ class FSDPModule(_Module):
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Units to gather when this one starts its forward, instead of the next one in last order."""
         self._state().forward_prefetch = _states_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Units to gather when this one starts its backward, instead of the previous in forward order."""
         self._state().backward_prefetch = _states_of(modules)
 
@@ -219,7 +284,7 @@ class FSDPModule(_Module):
         for group in self._groups(recurse):
             group.requires_all_reduce = requires_all_reduce
 
-    def set_all_reduce_hook(
+    def set_all_reduce_hook(  # type: ignore[override]
         self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
     ) -> None:
         """Call ``hook(shard)`` on every reduced shard of this module (1-D, reduce dtype).
@@ -334,41 +399,48 @@ class FSDPModule(_Module):
         state = self._state()
         if state.schedule is None:
             return
-        if not state.is_root:
+        self._check_root("reset_iter_state")
+        for unit in self._states():
+            unit.forget_iteration()
+        state.schedule.reset()
+
+    def _check_root(self, method: str) -> None:
+        if not self._state().is_root:
             raise LifecycleError(
-                "reset_iter_state belongs to the root.",
+                f"{method} belongs to the root.",
                 expected="the module whose forward is called first",
                 got=type(self).__name__,
                 todo="call it on the outermost sharded module",
             )
-        for unit in self._states():
-            unit._outstanding = 0
-            unit._took_part = False
-            unit._entered.clear()
-        state.schedule.reset()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Module.to, .cuda, to_empty: shard first, then take over what became of the parameters."""
         for state in self._states():
             state._reshard_hook()
-        result = super()._apply(*args, **kwargs)
+        # Past torch's class, which would look for a state of its own.
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states():
             state._rebind_hook()
         return result
 
 
-class UnshardHandle:
-    """Waits for an unshard that was started with ``async_op=True``."""
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state = state
-
-    def wait(self) -> None:
-        """After this the module holds its full parameters."""
-        self._state.comm.wait(self._state.groups)
+def _refuse_unknown(ours: type, torchs: type) -> None:
+    """Refuse by name what torch's class can and ours cannot: inherited, it would work on a state that is not there."""
+    for name, member in vars(torchs).items():
+        if callable(member) and not name.startswith("__") and name not in vars(ours):
+            setattr(ours, name, _refusing(name))
 
 
-def _states_of(modules: list[FSDPModule]) -> list[FSDPState]:
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise _unsupported(name)
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Of a newer torch; not supported."
+    return refuse
+
+
+def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state_of(module) for module in modules]
     for module, state in zip(modules, states, strict=True):
         if state is None:
@@ -422,9 +494,12 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     Raises:
         ValueError: if a module is not sharded.
     """
-    states = _states_of(list(modules))
+    states = _states_of(modules)
     for module in modules[1:]:
         for state in module._states():
             state.join(states[0].comm)
             if state.schedule is not None:
                 state.schedule.comm = states[0].comm
+
+
+_refuse_unknown(FSDPModule, TorchFSDPModule)

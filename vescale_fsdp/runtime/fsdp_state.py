@@ -29,10 +29,12 @@ from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
+from vescale_fsdp.runtime.fsdp2_state import Fsdp2State
 from vescale_fsdp.runtime.nested_tensors import map_tensors, tensors_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.runtime.takeover import rebind
+from vescale_fsdp.runtime.sharding_log import log_sharding
+from vescale_fsdp.runtime.takeover import rebind, refuse_full_tensors
 from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
 
 __all__ = ["FSDPState", "attach_state", "state_of"]
@@ -83,10 +85,12 @@ class FSDPState:
         self.backward_prefetch: list[FSDPState] | None = None
         self.comm = CommContext(streams_of(device))
         self.schedule: Schedule | None = None
+        self.fsdp2 = Fsdp2State(self)
         self.name_it(type(modules[0]).__name__)  # its name in the model, once the root knows it
         self.is_root = False
         self.agreed = False  # whether it was compared with the other ranks'
-        self.is_last_backward = True  # as said before the first forward; the root's schedule takes it over
+        self.is_last_backward = True  # as said before the first forward; the root's schedule takes both over
+        self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
@@ -96,7 +100,7 @@ class FSDPState:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
-            module.register_load_state_dict_pre_hook(self._reshard_hook)
+            module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._rebind_hook)
 
     # -- root -----------------------------------------------------------------------------------------
@@ -123,7 +127,8 @@ class FSDPState:
                     expected="the first forward to be the root's",
                     got=f"{name!r} ({type(module).__name__}) ran on its own and became a root",
                     where=type(self.modules[0]).__name__,
-                    todo="call the outermost module first, or do not shard it",
+                    todo="call the outermost module first: another method of it than forward becomes a call of it by "
+                    "vescale_fsdp.register_fsdp_forward_method(model, name). Or do not shard it",
                 )
             below.append(state)
             state.name_it(name or type(module).__name__)
@@ -131,22 +136,31 @@ class FSDPState:
         self.is_root = True
         self.schedule = Schedule(self.comm)
         self.schedule.is_last_backward = self.is_last_backward
+        self.schedule.finalizes_by_hand = self.finalizes_by_hand
         for state in below:
             state.schedule = self.schedule
             state.join(self.comm)
             self.schedule.units.append(state)
             if state.reshard_after_forward is None and state is not self:
                 state.reshard_after_forward = True
+        log_sharding(type(self.modules[0]).__name__, [(state.label, state.groups) for state in below])
 
     def compare_below(self) -> None:
         """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
+        reach_consensus([(name, state) for state, name in self._named_below().items()])
+
+    def units_below(self) -> list[FSDPState]:
+        """This unit and those of the modules below its own."""
+        return list(self._named_below())
+
+    def _named_below(self) -> dict[FSDPState, str]:
         below: dict[FSDPState, str] = {}
         for module in self.modules:
             for name, each in module.named_modules():
                 state = state_of(each)
                 if state is not None:
                     below.setdefault(state, name)
-        reach_consensus([(name, state) for state, name in below.items()])
+        return below
 
     def name_it(self, label: str) -> None:
         """Set the unit's name as profiler ranges hold it."""
@@ -246,12 +260,26 @@ class FSDPState:
         self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a method of a module of the unit as its forward is called; forwards inside do not reshard the unit."""
-        args, kwargs = self._pre_forward(module, args, kwargs)
-        self._methods_running += 1
+        args, kwargs = self.begin_method(module, args, kwargs)
+        running = self._methods_running
         try:
             output = method(*args, **kwargs)
-        finally:
-            self._methods_running -= 1
+        except BaseException:
+            self._methods_running = running - 1
+            raise
+        return self.end_method(module, args, output)
+
+    def begin_method(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The half of `run_method` before the method."""
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        self._methods_running += 1
+        return args, kwargs
+
+    def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The half of `run_method` behind it."""
+        self._methods_running = max(0, self._methods_running - 1)
         return self._post_forward(module, args, output)
 
     def finish_forward(self) -> None:
@@ -307,6 +335,9 @@ class FSDPState:
             is_last: no backward of this forward follows, so that units it did not come by are reduced too.
         """
         self._entered.clear()
+        self._methods_running = 0  # of one that ended in an exception
+        for group in self.groups:
+            group.collect_grads()
         # Without the unit's own forward, or by way of inputs that need no gradient.
         late = any(param.has_grad for group in self.groups for param in group.params)
         if late or (self._took_part and is_last):
@@ -315,6 +346,11 @@ class FSDPState:
             self._reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
+
+    def finalize_backward(self) -> None:
+        """Reduce all units under this root, and wait."""
+        if self.schedule is not None:
+            self.schedule.finalize_backward()
 
     def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
@@ -332,11 +368,30 @@ class FSDPState:
                 if group.trainable:
                     self.comm.reduce(group)
 
+    def forget_iteration(self) -> None:
+        """After an exception in a forward or backward: nothing of it is to come."""
+        self._outstanding = self._methods_running = 0
+        self._took_part = False
+        self._entered.clear()
+
     # -- state dict -----------------------------------------------------------------------------------
 
     def _reshard_hook(self, *unused: Any) -> None:
+        self._methods_running = 0
         self.comm.reshard(self.groups)
         self.comm.wait_for_host_copies()  # the caller may write shards on the host
+
+    def _before_load(
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *unused: Any,
+    ) -> None:
+        self._reshard_hook()
+        if not metadata.get("assign_to_params_buffers", False):
+            refuse_full_tensors(module, state, prefix)
 
     def _rebind_hook(self, *unused: Any) -> None:
         for group in self.groups:
@@ -411,4 +466,4 @@ def attach_state(state: FSDPState) -> None:
     """Remember the state on its modules."""
     for module in state.modules:
         module.__dict__[_STATE] = state
-        note_sharded(module)
+        note_sharded(module, state.fsdp2)

@@ -8,14 +8,17 @@ plan, and only then changes the model. All decisions are made here, once; traini
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError, explain
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
@@ -25,7 +28,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.setup.group_plan import PlanRules, mark_taken, plan_groups
-from vescale_fsdp.torch_private import is_replicated
+from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 
 __all__ = ["fully_shard"]
 
@@ -96,26 +99,29 @@ def fully_shard(
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
             granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``;
-            every pattern must match one of its parameters, be it in a unit further in. None: cuts may
-            fall between any two elements.
+            every pattern must match one of its parameters, be it in a unit further in. A text such as
+            ``"rows:32"`` stands for `Rows(32)`. None: cuts may fall between any two elements.
         padding_policy: whether tensors may be scattered, and the padding that warns or is refused.
 
     Returns:
         ``module``, whose class now also is an `FSDPModule` and whose parameters are `RaggedDTensor`.
 
     Raises:
-        ValueError: for containers without a forward, 0-dim parameters, or a mesh of more than two axes.
+        ValueError: for containers without a forward, 0-dim parameters, a mesh of more than two axes, or an
+            argument of another kind.
         NotImplementedError: for what the runtime does not support.
-        MisuseError: if a module is sharded twice.
+        MisuseError: if a module is sharded twice, or torch's data parallelisms have taken a part of it.
         LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
     """
     modules = _root_modules(module)
+    _check_kinds(mp_policy, offload_policy, padding_policy)
+    ignored = _ignored(ignored_params)
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
     device = device_of(data.mesh)
     check_patterns(granularity, _names(modules))
+    _check_unmixed(modules)
     managed = _managed_modules(modules)
-    ignored = frozenset(ignored_params or ())
     rules = PlanRules(ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy)
     plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
@@ -141,6 +147,68 @@ def fully_shard(
 
 # torch's fully_shard has this function as an attribute, and trainers use it: None for modules not sharded.
 vars(fully_shard)["state"] = state_of
+
+
+def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: object) -> None:
+    """Refuse a policy's class in place of a policy, or anything else that would be passed over in silence."""
+    for name, given, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+        ("padding_policy", padding_policy, PaddingPolicy),
+    ):
+        if not isinstance(given, kind):
+            raise ValueError(
+                explain(
+                    f"{name} takes a policy.",
+                    expected=f"a {kind.__name__}",
+                    got=f"the class {given.__name__}" if isinstance(given, type) else repr(given),
+                    todo=f"make one: {given.__name__ if isinstance(given, type) else kind.__name__}(..)",
+                )
+            )
+
+
+def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
+    """The parameters to leave alone; anything else would leave none alone, in silence."""
+    given = () if params is None else tuple(params)
+    for each in given:
+        if not isinstance(each, nn.Parameter):
+            raise ValueError(
+                explain(
+                    "ignored_params holds parameters.",
+                    expected="a set of nn.Parameter",
+                    got=f"{type(each).__name__} among {type(params).__name__}",
+                    todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
+                )
+            )
+    return frozenset(given)
+
+
+def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
+    """Refuse modules that another of torch's data parallelisms has taken, in whole or in part."""
+    for module in modules:
+        for name, below in module.named_modules():
+            taker = None
+            if isinstance(below, (FullyShardedDataParallel, DistributedDataParallel)):
+                taker = f"{type(below).__module__.partition('.nn')[0]}'s {type(below).__name__}"
+            elif (is_noted_sharded(below) and state_of(below) is None) or _is_fsdp2s(below):
+                taker = "torch.distributed.fsdp.fully_shard (FSDP2)"
+            if taker is not None:
+                raise MisuseError(
+                    f"One model cannot be sharded by vescale_fsdp and by {taker}.",
+                    expected="vescale_fsdp.fully_shard for every unit of the model",
+                    got=f"{name or 'the module itself'} ({type(below).__name__}), which the other has taken",
+                    where=type(module).__name__,
+                    todo="import fully_shard from vescale_fsdp wherever the model is sharded",
+                )
+
+
+def _is_fsdp2s(module: nn.Module) -> bool:
+    """Whether torch's fully_shard holds this module's parameters, called on a module further out."""
+    is_managed = vars(module).get("_is_fsdp_managed_module", False)  # ours are marked so, too
+    return is_managed and any(
+        isinstance(param, DTensor) and not isinstance(param, RaggedDTensor)
+        for param in module._parameters.values()
+    )
 
 
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
@@ -247,7 +315,7 @@ def _sharded_class(cls: type) -> type:
     """The class a module of class ``cls`` gets; one for all modules of a class, which torch.compile guards on."""
     known: type
     for known in cls.__subclasses__():
-        if known.__mro__[1:3] == (FSDPModule, cls):
+        if known.__bases__ == (FSDPModule, cls):
             return known
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar, NamedTuple, NoReturn
 
@@ -44,17 +43,17 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Event
+from vescale_fsdp.runtime.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_private import (
-    DTensorSpec,
     foreach_zero_,
     local_of,
     post_accumulate_grad_hooks,
     profiled,
 )
 
-__all__ = ["GroupState", "ManagedParam", "ParamGroup", "ReducedShard"]
+__all__ = ["GroupState", "ParamGroup", "ReducedShard"]
 
 
 class GroupState(Enum):
@@ -70,35 +69,6 @@ class GroupState(Enum):
     def is_sharded(self) -> bool:
         """Whether a gather would have to bring parameters."""
         return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
-
-
-@dataclass
-class ManagedParam:
-    """One parameter: where it lies, which modules hold it, and its two Parameter objects."""
-
-    slot: TensorSlot
-    owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
-    local: slice  # of a shard: this rank's piece
-    sharded: nn.Parameter  # RaggedDTensor
-    spec: DTensorSpec
-    piece: torch.Tensor  # the view of the shard that ``sharded`` was given
-    prior: PriorSharding  # how tensor or expert parallelism cut it before
-    unsharded: nn.Parameter | None = None
-    watched: bool = False  # autograd tells us when its unsharded gradient is there
-    has_grad: bool = False  # its unsharded gradient is in the gradient buffer
-
-    def foreign(self) -> list[nn.Parameter | None]:
-        """What owners hold that the group did not give them; None for an owner that has no such parameter now."""
-        held = [module._parameters.get(name) for module, name in self.owners]
-        return [
-            each for each in held if each is not self.sharded and (each is None or each is not self.unsharded)
-        ]
-
-    def set_on_modules(self, parameter: nn.Parameter) -> None:
-        """Make every owner hold ``parameter``."""
-        for module, name in self.owners:
-            # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
-            module._parameters[name] = parameter
 
 
 class ReducedShard(NamedTuple):
@@ -385,6 +355,14 @@ class ParamGroup:
         own = param.prior.own_grad(grad)
         self._grad_buffer().write(param.slot, own, add=param.has_grad)
         param.has_grad = True
+
+    @torch.no_grad()
+    def collect_grads(self) -> None:
+        """Take gradients that somebody set on unsharded parameters, as pipelines do for the weights' half."""
+        for param in self.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                grad, param.unsharded.grad = param.unsharded.grad, None
+                self.write_grad(param, grad)
 
     def _grad_buffer(self) -> DBuffer:
         if self.grads is not None:

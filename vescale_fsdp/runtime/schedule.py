@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.runtime.comm_context import CommContext
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.torch_private import autograd_engine_callback, profiled
 
@@ -57,6 +58,8 @@ class Schedule:
         self.units: list[Unit] = []
         self.in_backward = False
         self.is_last_backward = True
+        self.finalizes_by_hand = False  # the user calls `finalize_backward`
+        self._unfinalized = False  # and has not yet, since the last backward
         self._order: list[Unit] = []  # of this forward
         self._previous_order: list[Unit] = []  # of the forward before
         self._guessed: set[Unit] = set()  # gathered because they came next in the previous order
@@ -160,18 +163,38 @@ class Schedule:
         position = self._order.index(unit)
         return self._order[position - 1 : position] if position else ()
 
+    def set_finalizes_by_hand(self, enabled: bool) -> None:
+        """Who calls `finalize_backward`: the user, or the end of every backward."""
+        if enabled != self.finalizes_by_hand and (self.in_backward or self._unfinalized):
+            raise LifecycleError(
+                "Who finalizes a backward cannot change before it is finalized.",
+                expected="set_manual_backward_finalization before the backward, or behind finalize_backward",
+                got=f"set_manual_backward_finalization({enabled})",
+            )
+        self.finalizes_by_hand = enabled
+
     def _end_backward(self) -> None:
+        self.in_backward = False
+        self._unfinalized = self.finalizes_by_hand
+        if not self.finalizes_by_hand:
+            self.finalize_backward()
+
+    def finalize_backward(self) -> None:
+        """Reduce what the backward left, and wait: sharded gradients may be read behind this."""
+        self.start_finalizing(is_last=self.is_last_backward).wait()
+
+    def start_finalizing(self, *, is_last: bool) -> GradientReductionHandle:
+        """Begin the reductions that are left, and return what waits for them."""
         with profiled("FSDP::root_post_backward_callback", ""):
             # Reverse order of the forward: the same on every rank, whatever autograd did not reach.
             for unit in dict.fromkeys([*reversed(self._order), *self.units]):
-                unit.end_backward(is_last=self.is_last_backward)
+                unit.end_backward(is_last=is_last)
                 # A gather nobody waited for must not read a shard that the optimizer is about to write.
                 self.comm.wait(unit.groups)
-            self.comm.finish_reductions()
-            self.comm.wait_for_host_copies()
-        self.in_backward = False
-        if self.is_last_backward and self._order:
+        if is_last and self._order:
             self._previous_order, self._order = self._order, []
+        self._unfinalized = False
+        return GradientReductionHandle(self.comm)
 
     def reset(self) -> None:
         """Forget everything in flight after an exception; gradients not yet reduced are dropped."""
@@ -180,6 +203,6 @@ class Schedule:
             for group in unit.groups:
                 group.drop_grads()
             self.comm.reshard(unit.groups)
-        self.in_backward = False
+        self.in_backward = self._unfinalized = False
         self._order = []
         self._guessed.clear()

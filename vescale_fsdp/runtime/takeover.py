@@ -14,7 +14,8 @@ pieces of its group are on one device and in one dtype; then they are copied int
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,11 +23,19 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
+from vescale_fsdp.runtime.managed_param import ManagedParam
+from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
-from vescale_fsdp.torch_private import local_of, set_local, spec_of, storage_id
+from vescale_fsdp.torch_private import (
+    is_noted_sharded,
+    loads_what_it_is_given,
+    local_of,
+    set_local,
+    spec_of,
+    storage_id,
+)
 
-__all__ = ["rebind", "settle"]
+__all__ = ["rebind", "refuse_full_tensors", "settle"]
 
 
 def rebind(group: ParamGroup) -> None:
@@ -38,6 +47,42 @@ def rebind(group: ParamGroup) -> None:
         param.spec = spec_of(param.sharded)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
+
+
+def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Before ``load_state_dict`` copies: refuse full plain tensors for sharded parameters, all of them at once.
+
+    Args:
+        module: a unit's, with what is below it.
+        state: what is loaded, its names those of the module behind ``prefix``.
+        prefix: of the module's names.
+
+    Raises:
+        LifecycleError: if there are any.
+    """
+    full = []
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        if not loads_what_it_is_given(owner, num_own_hooks=int(is_noted_sharded(owner))):
+            continue
+        names = {name: f"{path}.{name}".removeprefix(".") for name in owner._parameters}
+        full += [
+            key
+            for name, key in names.items()
+            if isinstance(owner._parameters[name], RaggedDTensor)
+            and isinstance(state.get(key), torch.Tensor)
+            and not isinstance(state[key], DTensor)
+        ]
+    if full:
+        raise LifecycleError(
+            "Sharded parameters cannot be loaded from full plain tensors.",
+            expected="a sharded state, as model.state_dict() gives it",
+            got=f"full tensors for {len(full)} parameters: {', '.join(full[:4])}",
+            where=type(module).__name__,
+            todo="vescale_fsdp.checkpoint.set_model_state_dict(model, state, options=StateDictOptions("
+            "full_state_dict=True)), with broadcast_from_rank0=True if rank 0 alone has the tensors; a checkpoint: "
+            "vescale_fsdp.checkpoint.load; one tensor: copy_ of vescale_fsdp.distribute_tensor(full, p.device_mesh, "
+            "p.placements). Or load before fully_shard",
+        )
 
 
 def settle(group: ParamGroup) -> None:

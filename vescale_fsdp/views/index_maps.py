@@ -20,10 +20,10 @@ __all__ = [
     "Concat",
     "Index",
     "IndexMap",
+    "InputPiece",
     "Interleave",
     "Pad",
     "Permute",
-    "Piece",
     "Reshape",
     "Slice",
     "Stack",
@@ -32,7 +32,7 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class InputPiece(NamedTuple):
     """Items of an input that go into an output box.
 
     Attributes:
@@ -67,7 +67,7 @@ class IndexMap(ABC):
         """The shape of the result."""
 
     @abstractmethod
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         """What an output box is made of. Pieces of one input box follow each other."""
 
 
@@ -103,14 +103,14 @@ class Concat(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim, sum(shape[self.dim] for shape in shapes))
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         start, strides = box.offsets[self.dim], contiguous_strides(box.sizes)
         stop, base = start + box.sizes[self.dim], 0
         for number, shape in enumerate(shapes):
             low, high = max(start, base), min(stop, base + shape[self.dim])
             if low < high:
                 part = _along(box, self.dim, low - base, high - low)
-                yield Piece(number, part, (low - start) * strides[self.dim], strides)
+                yield InputPiece(number, part, (low - start) * strides[self.dim], strides)
             base += shape[self.dim]
 
 
@@ -130,9 +130,9 @@ class Slice(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim, self.size)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         part = _along(box, self.dim, box.offsets[self.dim] + self.start, box.sizes[self.dim])
-        yield Piece(0, part, 0, contiguous_strides(box.sizes))
+        yield InputPiece(0, part, 0, contiguous_strides(box.sizes))
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class Stack(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return (*shapes[0][: self.dim], len(shapes), *shapes[0][self.dim :])
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         strides = contiguous_strides(box.sizes)
         part = Box(_replace(box.offsets, self.dim), _replace(box.sizes, self.dim))
         for place in range(box.sizes[self.dim]):
             offset = place * strides[self.dim]
-            yield Piece(box.offsets[self.dim] + place, part, offset, _replace(strides, self.dim))
+            yield InputPiece(box.offsets[self.dim] + place, part, offset, _replace(strides, self.dim))
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ class Index(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         def with_dim(values: Shape, value: int) -> Shape:
             return (*values[: self.dim], value, *values[self.dim :])
 
         part = Box(with_dim(box.offsets, self.index), with_dim(box.sizes, 1))
-        yield Piece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
+        yield InputPiece(0, part, 0, with_dim(contiguous_strides(box.sizes), 0))
 
 
 @dataclass(frozen=True)
@@ -195,11 +195,11 @@ class Permute(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return tuple(shapes[0][dim] for dim in self.dims)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         def back(values: Shape) -> Shape:
             return tuple(values[self.dims.index(dim)] for dim in range(len(self.dims)))
 
-        yield Piece(0, Box(back(box.offsets), back(box.sizes)), 0, back(contiguous_strides(box.sizes)))
+        yield InputPiece(0, Box(back(box.offsets), back(box.sizes)), 0, back(contiguous_strides(box.sizes)))
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Reshape(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return self.new
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         start = run_start(self.new, box)
         if start is None:  # not one run of items: index by index of the first dim that has several
             dim = next(d for d, size in enumerate(box.sizes) if size > 1)
@@ -226,7 +226,7 @@ class Reshape(IndexMap):
             return
         position = 0
         for part in boxes_of_range(tuple(shapes[0]), start, start + box.numel):
-            yield Piece(0, part, position, contiguous_strides(part.sizes))
+            yield InputPiece(0, part, position, contiguous_strides(part.sizes))
             position += part.numel
 
 
@@ -252,7 +252,7 @@ class Interleave(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return tuple(shapes[0])
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         group, strides = shapes[0][self.dim] // self.groups, contiguous_strides(box.sizes)
         start = position = box.offsets[self.dim]
         stop = start + box.sizes[self.dim]
@@ -267,14 +267,16 @@ class Interleave(IndexMap):
                 yield piece._replace(offset=piece.offset + (position - start) * strides[self.dim])
             position += part.sizes[self.dim]
 
-    def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[Piece]:
+    def _groups(self, box: Box, group: int, strides: Shape) -> Iterator[InputPiece]:
         """Whole groups: as many items of the input, in another order."""
         dim, run = self.dim, group // self.parts
         runs, apart = ((run, self.parts), (1, run)) if self.back else ((self.parts, run), (1, self.parts))
         shape = _replace(box.sizes, dim, box.sizes[dim] // group, *runs)
-        yield Piece(0, box, 0, _replace(strides, dim, *(n * strides[dim] for n in (group, *apart))), shape)
+        yield InputPiece(
+            0, box, 0, _replace(strides, dim, *(n * strides[dim] for n in (group, *apart))), shape
+        )
 
-    def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[Piece]:
+    def _in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
         """Items from ``low`` on of one group. Never the whole group, which may be the whole tensor."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
@@ -283,9 +285,9 @@ class Interleave(IndexMap):
             if first < last:
                 inner = _along(box, dim, base + p * run + first, last - first)
                 offset = (first * parts + p - low) * strides[dim]
-                yield Piece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
+                yield InputPiece(0, inner, offset, _replace(strides, dim, parts * strides[dim]))
 
-    def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[Piece]:
+    def _back_in_group(self, box: Box, low: int, group: int, strides: Shape) -> Iterator[InputPiece]:
         """The same the other way; reads at most ``parts`` times as many items as are wanted."""
         dim, parts, run = self.dim, self.parts, group // self.parts
         base, high = box.offsets[dim] - low, low + box.sizes[dim]
@@ -298,7 +300,7 @@ class Interleave(IndexMap):
             corner = _replace((0,) * len(box.sizes), dim, begin - p * run - first, p)
             take = Box(corner, _replace(box.sizes, dim, end - begin, 1))
             offset = (begin - low) * strides[dim]
-            yield Piece(0, inner, offset, _replace(strides, dim, strides[dim], 0), shape, take)
+            yield InputPiece(0, inner, offset, _replace(strides, dim, strides[dim], 0), shape, take)
 
 
 @dataclass(frozen=True)
@@ -316,8 +318,8 @@ class Pad(IndexMap):
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         return _replace(shapes[0], self.dim, self.size)
 
-    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[Piece]:
+    def pieces(self, shapes: Sequence[Shape], box: Box) -> Iterator[InputPiece]:
         filled = min(box.sizes[self.dim], shapes[0][self.dim] - box.offsets[self.dim])
         if filled > 0:
             part = _along(box, self.dim, box.offsets[self.dim], filled)
-            yield Piece(0, part, 0, contiguous_strides(box.sizes))
+            yield InputPiece(0, part, 0, contiguous_strides(box.sizes))

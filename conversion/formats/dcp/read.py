@@ -81,7 +81,7 @@ def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
 
 def _open_folder(store: Storage, folder: str, *, trust_pickle: bool) -> Source:
     where = f"{store.where}/{folder}{METADATA_FILE}"
-    metadata = load_dcp_metadata(store.read_file(folder + METADATA_FILE), where=where, trust=trust_pickle)
+    metadata = load_dcp_metadata(store.read(folder + METADATA_FILE), where=where, trust=trust_pickle)
     try:
         reader = _MetadataReader(metadata, store, folder, trust_pickle)
         tensors, values = reader.entries()
@@ -210,5 +210,5 @@ class _MetadataReader:
                     where=f"{self._store.where}/{self._folder}{METADATA_FILE}",
                     todo="do not use this checkpoint: it was made by hand",
                 )
-            self.sizes[file] = self._store.required_size(file)
+            self.sizes[file] = self._store.required_info(file).size_bytes
         return file

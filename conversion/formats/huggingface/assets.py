@@ -16,7 +16,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
 __all__ = ["CONFIG_FILE", "Assets"]
@@ -65,7 +65,7 @@ class Assets:
         candidates = sorted((file for file in found if _may_go(file)), key=natural_key)
         for pattern in include:
             if not any(fnmatchcase(file, pattern) for file in candidates):
-                raise ConversionError(_no_match(pattern, candidates, url))
+                raise _no_match(pattern, candidates, url)
         taken = {f for f in candidates if _SETTINGS.fullmatch(f) or any(fnmatchcase(f, p) for p in include)}
         self.files = tuple(file for file in candidates if file in taken)
         self.left = tuple(file for file in candidates if file not in taken)
@@ -74,7 +74,7 @@ class Assets:
 
     def _parse_config(self, url: str) -> dict[str, Any]:
         try:
-            loaded = parse_json(self._store.read_file(CONFIG_FILE))
+            loaded = parse_json(self._store.read(CONFIG_FILE))
         except ValueError as error:
             loaded = f"{type(error).__name__}: {error}"
         if not isinstance(loaded, dict):
@@ -103,8 +103,8 @@ class Assets:
         return [(json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()]
 
 
-def _no_match(pattern: str, files: Sequence[str], url: str) -> str:
-    return explain(
+def _no_match(pattern: str, files: Sequence[str], url: str) -> ConversionError:
+    return ConversionError(
         "A pattern of --include-asset matches no file.",
         expected=f"patterns that match files such as {', '.join(files[:6]) or 'none'}",
         got=pattern,

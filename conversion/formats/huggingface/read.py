@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -18,14 +18,14 @@ from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box
 
 __all__ = [
-    "check_index",
-    "is_shard_file",
+    "joined_files",
     "open_hf_folder",
     "open_safetensors",
     "open_shards",
     "weight_map",
 ]
 
+# One rank's part of a model, as torch's safetensors writer names them.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -69,18 +69,8 @@ def open_hf_folder(store: Storage) -> Source:
             where=store.where,
             todo="pass one of the files instead of the folder, or restore the index",
         )
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        found = read_tensors(store, file)[0]
-        if mapped is not None:
-            check_index(store, mapped, file, found)
-        tensors |= found
+    tensors = joined_files(store, files, mapped, lambda file: read_tensors(store, file)[0])
     return Source("hf", store, tensors, facts={"weight files": str(len(files))})
-
-
-def is_shard_file(name: str) -> bool:
-    """Whether a file is one rank's part of a model, as torch's safetensors writer names them."""
-    return _SHARD_FILE.fullmatch(name) is not None
 
 
 def open_shards(store: Storage) -> Source:
@@ -92,7 +82,7 @@ def open_shards(store: Storage) -> Source:
         CorruptCheckpointError: if a file is damaged or the boxes do not tile a tensor.
     """
     listed = store.list_files()
-    files = [file for file in listed if is_shard_file(file)]
+    files = [file for file in listed if _SHARD_FILE.fullmatch(file)]
     if whole := [file for file in listed if is_weight_file(file) and file not in files]:
         raise ConversionError(
             "The folder holds two models.",
@@ -150,21 +140,32 @@ def _odd_shard(store: Storage, file: str, expected: str, got: object) -> Corrupt
     )
 
 
-def check_index(
-    store: Storage, mapped: Mapping[str, str], file: str, found: Collection[str], index_file: str = INDEX_FILE
-) -> None:
-    """Hold what an index says of one of its files against what the file has.
+def joined_files(
+    store: Storage,
+    files: Iterable[str],
+    mapped: Mapping[str, str] | None,
+    read: Callable[[str], Mapping[str, StoredTensor]],
+    index_file: str = INDEX_FILE,
+) -> dict[str, StoredTensor]:
+    """The tensors of all files, held against what an index says of each.
 
     Raises:
         CorruptCheckpointError: if a name is there that belongs elsewhere, or belongs there and is not.
     """
-    for name in found:
-        if mapped.get(name) != file:
-            expected = f"in {mapped.get(name, 'no file')}"
-            raise _disagree(store, index_file, name, expected, f"found in {file}")
-    for name, place in mapped.items():
-        if place == file and name not in found:
-            raise _disagree(store, index_file, name, f"in {place}", "not there")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        found = read(file)
+        tensors |= found
+        if mapped is None:
+            continue
+        for name in found:
+            if mapped.get(name) != file:
+                expected = f"in {mapped.get(name, 'no file')}"
+                raise _disagree(store, index_file, name, expected, f"found in {file}")
+        for name, place in mapped.items():
+            if place == file and name not in found:
+                raise _disagree(store, index_file, name, f"in {place}", "not there")
+    return tensors
 
 
 def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
@@ -174,7 +175,7 @@ def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
         CorruptCheckpointError: if the index is damaged or points outside of the folder.
     """
     try:
-        index = parse_json(store.read_file(index_file))
+        index = parse_json(store.read(index_file))
         found = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
@@ -196,5 +197,5 @@ def _disagree(store: Storage, index_file: str, name: str, expected: str, got: st
         expected=f"{name} {expected}",
         got=got,
         where=f"{store.where}/{index_file}",
-        todo="copy the folder again from where it was made, or convert it anew",
+        todo="copy the folder again from where it was made, or convert it again",
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.huggingface.read import check_index, weight_map
+from vescale_fsdp.conversion.formats.huggingface.read import joined_files, weight_map
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 
-__all__ = ["BIN_FILE", "BIN_INDEX_FILE", "open_bin_folder"]
+__all__ = ["open_bin_folder"]
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -24,11 +23,6 @@ def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Sourc
     """
     has_index = store.size(BIN_INDEX_FILE) is not None
     mapped = weight_map(store, BIN_INDEX_FILE) if has_index else None
-    tensors: dict[str, StoredTensor] = {}
     files = sorted(set(mapped.values())) if mapped is not None else [BIN_FILE]
-    for file in files:
-        found = open_file(file).tensors
-        if mapped is not None:
-            check_index(store, mapped, file, found, BIN_INDEX_FILE)
-        tensors |= found
+    tensors = joined_files(store, files, mapped, lambda file: open_file(file).tensors, BIN_INDEX_FILE)
     return Source("bin", store, tensors, facts={"weight files": str(len(files))})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -98,11 +99,9 @@ def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], di
     Raises:
         CorruptCheckpointError: if the file is truncated or not a safetensors file.
     """
-
-    def read(offset: int, nbytes: int) -> bytes:
-        return store.read(file, offset, nbytes)
-
-    entries, metadata = read_header(read, store.required_size(file), f"{store.where}/{file}")
+    entries, metadata = read_header(
+        partial(store.read, file), store.required_info(file).size_bytes, f"{store.where}/{file}"
+    )
     tensors = {}
     for name, entry in entries.items():
         info = TensorInfo(name, entry.shape, entry.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_fsdp.conversion.views.tensor_view import TensorView, read_range
+from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 
 __all__ = ["equal_bytes", "find_tied_twins"]
 
@@ -50,15 +50,7 @@ def equal_bytes(left: TensorView, right: TensorView) -> bool:
     """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time."""
     import numpy as np
 
-    a, b = left.info, right.info
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
+    if (left.info.shape, left.info.dtype) != (right.info.shape, right.info.dtype):
         return False
-    step = _COMPARE_BYTES // a.dtype.itemsize
-    buffers = [np.empty(min(_COMPARE_BYTES, a.nbytes), dtype=np.uint8) for _ in range(2)]
-    for start in range(0, a.numel, step):
-        stop = min(start + step, a.numel)
-        if not np.array_equal(
-            read_range(left, start, stop, buffers[0]), read_range(right, start, stop, buffers[1])
-        ):
-            return False
-    return True
+    pieces = zip(pieces_of(left, _COMPARE_BYTES), pieces_of(right, _COMPARE_BYTES), strict=True)
+    return all(np.array_equal(a, b) for a, b in pieces)

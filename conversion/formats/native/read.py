@@ -5,7 +5,7 @@ Files are those of ranks, or the chunks of zarr arrays with ranks' files for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.checked_runs import CheckedRun
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -26,15 +26,14 @@ from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.loading.file_checks import Check
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 
-__all__ = ["check_native", "open_native", "read_manifest"]
+__all__ = ["open_native"]
 
 _MAX_OPEN_FILES = 64
 
 
-class _TensorLeaf(NamedTuple):
+class _NumberedTensor(NamedTuple):
     place: int
 
 
@@ -49,7 +48,7 @@ def open_native(store: Storage) -> Source:
         CheckpointError: if a newer version wrote it.
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
-    manifest = read_manifest(store)
+    manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
     chunks = _array_chunks(store, manifest) if manifest.is_zarr else _pieces(store, manifest)
     state = decode(manifest.structure.tree, _leaf, store.where)
     nested = state if isinstance(state, Mapping) else {"state": state}
@@ -57,10 +56,12 @@ def open_native(store: Storage) -> Source:
     values: dict[str, StoredValue] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     omitted: list[str] = []
-    for path, leaf in flatten(nested, lambda value: isinstance(value, (_TensorLeaf, _PerRankLeaf))).items():
+    for path, leaf in flatten(
+        nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
+    ).items():
         name = name_of(path)
         paths[name] = path
-        if isinstance(leaf, _TensorLeaf):
+        if isinstance(leaf, _NumberedTensor):
             entry = manifest.entries[leaf.place]
             info = TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
             tensors[name] = StoredTensor(info, tuple(chunks[leaf.place]))
@@ -70,9 +71,13 @@ def open_native(store: Storage) -> Source:
             values[name] = constant(leaf)
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
+    ranks = {manifest.file_name(rank): rank for rank in range(manifest.world_size)}
+
     # Files are opened when read; few are kept, since each holds its header and checksums.
-    files = rank_files(store, manifest)
-    checked = lru_cache(maxsize=_MAX_OPEN_FILES)(lambda name: files[name]() if name in files else None)
+    @lru_cache(maxsize=_MAX_OPEN_FILES)
+    def checked(name: str) -> OpenRankFile | None:
+        return OpenRankFile(store, RankFile(manifest, ranks[name])) if name in ranks else None
+
     return Source(
         "native",
         store,
@@ -86,36 +91,9 @@ def open_native(store: Storage) -> Source:
     )
 
 
-def read_manifest(store: Storage) -> Manifest:
-    """The manifest of a native checkpoint; raises as `open_native`."""
-    return Manifest.from_bytes(store.read_file(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
-
-
-def rank_files(store: Storage, manifest: Manifest) -> dict[str, Callable[[], OpenRankFile]]:
-    """Every rank's file by name, and how to open it: proven against the manifest, able to prove stripes."""
-
-    def open_rank(rank: int) -> OpenRankFile:
-        return OpenRankFile(store, RankFile(manifest, rank))
-
-    return {manifest.file_name(rank): partial(open_rank, rank) for rank in range(manifest.world_size)}
-
-
-def check_native(store: Storage, tell: Callable[[Check], object], *, threads: int) -> None:
-    """Look at every file, as the engine's `verify` does; ``tell`` is called with what came of each look."""
-    from vescale_fsdp.checkpoint.loading.file_checks import check_files  # numpy
-
-    check_files(store, read_manifest(store), tell, threads=threads)
-
-
-def _tables(store: Storage, manifest: Manifest) -> ChunkTables:
-    from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
-
-    return ChunkTables(store, manifest)
-
-
 def _leaf(node: Mapping[str, Any]) -> Any:
     if node["$"] == "tensor":
-        return _TensorLeaf(int(node["i"]))
+        return _NumberedTensor(int(node["i"]))
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
 
 
@@ -141,16 +119,18 @@ def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
                 ]
     for file in lost:
         if any(piece.region not in found[piece.place] for piece in file.pieces):
-            store.required_size(file.name)  # says that it is missing
+            store.required_info(file.name)  # says that it is missing
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
 def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
+    from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
+
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in map(partial(RankFile, manifest), range(manifest.world_size)):
         store.prove_size(file.name, file.total_bytes)
-    tables = _tables(store, manifest)
+    tables = ChunkTables(store, manifest)
     for places in manifest.places_by_name.values():
         entry, sizes = manifest.entries[places[0]], manifest.chunk_sizes[places[0]]
         nbytes = numel_of(sizes) * entry.itemsize
@@ -159,10 +139,10 @@ def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]
             store.prove_size(name, nbytes + CRC_BYTES)
             where = f"tensor {name_of(split_name(entry.name))} in {store.where}/{name}"
             saved = partial(_saved_crc, tables, store, Chunk(places[0], box), nbytes)
-            run = CheckedRun(name, 0, nbytes, CRC32C, saved, where)
+            checked_range = CheckedRange(name, 0, nbytes, CRC32C, saved, where)
             strides = contiguous_strides(sizes)
             found[places[0]].append(
-                StoredChunk(clipped(box, entry.shape), name, 0, nbytes, strides, checked=run)
+                StoredChunk(clipped(box, entry.shape), name, 0, nbytes, strides, checked=checked_range)
             )
         for place in places[1:]:  # further descriptions of the same tensor
             found[place] = found[places[0]]

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, build_manifest
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.conversion.output.plan import (
@@ -29,7 +28,7 @@ from vescale_fsdp.conversion.output.plan import (
     TensorItems,
 )
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.native_tree import native_tree
+from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
 from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
@@ -51,9 +50,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     """
     layouts, slots = _plan_layouts(state, num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
-    identity = "".join([structure.document.decode(), *(view.identity() for view in views)])
-    save_id = xxhash.xxh3_64_hexdigest(identity.encode())  # the same input makes the same files
-    manifest = build_manifest([(RankSet.world(num_ranks), structure)], save_id=save_id, world_size=num_ranks)
+    manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
     files = tuple(_file(manifest, rank, by_name, tables) for rank in range(num_ranks))

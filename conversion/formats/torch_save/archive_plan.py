@@ -28,7 +28,7 @@ _PADDING_TAG = b"FB"
 
 
 @dataclass(frozen=True)
-class _Record:
+class _PlannedRecord:
     name: bytes
     nbytes: int
     offset: int  # of the local header, in the archive
@@ -52,7 +52,7 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: in
         storages: the bytes of each storage.
         first_index: number of contents before the archive in its file.
     """
-    plan = _Plan(first_index)
+    plan = _ArchivePlan(first_index)
     plan.add_bytes("data.pkl", pickle)
     plan.add_bytes(".format_version", b"1")
     plan.add_bytes(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
@@ -64,11 +64,11 @@ def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: in
     return plan.contents
 
 
-class _Plan:
+class _ArchivePlan:
     def __init__(self, first_index: int) -> None:
         self.contents: list[Content] = []
         self._first = first_index
-        self._records: list[_Record] = []
+        self._records: list[_PlannedRecord] = []
         self._position = 0
 
     def _add(self, content: Content) -> None:
@@ -88,9 +88,11 @@ class _Plan:
         size = 24 if record.is_wide else 16
         self._add(ComputedBytes(size, lambda crcs: _descriptor(crcs[index], nbytes)))
 
-    def _record(self, name: str, nbytes: int, crc: int | None, *, bytes_follow: bool = False) -> _Record:
+    def _record(
+        self, name: str, nbytes: int, crc: int | None, *, bytes_follow: bool = False
+    ) -> _PlannedRecord:
         index = self._first + len(self.contents) + (1 if bytes_follow else 0)
-        record = _Record(f"archive/{name}".encode(), nbytes, self._position, crc, index)
+        record = _PlannedRecord(f"archive/{name}".encode(), nbytes, self._position, crc, index)
         self._records.append(record)
         return record
 
@@ -107,28 +109,22 @@ class _Plan:
         self._add(ComputedBytes(len(make(blank)), make))
 
 
-def _local_header(record: _Record) -> bytes:
+def _local_header(record: _PlannedRecord) -> bytes:
     """The header, padded so that the data begins at a multiple of the alignment."""
     wide = struct.pack("<HHQQ", 1, 16, 0, 0) if record.is_wide else b""
     fixed = 30 + len(record.name) + len(wide)
     padding = -(record.offset + fixed + 4) % _ALIGNMENT_BYTES
     extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding
     known = record.nbytes if record.crc is not None else _MAX_32 if record.is_wide else 0
-    head = struct.pack(
-        "<4sHHHHHIIIHH",
-        b"PK\x03\x04",
-        _VERSION_NEEDED,
-        record.flags,
-        0,
-        0,
-        0x21,  # 1 January 1980: results do not depend on when they were made
-        record.crc or 0,
-        known,
-        known,
-        len(record.name),
-        len(extra),
-    )
-    return head + record.name + extra
+    fields = _shared_fields(record, record.crc or 0, known, extra)
+    return struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", *fields) + record.name + extra
+
+
+def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) -> tuple[int, ...]:
+    """What local header and directory say alike: version, flags, method, time, date, checksum, sizes, lengths."""
+    date = 0x21  # 1 January 1980: results do not depend on when they were made
+    lengths = (len(record.name), len(extra))
+    return (_VERSION_NEEDED, record.flags, 0, 0, date, crc, nbytes, nbytes, *lengths)
 
 
 def _descriptor(crc: int, nbytes: int) -> bytes:
@@ -136,32 +132,14 @@ def _descriptor(crc: int, nbytes: int) -> bytes:
     return struct.pack(form, b"PK\x07\x08", crc, nbytes, nbytes)
 
 
-def _directory_entry(record: _Record, crc: int) -> bytes:
+def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:
     wide = [record.nbytes, record.nbytes] if record.is_wide else []
     far = record.offset >= _MAX_32
     values = [*wide, *([record.offset] if far else [])]
     extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
-    size = _MAX_32 if record.is_wide else record.nbytes
-    head = struct.pack(
-        "<4sHHHHHHIIIHHHHHII",
-        b"PK\x01\x02",
-        _VERSION_NEEDED,
-        _VERSION_NEEDED,
-        record.flags,
-        0,
-        0,
-        0x21,
-        crc,
-        size,
-        size,
-        len(record.name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        _MAX_32 if far else record.offset,
-    )
+    fields = _shared_fields(record, crc, _MAX_32 if record.is_wide else record.nbytes, extra)
+    ends = (0, 0, 0, 0, _MAX_32 if far else record.offset)
+    head = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", _VERSION_NEEDED, *fields, *ends)
     return head + record.name + extra
 
 

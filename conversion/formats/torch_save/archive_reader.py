@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef, load_tensor_pickle
-from vescale_fsdp.conversion.source.checked_runs import CheckedRun
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.crc import CRC32
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk
 from vescale_fsdp.errors import CorruptCheckpointError
@@ -67,10 +67,7 @@ class TorchArchive:
     @property
     def pickle(self) -> bytes:
         """The saved object's pickle."""
-        name = next((name for name in self._records if name.endswith("/data.pkl")), None)
-        if name is None:
-            raise self._damaged("an archive with a data.pkl record", f"records {sorted(self._records)[:5]}")
-        return self._record_bytes(name)
+        return self._record_bytes(f"{self._prefix}/data.pkl")
 
     def storage_range(self, key: str) -> tuple[int, int]:
         """(offset, nbytes) of a storage's bytes, within the archive."""
@@ -109,10 +106,12 @@ class TorchArchive:
         ``start`` on are the archive."""
         offset, nbytes = self.storage_range(ref.storage_key)
         crc = self.storage_crc(ref.storage_key)
-        run = None if crc is None else CheckedRun(file, start + offset, nbytes, CRC32, lambda: crc, where)
+        checked = (
+            None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
+        )
         first = start + self.tensor_offset(ref)
         return StoredChunk(
-            box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=run, signs=ref.signs
+            box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=checked, signs=ref.signs
         )
 
     def tensor_offset(self, ref: TensorRef) -> int:
@@ -129,7 +128,9 @@ class TorchArchive:
 
     @cached_property
     def _prefix(self) -> str:
-        name = next((name for name in self._records if name.endswith("/data.pkl")), "archive/data.pkl")
+        name = next((name for name in self._records if name.endswith("/data.pkl")), None)
+        if name is None:
+            raise self._damaged("an archive with a data.pkl record", f"records {sorted(self._records)[:5]}")
         return name.removesuffix("/data.pkl")
 
     @cached_property

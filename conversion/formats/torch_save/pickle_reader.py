@@ -135,10 +135,6 @@ class _StorageRef:
     dtype: DType | None  # None for an untyped storage
 
 
-def _size(items: Any = ()) -> tuple[int, ...]:
-    return tuple(items)
-
-
 def _path(*parts: str) -> str:
     return "/".join(parts)
 
@@ -152,7 +148,7 @@ def _rebuild_v2(
 ) -> TensorRef:
     if storage.dtype is None:
         raise pickle.UnpicklingError("an untyped storage where a typed one belongs")
-    return _tensor_ref(storage, storage.dtype, offset, shape, strides, flags)
+    return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, flags)
 
 
 def _rebuild_v3(
@@ -164,12 +160,6 @@ def _rebuild_v3(
     hooks: Any,
     dtype: DType,
     flags: Any = None,
-) -> TensorRef:
-    return _tensor_ref(storage, dtype, offset, shape, strides, flags)
-
-
-def _tensor_ref(
-    storage: _StorageRef, dtype: DType, offset: int, shape: Any, strides: Any, flags: Any
 ) -> TensorRef:
     sizes, steps = tuple(shape), tuple(strides)
     if len(sizes) != len(steps) or not all(type(n) is int and n >= 0 for n in (*sizes, *steps, offset)):
@@ -239,7 +229,7 @@ _PLAIN_NAMES: dict[tuple[str, str], Any] = {
 }
 _TORCH_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},
-    ("torch", "Size"): _size,
+    ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): OrderedDict,
 }

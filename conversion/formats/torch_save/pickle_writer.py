@@ -71,33 +71,31 @@ def dump_pickle(value: Any, *, where: str) -> bytes:
     Raises:
         ConversionError: for anything else.
     """
-    return _Writer(where).dump(value)
+    writer = _Writer(where)
+    writer.put(value)
+    return bytes(writer.out + b".")
 
 
 class _Writer:
     def __init__(self, where: str) -> None:
         self._where = where
-        self._out = bytearray(b"\x80\x02")
+        self.out = bytearray(b"\x80\x02")
         self._memo: dict[Global | str, int] = {}
 
-    def dump(self, value: Any) -> bytes:
-        self._put(value)
-        return bytes(self._out + b".")
-
-    def _put(self, value: Any) -> None:
+    def put(self, value: Any) -> None:
         if value is None or isinstance(value, bool):
-            self._out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+            self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
         elif isinstance(value, int):
             self._put_int(int(value))
         elif isinstance(value, float):
-            self._out += b"G" + struct.pack(">d", value)
+            self.out += b"G" + struct.pack(">d", value)
         elif isinstance(value, Global):
             self._put_once(value, f"c{value.module}\n{value.name}\n".encode())
         elif isinstance(value, str):
             data = value.encode("utf-8", "surrogatepass")
             self._put_once(value, b"X" + struct.pack("<I", len(data)) + data)
         elif isinstance(value, bytes):
-            self._put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+            self.put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
         elif isinstance(value, tuple):
             self._put_marked(b"(", value, b"t")
         elif isinstance(value, list):
@@ -105,19 +103,19 @@ class _Writer:
         elif isinstance(value, Mapping):
             self._put_marked(b"}(", [item for pair in value.items() for item in pair], b"u")
         elif isinstance(value, Call):
-            self._put(value.func)
-            self._put(value.args)
-            self._out += b"R"
+            self.put(value.func)
+            self.put(value.args)
+            self.out += b"R"
         elif isinstance(value, New):
-            self._put(value.cls)
-            self._out += b")\x81"
-            self._put(value.state)
-            self._out += b"b"
+            self.put(value.cls)
+            self.out += b")\x81"
+            self.put(value.state)
+            self.out += b"b"
         elif isinstance(value, TensorOut):
-            self._put(self._rebuild(value))
+            self.put(self._rebuild(value))
         elif isinstance(value, _StorageId):
-            self._put(value.parts)
-            self._out += b"Q"
+            self.put(value.parts)
+            self.out += b"Q"
         else:
             raise ConversionError(
                 "A value cannot be written in this format.",
@@ -128,24 +126,24 @@ class _Writer:
             )
 
     def _put_marked(self, before: bytes, items: Any, after: bytes) -> None:
-        self._out += before
+        self.out += before
         for item in items:
-            self._put(item)
-        self._out += after
+            self.put(item)
+        self.out += after
 
     def _put_int(self, value: int) -> None:
         if -(2**31) <= value < 2**31:
-            self._out += b"J" + struct.pack("<i", value)
+            self.out += b"J" + struct.pack("<i", value)
         else:
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self._out += b"\x8a" + bytes([len(data)]) + data
+            self.out += b"\x8a" + bytes([len(data)]) + data
 
     def _put_once(self, value: Global | str, opcodes: bytes) -> None:
         """Names repeat thousands of times in metadata: the second time a reference will do."""
         if value in self._memo:
-            self._out += b"j" + struct.pack("<I", self._memo[value])
+            self.out += b"j" + struct.pack("<I", self._memo[value])
             return
-        self._out += opcodes + b"r" + struct.pack("<I", len(self._memo))
+        self.out += opcodes + b"r" + struct.pack("<I", len(self._memo))
         self._memo[value] = len(self._memo)
 
     def _rebuild(self, tensor: TensorOut) -> Call:

@@ -4,7 +4,7 @@ and FSDP2 leave them.
     pytorch_model_fsdp_rank0.bin  pytorch_model_fsdp_rank1.bin  optimizer_rank0.bin ...
     model_world_size_2_rank_0.pt  model_world_size_2_rank_1.pt  extra_state_world_size_2_rank_0.pt ...
 
-Where each part belongs follows from what the ranks pickled (`rank_parts`). What belongs to neither model nor
+Where each part belongs follows from what the ranks pickled (`held_tensors`). What belongs to neither model nor
 optimizer (schedulers, random states) is left out if its pickle names more than tensors and plain values.
 """
 
@@ -14,18 +14,18 @@ import re
 from collections.abc import Iterable
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.formats.torch_save.rank_parts import (
+from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
     HeldTensor,
     differing_files,
     is_tensor_ref,
     stored_tensor,
 )
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 __all__ = ["open_ranks", "rank_files"]
 
@@ -121,16 +121,16 @@ class _Joined:
             is_sharded |= not isinstance(held[0].ref, TensorRef)
             differing += [(name, file) for file in differing_files(held)[:1]]
         if differing and not is_sharded:
-            raise ConversionError(_no_place(*differing[0], states[0].file))
+            raise _no_place(*differing[0], states[0].file)
         self.warnings += [
             f"{name} is not sharded but differs between ranks: taken from {states[0].file}"
             for name, _ in differing
         ]
 
 
-def _no_place(name: str, file: str, first: str) -> str:
-    return explain(
-        "The ranks hold plain tensors that differ, and nothing says which part of a whole each is.",
+def _no_place(name: str, file: str, first: str) -> ConversionError:
+    return ConversionError(
+        "The ranks hold plain tensors that differ, and nothing says how they fit together.",
         expected="DTensors or ShardedTensors, or the same tensors on every rank",
         got=f"another {name} in {file} than in {first}",
         todo=f"save with torch.distributed.checkpoint; if {first} alone is the whole state, pass that file",

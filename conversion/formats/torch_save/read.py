@@ -8,7 +8,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.rank_parts import HeldTensor, is_tensor_ref, stored_tensor
+from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, is_tensor_ref, stored_tensor
 from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
@@ -40,7 +40,7 @@ def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
         CorruptCheckpointError: if it is damaged.
     """
     where = f"{store.where}/{file}"
-    size = store.required_size(file)
+    size = store.required_info(file).size_bytes
     if not is_torch_file(store, file):
         raise ConversionError(
             "This torch.save file cannot be read by range.",

@@ -8,7 +8,6 @@ that are all fill value; those of zeros are known here without a file.
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 import zlib
 from typing import Any
@@ -18,8 +17,9 @@ import numpy as np
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
+from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.checked_runs import CheckedRun
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -31,7 +31,6 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
 __all__ = ["has_manifest", "open_zarr"]
 
-_CRC_BYTES = 4
 _ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
 _DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 _UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
@@ -118,7 +117,7 @@ def _part(part: Any) -> str | int:
 
 def _metadata(store: Storage, file: str) -> dict[str, Any]:
     try:
-        found = parse_json(store.read_file(file))
+        found = parse_json(store.read(file))
         if not isinstance(found, dict) or found.get("zarr_format") != 3:
             raise ValueError(f"zarr_format is not 3 but {found!r:.60}")
     except ValueError as error:
@@ -186,31 +185,28 @@ class _Array:
         found = []
         if 0 in chunk_shape:
             raise ValueError(f"chunks of shape {chunk_shape}")
-        counts = [range(-(-n // c)) for n, c in zip(shape, chunk_shape, strict=True)]
-        for index in itertools.product(*counts):
-            offsets = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
-            sizes = tuple(min(c, n - o) for c, n, o in zip(chunk_shape, shape, offsets, strict=True))
-            file = self._chunk_file(index)
+        for chunk in chunk_boxes(shape, chunk_shape):
+            box, file = clipped(chunk, shape), self._chunk_file(chunk)
             if file in files:
-                self._store.prove_size(file, nbytes + (_CRC_BYTES if "crc32c" in self._codecs else 0))
-            box, checked = Box(offsets, sizes), self._checked(file, nbytes)
-            stored = StoredChunk(box, file, 0, nbytes, strides, checked=checked)
+                self._store.prove_size(file, nbytes + (CRC_BYTES if "crc32c" in self._codecs else 0))
+            stored = StoredChunk(box, file, 0, nbytes, strides, checked=self._checked(file, nbytes))
             found.append(stored if file in files else StoredChunk(box, "", 0, nbytes, strides))
         return StoredTensor(self.info, tuple(found))
 
-    def _checked(self, file: str, nbytes: int) -> CheckedRun | None:
+    def _checked(self, file: str, nbytes: int) -> CheckedRange | None:
         """The bytes before the checksum at the end of a chunk's file."""
         if "crc32c" not in self._codecs:
             return None
 
         def saved() -> int:
-            return int.from_bytes(self._store.read(file, nbytes, _CRC_BYTES), "little")
+            return int.from_bytes(self._store.read(file, nbytes, CRC_BYTES), "little")
 
         where = f"tensor {self.info.name} in {self._store.where}/{file}"
-        return CheckedRun(file, 0, nbytes, CRC32C, saved, where)
+        return CheckedRange(file, 0, nbytes, CRC32C, saved, where)
 
-    def _chunk_file(self, index: tuple[int, ...]) -> str:
-        key = self._separator.join((*self._prefix, *map(str, index)))
+    def _chunk_file(self, chunk: Box) -> str:
+        index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
+        key = self._separator.join((*self._prefix, *index))
         return f"{self._node}/{key}" if self._node else key
 
     def reader(self) -> BoxReader:

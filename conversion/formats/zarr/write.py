@@ -15,9 +15,8 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     CRC_BYTES,
@@ -41,7 +40,7 @@ from vescale_fsdp.conversion.output.plan import (
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.native_tree import native_tree
+from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
 __all__ = ["plan_zarr"]
@@ -57,9 +56,7 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
         ConversionError: for types that torch lacks, or two tensors whose keys, joined, are one name.
     """
     structure, views = _structure(state)
-    identity = "".join(["zarr", structure.document.decode(), *(view.identity() for view in views)])
-    save_id = xxhash.xxh3_64_hexdigest(identity.encode())  # the same input makes the same files
-    whole = build_manifest([(RankSet.world(1), structure)], save_id=save_id, world_size=1)
+    whole = native_manifest("zarr", structure, views, 1)
     manifest = as_arrays(whole, [_chunk_shape(view.info) for view in views])
     known: dict[Chunk, int] = {}
     files = [file for place, view in enumerate(views) for file in _chunk_files(manifest, place, view, known)]

@@ -23,8 +23,8 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     shard_order,
 )
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.region import Patch, Region, Run, overlaps, runs_of_box
-from vescale_fsdp.checkpoint.state.describe import axes_of_ranks
+from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps, runs_of_box
+from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
@@ -83,10 +83,10 @@ def _prove_overlaps(shape: tuple[int, ...], source: Region, target: Region) -> N
     have, want = elements(shape, source), elements(shape, target)
     got = np.full(len(want), -1)
     for share in overlaps(source, target):
-        if isinstance(share, Run):
+        if isinstance(share, SharedRun):
             got[share.target : share.target + share.numel] = have[share.source : share.source + share.numel]
             continue
-        assert isinstance(share, Patch)
+        assert isinstance(share, SharedPatch)
         size = int(np.prod(share.source_sizes))
         outer = have[share.source : share.source + size].reshape(share.source_sizes)
         into = got[share.target : share.target + int(np.prod(share.target_sizes))].reshape(share.target_sizes)
@@ -180,7 +180,9 @@ def test_a_strided_overlap() -> None:
     stored = Region(Box((0, 0), (2, 3)), FlatRange(0, 6))
     wanted = Region(Box((0, 1), (2, 2)), FlatRange(0, 4))
 
-    assert overlaps(stored, wanted) == [Patch(0, (2, 3), Box((0, 1), (2, 2)), 0, (2, 2), Box((0, 0), (2, 2)))]
+    assert overlaps(stored, wanted) == [
+        SharedPatch(0, (2, 3), Box((0, 1), (2, 2)), 0, (2, 2), Box((0, 0), (2, 2)))
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 3, 4), (4, 2, 2), (2, 1, 3)])

@@ -19,12 +19,12 @@ from tests.support.checkpoint_states import mixed_state
 from tests.support.distributed import run_ranks
 from tools.bench.checkpoint import Settings, Shards, counted_collectives, peak_growth, simulated
 from vescale_fsdp.checkpoint import load, read_state, save
-from vescale_fsdp.checkpoint.loading.locate import SourceFinder
+from vescale_fsdp.checkpoint.loading.locate import ShareFinder
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.region import Patch, Run, whole_region
+from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, whole_region
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 
 
@@ -67,20 +67,27 @@ def test_one_shape_in_many_ways() -> None:
     entries = tuple(Entry(f"t{i}", dtype, shape, axes, cuts) for i, (dtype, axes, cuts) in enumerate(ways))
     structure = Structure(None, entries, tables, ())
     manifest = build_manifest([(RankSet.world(4), structure)], save_id="0" * 16, world_size=4)
-    finder = SourceFinder(manifest)
+    finder = ShareFinder(manifest)
 
     stored: dict[str, list[int]] = {entry.name: [0] * 4 for entry in entries}
     for rank in range(4):
         for piece in RankFile(manifest, rank).pieces:
             stored[manifest.entries[piece.place].name][rank] = piece.region.numel
-    sources = [finder.sources(i, whole_region(shape)) for i in range(len(ways))]
+    sources = [finder.shares(i, whole_region(shape)) for i in range(len(ways))]
     found = [{source.rank for source in parts} for parts in sources]
     sizes = [RankFile(manifest, 1).piece_of[i].region.box.sizes for i in (0, 1, 3)]
 
     quarters, all_of_it = [6000] * 4, [24_000, 0, 0, 0]
     halves = [12_000, 12_000, 0, 0], [12_000, 0, 12_000, 0]  # of 48,000 bytes, too few for replicas to share
     assert sizes == [(2, 3000), (4, 3000), (8, 750)]
-    assert [type(parts[0].share) for parts in sources] == [Run, Run, Run, Patch, Run, Run]
+    assert [type(parts[0].share) for parts in sources] == [
+        SharedRun,
+        SharedRun,
+        SharedRun,
+        SharedPatch,
+        SharedRun,
+        SharedRun,
+    ]
     assert list(stored.values()) == [quarters, *halves, quarters, quarters, all_of_it]
     assert found == [{0, 1, 2, 3}, {0, 1}, {0, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}, {0}]
 

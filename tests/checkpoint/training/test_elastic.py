@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.distributed import run_ranks
+from tests.support.elastic_job import train
 from vescale_fsdp.checkpoint import CheckpointManager
 
 ROOT = Path(__file__).parents[3]
@@ -74,10 +76,9 @@ def _kill_all(job: subprocess.Popen[bytes], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of a run of two workers that nobody disturbs."""
+    """Losses of a run of two workers that nobody disturbs, without torchrun."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    job = _launch(folder, 2)
-    assert job.wait(180) == 0, (folder / "output").read_text()[-3000:]
+    run_ranks(2, train, folder, STEPS, None)
     losses = _losses(folder)
     assert len(losses) == STEPS and losses[STEPS - 1] < losses[0]
     return losses

@@ -25,7 +25,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from vescale_fsdp.conversion.cli import main as cli_module
-from vescale_fsdp.conversion.formats.detect import KINDS
+from vescale_fsdp.conversion.formats.table import KINDS
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 
 
@@ -214,17 +214,17 @@ INTERRUPTED = """
 import os, signal, time
 from vescale_fsdp.conversion.output import journal
 from vescale_fsdp.conversion.cli.main import main
-record, left = journal.Journal.record, TIMES
-def interrupt(self, *args):
+add, left = journal.Journal.add, TIMES
+def interrupt(self, **line):
     global left
-    record(self, *args)
-    while left:
+    add(self, **line)
+    while left and "file" in line:
         left -= 1
         handler = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         while signal.getsignal(signal.SIGINT) is handler:
             time.sleep(0.001)
-journal.Journal.record = interrupt
+journal.Journal.add = interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests themselves may run in the background
 main()
 """

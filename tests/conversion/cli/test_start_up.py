@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ print("loaded:", *sorted(heavy))
 """
 
 
-def loaded(*arguments: str) -> set[str]:
-    """Which of the heavy libraries one command has loaded when it ends well."""
-    command = [sys.executable, "-c", RUN, *arguments]
+def loaded(*arguments: str, program: str = RUN) -> set[str]:
+    """Which of the heavy libraries one command has loaded when it ends well; or what another program says."""
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], check=True, capture_output=True, text=True)
     return set(done.stdout.splitlines()[-1].split()[1:])
 
@@ -72,9 +73,56 @@ def test_looking_needs_no_torch(sources: Path, source: str) -> None:
     assert "torch" not in loaded("inspect", str(sources / source)) | loaded("verify", str(sources / source))
 
 
-def test_help_loads_nothing() -> None:
-    """--help of the command, and of one with all options."""
-    assert loaded("--help") == set()
+HELP = """
+import sys
+before = set(sys.modules)
+from vescale_fsdp.conversion.cli.main import cli
+try:
+    cli(sys.argv[1:], prog_name="vescale-convert")
+except SystemExit:
+    print("loaded:", *sorted(set(sys.modules) - before))
+"""
+# What --help may load of ours: the command line and what it is made from, a dozen small files.
+OF_HELP = {
+    "vescale_fsdp.checkpoint.manifest.file_names",
+    "vescale_fsdp.conversion.checks.byte_sizes",
+    "vescale_fsdp.conversion.cli.commands",
+    "vescale_fsdp.conversion.cli.main",
+    "vescale_fsdp.conversion.cli.options",
+    "vescale_fsdp.conversion.cli.progress",
+    "vescale_fsdp.conversion.cli.summary",
+    "vescale_fsdp.conversion.formats.table",
+    "vescale_fsdp.errors",
+    "vescale_fsdp.lazy",
+    "vescale_fsdp.pickled_paths",
+}
+# Parts of Python that take a millisecond or more each, and that click does without.
+SLOW = {
+    "dataclasses",
+    "hashlib",
+    "importlib.abc",
+    "logging",
+    "pathlib",
+    "pickle",
+    "socket",
+    "tempfile",
+    "tomllib",
+}
+
+
+def test_help_loads_the_command_line_alone() -> None:
+    """Of ours a dozen files, of others click alone: this keeps the start short, whatever the machine."""
+    found = loaded("--help", program=HELP)
+    expected = {part for name in OF_HELP for part in accumulate(name.split("."), "{}.{}".format)}
+
+    assert {name for name in found if name.startswith("vescale_fsdp")} == expected
+    assert {name.split(".")[0] for name in found} - sys.stdlib_module_names == {"click", "vescale_fsdp"}
+    assert found & SLOW == set()
+
+
+def test_help_of_a_command_loads_nothing_heavy() -> None:
+    """Of one with all options, whose help names the key rules."""
+    assert loaded("to-hf", "--help") == set()
 
 
 def test_the_probe_sees_torch(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_remote_targets_are_refused_like_local_ones(remote: str, tmp_path: Path)
     store.commit("notes.txt", b"mine", replace=True)
     _convert(f"{remote}/dcp", f"{remote}/out", overwrite=True)
     assert open_store(f"{remote}/out").list_files() == ["model.safetensors", "notes.txt"]
-    weights = load(open_store(f"{remote}/out").read_file("model.safetensors"))
+    weights = load(open_store(f"{remote}/out").read("model.safetensors"))
     assert torch.equal(weights["w"], torch.ones(3))
 
 
@@ -153,7 +153,7 @@ def test_an_upload_over_an_old_result_removes_its_index_first(remote: str, tmp_p
     with pytest.raises(ConversionError, match="no more"):
         convert(open_source(str(tmp_path / "1")), target, "hf", options, progress=fail)
     left = open_store(target)
-    values = {load(left.read_file(name)).popitem()[1][0].item() for name in left.list_files()}
+    values = {load(left.read(name)).popitem()[1][0].item() for name in left.list_files()}
     assert values < {0.0, 1.0, 2.0} and len(values) > 0  # of the new ones nothing
 
 
@@ -193,7 +193,7 @@ def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
     names = sorted(os.listdir(tmp_path / "expected"))
     assert open_store(target).list_files() == names and len(names) == 5
     for name in names:
-        assert open_store(target).read_file(name) == (tmp_path / "expected" / name).read_bytes()
+        assert open_store(target).read(name) == (tmp_path / "expected" / name).read_bytes()
 
 
 def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +246,7 @@ def test_lost_connections_are_made_again(
     assert open_store(f"{there}/hf").list_files() == names == sorted(os.listdir(tmp_path / "back"))
     for name in names:
         expected = (tmp_path / "expected" / name).read_bytes()
-        assert (
-            open_store(f"{there}/hf").read_file(name) == expected == (tmp_path / "back" / name).read_bytes()
-        )
+        assert open_store(f"{there}/hf").read(name) == expected == (tmp_path / "back" / name).read_bytes()
 
 
 @pytest.mark.parametrize("method", ["find", "_open", "write"])

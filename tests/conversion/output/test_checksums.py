@@ -20,7 +20,7 @@ from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import Part, RunOptions
-from vescale_fsdp.conversion.source.checked_runs import CheckedRun, CheckedRuns
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges
 from vescale_fsdp.conversion.source.crc import CRC32
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
@@ -182,9 +182,9 @@ def test_pieces_in_any_order_prove_a_run_once_all_are_seen(
     bounds = sorted({*starts, 180})
     spans = [(a, b) for a, b in pairwise(bounds) if b - a != 109]  # one gap between runs
     runs = [
-        CheckedRun("f", a, b - a, CRC32, lambda a=a, b=b: zlib.crc32(DATA[a:b]), "here") for a, b in spans
+        CheckedRange("f", a, b - a, CRC32, lambda a=a, b=b: zlib.crc32(DATA[a:b]), "here") for a, b in spans
     ]  # type: ignore[misc]
-    checks = CheckedRuns()
+    checks = CheckedRanges()
     for run in runs:
         checks.add(run)
     damaged = {r.start for r in runs if flipped is not None and r.start <= flipped < r.stop}

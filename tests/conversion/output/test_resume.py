@@ -19,7 +19,7 @@ from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import Part, RunOptions, _Execution
+from vescale_fsdp.conversion.output.run_plan import Execution, Part, RunOptions
 from vescale_fsdp.errors import ConversionError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
@@ -147,7 +147,7 @@ def test_resume_refuses_other_parameters(source: str, tmp_path: Path) -> None:
     """Another plan than the interrupted one is an error; so is starting over without saying so."""
     _interrupt(source, tmp_path / "out", 18)
     chosen = ConvertOptions(max_shard_bytes=4_000_000, run=RunOptions(resume=True))
-    with pytest.raises(ConversionError, match="was another one"):
+    with pytest.raises(ConversionError, match="was a different one"):
         convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
     with pytest.raises(ConversionError, match="--resume"):
         run(source, str(tmp_path / "out"))
@@ -220,15 +220,15 @@ def test_an_old_index_never_stands_over_new_files(
     index = tmp_path / "out" / "model.safetensors.index.json"
     run(source, str(tmp_path / "out"))
     assert index.exists()
-    commit, done = LocalStorage.publish, list[str]()
+    rename, done = LocalStorage.rename, list[str]()
 
-    def second_fails(store: LocalStorage, name: str) -> None:
+    def second_fails(store: LocalStorage, old: str, new: str) -> None:
         if done:
             raise OSError("no more")
-        done.append(name)
-        commit(store, name)
+        done.append(new)
+        rename(store, old, new)
 
-    monkeypatch.setattr(LocalStorage, "publish", second_fails)
+    monkeypatch.setattr(LocalStorage, "rename", second_fails)
     with pytest.raises(OSError, match="no more"):
         run(source, str(tmp_path / "out"), overwrite=True)
     assert len(done) == 1 and not index.exists()
@@ -274,12 +274,12 @@ import itertools, os, signal, sys
 from vescale_fsdp.conversion import ConvertOptions, CopyLimits, RunOptions, convert, open_source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 source, out, moment = sys.argv[1:]
-count, commit = itertools.count(), LocalStorage.publish
-def commit_or_die(store, name):
+count, rename = itertools.count(), LocalStorage.rename
+def rename_or_die(store, old, new):
     if next(count) == int(moment):
         os.kill(os.getpid(), signal.SIGKILL)
-    commit(store, name)
-LocalStorage.publish = commit_or_die
+    rename(store, old, new)
+LocalStorage.rename = rename_or_die
 options = RunOptions(resume=True, limits=CopyLimits({LIMITS.memory_budget_bytes}, {LIMITS.threads}))
 convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes={SHARD_BYTES}, run=options))
 """
@@ -306,19 +306,19 @@ def test_a_part_that_resumes_while_another_publishes(
     """All parts were done when all were killed: whoever comes first publishes, and the others change nothing."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(_Execution, "_publish_if_last", lambda self: False)
+        patch.setattr(Execution, "_publish_if_last", lambda self: False)
         for index in range(2):
             run(source, str(out), part=Part(index, 2))
     others = {"listed": "run", "loaded": "_is_intact", "copied": "_publish_if_last"}
-    original, first = getattr(_Execution, others[moment]), [True]
+    original, first = getattr(Execution, others[moment]), [True]
 
-    def after_the_other(self: _Execution, *args: object) -> object:
+    def after_the_other(self: Execution, *args: object) -> object:
         if first and self._options.part.index == 0:
             first.clear()
             assert run(source, str(out), resume=True, part=Part(1, 2)).outcome.published
         return original(self, *args)
 
-    monkeypatch.setattr(_Execution, others[moment], after_the_other)
+    monkeypatch.setattr(Execution, others[moment], after_the_other)
     assert run(source, str(out), resume=True, part=Part(0, 2)).outcome.published
     assert not first and contents(out) == expected
 
@@ -327,7 +327,7 @@ def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) 
     """A share run with other options is found before anything is published."""
     run(source, str(tmp_path / "out"), part=Part(0, 2))
     chosen = ConvertOptions(max_shard_bytes=4_000_000, run=RunOptions(part=Part(1, 2)))
-    with pytest.raises(ConversionError, match="was another one"):
+    with pytest.raises(ConversionError, match="was a different one"):
         convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
     assert not any(name.startswith("model") for name in os.listdir(tmp_path / "out"))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.torchtitan_names import NAMES, expand
+from tests.conversion.rules.torchtitan_names import NAMES, expand
 from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules, shipped_rules
 from vescale_fsdp.conversion.source.source import Source

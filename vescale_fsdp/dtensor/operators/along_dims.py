@@ -16,14 +16,14 @@ from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = ["WHOLE_ROWS", "Call", "along_dims", "call_of", "holds_whole", "run_along"]
+__all__ = ["WHOLE_ROWS", "CallAlongDims", "along_dims", "call_of", "holds_whole", "run_along"]
 
 
 # What to do about cut rows.
 WHOLE_ROWS = "shard with granularity=Rows(1) or coarser, or gather with .full_tensor()"
 
 
-class Call(NamedTuple):
+class CallAlongDims(NamedTuple):
     """An operator along dims as it was asked for."""
 
     func: torch._ops.OpOverload
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     options: dict[str, Any]  # the other arguments by name
 
 
-def call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallAlongDims:
     """The tensor with its sums done, the dims it is to be run along, and the other arguments."""
     named = bind(func, args, kwargs)
     tensor: RaggedDTensor = named.pop("self")
@@ -45,7 +45,7 @@ def call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if positive and (positive[0] < 0 or positive[-1] >= tensor.ndim):
         raise IndexError(f"{func}: dims {listed} do not exist in shape {tuple(tensor.shape)}")
     tensor = summed(tensor)
-    return Call(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
+    return CallAlongDims(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
 
 def _cut_numels(tensor: RaggedDTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """How an operator's arguments become this rank's pieces, and how its result becomes a tensor again.
 
-Every rule in `vescale_fsdp.dtensor.operators.table` goes through these functions, so each check stands in one place:
-ragged arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
+Every rule in `operators.dispatch_table` goes through these functions, so each check stands in one place: ragged
+arguments must be cut alike, replicated ones are cut to match, plain ones are refused unless they are
 0-d, and what an operator writes to must be ragged itself.
 """
 
@@ -20,7 +20,9 @@ from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
 __all__ = [
+    "OUTSIDE_FORWARD",
     "bind",
+    "check_not_resized",
     "check_written",
     "first_ragged",
     "is_partial",
@@ -30,6 +32,12 @@ __all__ = [
     "wrap_result",
     "written_names",
 ]
+
+
+OUTSIDE_FORWARD = (
+    "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
+    "module.unshard() before it"
+)
 
 
 def refuse(
@@ -42,7 +50,8 @@ def refuse(
         expected="an operator of the table in vescale_fsdp/dtensor/operators/OPERATORS.md",
         got=str(func),
         where=f"tensor of shape {tuple(spec.shape) if spec is not None else '?'} placed ({placement})",
-        todo=todo or "gather it with .full_tensor(), or work on this rank's flat piece with .to_local()",
+        todo=todo
+        or f"{OUTSIDE_FORWARD}. Elsewhere: .full_tensor() gathers it, .to_local() is this rank's flat piece",
     )
 
 
@@ -103,10 +112,36 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                     func,
                     like._spec,
                     f"it writes to {name!r}, which is not ragged",
-                    todo="write to a ragged tensor cut the same way, or gather first with .full_tensor()",
+                    todo=f"{OUTSIDE_FORWARD}. Elsewhere: write to a ragged tensor cut the same way, or gather first "
+                    "with .full_tensor()",
                 )
             if is_partial(written):
                 raise refuse(func, written._spec, f"it writes to {name!r}, whose sums are not done")
+
+
+@cache
+def _has_out(func: torch._ops.OpOverload) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def check_not_resized(func: torch._ops.OpOverload, named: dict[str, Any], like: RaggedDTensor) -> None:
+    """Refuse an ``out=`` form whose result has another shape than the ragged tensor it is written to.
+
+    Raises:
+        UnsupportedOpError: torch would resize the tensor, and pieces would take what broadcasts to their shape.
+    """
+    if not _has_out(func):
+        return
+    written = written_names(func)
+    read = [
+        value.shape
+        for name, value in named.items()
+        if name not in written and isinstance(value, torch.Tensor)
+    ]
+    if read and torch.broadcast_shapes(*read) != like.shape:
+        raise refuse(
+            func, like._spec, f"its result of shape {tuple(torch.broadcast_shapes(*read))} would resize it"
+        )
 
 
 def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> Any:
@@ -137,7 +172,8 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
             func,
             like._spec,
             f"the plain tensor of shape {tuple(value.shape)} beside it may differ between ranks",
-            todo="vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it ragged",
+            todo=f"{OUTSIDE_FORWARD}. Elsewhere: vescale_fsdp.distribute_tensor(tensor, mesh, placements) makes it "
+            "ragged",
         )
     return value if value.ndim == 0 else _cut(func, value, like)
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp.collectives import all_reduce_in_place, wait_for
 from vescale_fsdp.dtensor.operators.arguments import (
     bind,
+    check_not_resized,
     check_written,
     first_ragged,
     is_partial,
@@ -50,6 +51,7 @@ def elementwise(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if func._schema.is_mutable:  # in-place and ``out=`` forms: what was written comes back itself
         named = bind(func, args, kwargs)
         check_written(func, named, like)
+        check_not_resized(func, named, like)
         _on_pieces(func, args, kwargs, like)
         written = [named[name] for name in written_names(func) if name in named]
         return written[0] if len(written) == 1 else tuple(written)
@@ -107,21 +109,15 @@ def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """new_zeros and its family: ragged for the tensor's own shape, replicated for others.
-
-    ``new_empty`` of another shape is refused: what lies in its memory differs between the ranks.
-    """
+    """new_zeros and its family: ragged for the tensor's own shape, replicated for others."""
     tensor: RaggedDTensor = args[0]
     shape, local = torch.Size(args[1]), tensor._local_tensor
+    if func is aten.new_empty_strided.default:  # a piece is flat, and what is replicated may lie as it likes
+        func, args = aten.new_empty.default, (*args[:2], *args[3:])
     if shape == tensor.shape:
         return wrap_result(func, func(local, list(local.shape), *args[2:], **kwargs), tensor)
     if func is aten.new_empty.default:
-        raise refuse(
-            func,
-            tensor._spec,
-            f"memory of shape {tuple(shape)} would hold other values on each rank",
-            todo="use new_zeros, or torch.empty_like",
-        )
+        func = aten.new_zeros.default  # what happens to lie in memory would differ between the ranks
     full = func(local, list(shape), *args[2:], **kwargs)
     mesh = tensor.device_mesh
     return DTensor(full, make_spec(mesh, [Replicate()] * mesh.ndim, shape, full.dtype), requires_grad=False)  # type: ignore[call-arg]

@@ -30,7 +30,7 @@ from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
 __all__ = ["get_rng_state", "manual_seed", "random_fill", "random_like", "set_rng_state"]
 
 
-class _Streams:
+class _StreamCounter:
     """The seed, and the number of the next stream. One per process, as torch's default generator is."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Streams:
         return self.seed, self.next_stream - 1
 
 
-_streams = _Streams()
+_streams = _StreamCounter()
 
 
 def manual_seed(seed: int) -> None:

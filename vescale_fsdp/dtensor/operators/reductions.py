@@ -24,7 +24,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.collectives import all_reduce_in_place, gathered, wait_for
-from vescale_fsdp.dtensor.operators.along_dims import WHOLE_ROWS, Call, call_of, holds_whole, run_along
+from vescale_fsdp.dtensor.operators.along_dims import (
+    WHOLE_ROWS,
+    CallAlongDims,
+    call_of,
+    holds_whole,
+    run_along,
+)
 from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec
@@ -38,7 +44,7 @@ aten = torch.ops.aten
 
 # -- over all dims ------------------------------------------------------------------------------------
 
-_Total = Callable[[Call], Any]
+_Total = Callable[[CallAlongDims], Any]
 
 
 def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,14 +87,14 @@ def _gather_answers(answer: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor
     return answers
 
 
-def _sum(call: Call) -> DTensor:
+def _sum(call: CallAlongDims) -> DTensor:
     total = torch.nansum if call.func._schema.name == "aten::nansum" else torch.sum
     local = total(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     answers = _gather_answers(local, call.tensor)
     return _replicated(answers.sum(0, dtype=local.dtype), call.tensor)
 
 
-def _mean(call: Call) -> DTensor:
+def _mean(call: CallAlongDims) -> DTensor:
     local = torch.sum(call.tensor._local_tensor, dtype=call.options.get("dtype"))
     if not (local.is_floating_point() or local.is_complex()):
         call.func(call.tensor._local_tensor)  # raises torch's own error for integers
@@ -99,7 +105,7 @@ def _mean(call: Call) -> DTensor:
 def _of_parts(part: Callable[..., torch.Tensor], whole: Callable[..., torch.Tensor]) -> _Total:
     """A reduction whose answer for the whole is that of ``whole`` for the answers of ``part``."""
 
-    def total(call: Call) -> DTensor:
+    def total(call: CallAlongDims) -> DTensor:
         answer = part(call.tensor._local_tensor.reshape(-1), **call.options)
         return _replicated(whole(_gather_answers(answer, call.tensor)), call.tensor)
 
@@ -115,7 +121,7 @@ def _identity(dtype: torch.dtype, largest: bool) -> Any:
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
 
 
-def _extreme(call: Call, *, largest: bool) -> DTensor:
+def _extreme(call: CallAlongDims, *, largest: bool) -> DTensor:
     local = call.tensor._local_tensor
     if local.numel():
         answer = local.max() if largest else local.min()
@@ -129,11 +135,11 @@ _log_sum_exp = partial(torch.logsumexp, dim=0)
 _max, _min = partial(_extreme, largest=True), partial(_extreme, largest=False)
 
 
-def _aminmax(call: Call) -> tuple[DTensor, DTensor]:
+def _aminmax(call: CallAlongDims) -> tuple[DTensor, DTensor]:
     return _min(call), _max(call)
 
 
-def _arg_extreme(call: Call, *, largest: bool) -> DTensor:
+def _arg_extreme(call: CallAlongDims, *, largest: bool) -> DTensor:
     """argmax and argmin: the first place, in flat order, of the extreme value (a nan counts as extreme)."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
     if inner_box(tensor._spec).sizes != tuple(tensor.shape):
@@ -151,7 +157,7 @@ def _arg_extreme(call: Call, *, largest: bool) -> DTensor:
     return _replicated(indices[hits & owned].min(), tensor)
 
 
-def _moments(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(call: CallAlongDims) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean of all elements, from each rank's count, mean and squared distances."""
     local = call.tensor._local_tensor
     if local.is_complex():
@@ -169,7 +175,7 @@ def _moments(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     return squares_all / (total - correction).clamp_min(0.0), grand
 
 
-def _spread(call: Call, *, root: bool = False, with_mean: bool = False) -> Any:
+def _spread(call: CallAlongDims, *, root: bool = False, with_mean: bool = False) -> Any:
     """Variance or standard deviation, on its own or before the mean."""
     variance, mean = _moments(call)
     found = (variance.sqrt() if root else variance, mean)
@@ -204,7 +210,7 @@ def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order:
         raise refuse(func, tensor._spec, f"a norm of order {order} has no neutral part for an empty piece")
 
 
-def _norm(call: Call) -> DTensor:
+def _norm(call: CallAlongDims) -> DTensor:
     order, dtype = _order(call.options), call.options.get("dtype")
     _check_norm_order(call.func, call.tensor, order)
     if call.tensor.numel() == 0 and math.isinf(order):
@@ -287,7 +293,7 @@ _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
 _LEADING = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
-def _over_leading_dims(call: Call) -> DTensor:
+def _over_leading_dims(call: CallAlongDims) -> DTensor:
     """Sums, means and norms over dims 0..k-1 of pieces that hold rows of the other dims whole."""
     tensor, depth = call.tensor, len(call.dims)
     if not holds_whole(tensor, depth):

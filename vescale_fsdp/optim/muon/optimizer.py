@@ -26,8 +26,8 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Granularity, Whole
 from vescale_fsdp.optim.muon.bucket_exchange import Ranks
 from vescale_fsdp.optim.muon.matrices import matrices_of
-from vescale_fsdp.optim.muon.plan import MuonPlan, plan_step
-from vescale_fsdp.optim.muon.step import Job, run_step, taking_part_of
+from vescale_fsdp.optim.muon.step import ParamJob, run_step, taking_part_of
+from vescale_fsdp.optim.muon.step_plan import MuonPlan, plan_step
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
 from vescale_fsdp.torch_private import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS
 
@@ -138,7 +138,7 @@ class Muon(StructuredOptimizer):
             self._plans[present] = plan_step(taking_part, self._bucket_bytes, self._ranks)
         plan = self._plans[present]
         jobs = [
-            Job(param, group, lies.pieces, self._momentum(param, group))
+            ParamJob(param, group, lies.pieces, self._momentum(param, group))
             for (param, group), lies in zip((members[index] for index in present), plan.params, strict=True)
         ]
         run_step(plan, jobs, meanwhile=self._step_adamw)

@@ -18,16 +18,16 @@ from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Pending, start_exchange
 from vescale_fsdp.optim.muon.matrices import Matrix, matrices_of
 from vescale_fsdp.optim.muon.newton_schulz import NewtonSchulz
-from vescale_fsdp.optim.muon.plan import MuonPlan, SteppedParam
+from vescale_fsdp.optim.muon.step_plan import MuonPlan, SteppedParam
 from vescale_fsdp.torch_private import muon_adjust_lr
 
-__all__ = ["Job", "run_step", "taking_part_of"]
+__all__ = ["ParamJob", "run_step", "taking_part_of"]
 
 _STACK_NUMEL = 32 << 20
 """Elements iterated at once, 64 MiB in bf16; an iteration holds up to four such: X, A, B and the next X."""
 
 
-class Job(NamedTuple):
+class ParamJob(NamedTuple):
     """One parameter in one step."""
 
     param: torch.Tensor
@@ -68,7 +68,7 @@ def taking_part_of(param: torch.Tensor, group: dict[str, Any]) -> SteppedParam:
     )
 
 
-def run_step(plan: MuonPlan, jobs: Sequence[Job], *, meanwhile: Callable[[], None]) -> None:
+def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[], None]) -> None:
     """Orthogonalise all updates and subtract them.
 
     Args:
@@ -98,7 +98,7 @@ def run_step(plan: MuonPlan, jobs: Sequence[Job], *, meanwhile: Callable[[], Non
 
 
 def _stacks(
-    matrices: Iterable[tuple[int, Matrix]], jobs: Sequence[Job]
+    matrices: Iterable[tuple[int, Matrix]], jobs: Sequence[ParamJob]
 ) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
     """Positions of matrices that are iterated together: of equal shape and constants, and not too many."""
     kinds: dict[tuple[NewtonSchulz, int, int], list[int]] = {}
@@ -110,7 +110,7 @@ def _stacks(
             yield iteration, (rows, cols), positions[start : start + count]
 
 
-def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Job]) -> None:
+def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
     """Matrices that lie whole on this rank."""
     for iteration, shape, positions in _stacks(here, jobs):
         device = jobs[here[positions[0]][0]].update.device
@@ -123,7 +123,7 @@ def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Job])
             jobs[index].subtract(matrix, matrix.range, result.reshape(-1))
 
 
-def _orthogonalise_everywhere(job: Job) -> None:
+def _orthogonalise_everywhere(job: ParamJob) -> None:
     """A parameter in no contiguous pieces: every rank gathers it and takes its part of the result."""
     assert isinstance(job.param, DTensor)
     spread = torch.zeros_like(job.param)
@@ -138,11 +138,11 @@ def _orthogonalise_everywhere(job: Job) -> None:
     local_tensor(job.param).add_(local_part_of(orthogonal, job.param).reshape(-1))
 
 
-def _device(bucket: Bucket, jobs: Sequence[Job]) -> torch.device:
+def _device(bucket: Bucket, jobs: Sequence[ParamJob]) -> torch.device:
     return jobs[bucket.travels[0].param].update.device
 
 
-def _start_gather(bucket: Bucket, jobs: Sequence[Job]) -> Pending:
+def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
     """Send this rank's parts of a bucket's matrices to their owners."""
     shard = bucket.ranks.shard
     parts = [
@@ -154,7 +154,9 @@ def _start_gather(bucket: Bucket, jobs: Sequence[Job]) -> Pending:
     return start_exchange(parts, bucket.gather_transfer, bucket.ranks.group, _device(bucket, jobs))
 
 
-def _orthogonalise_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[Job]) -> list[torch.Tensor]:
+def _orthogonalise_arrived(
+    bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]
+) -> list[torch.Tensor]:
     """The orthogonal factors of the matrices this rank owns, flat, in their order in the bucket."""
     owned = bucket.owned
     # Parts arrive rank by rank, each rank's in the order of the bucket; a matrix is its parts in shard order.
@@ -171,7 +173,7 @@ def _orthogonalise_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence
     return results
 
 
-def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[Job]) -> Pending:
+def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequence[ParamJob]) -> Pending:
     """Send every rank its parts of the orthogonal factors."""
     wanted = [
         (result, t.part(shard).shift(-t.matrix.start))
@@ -182,7 +184,7 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
     return start_exchange(parts, bucket.scatter_transfer, bucket.ranks.group, _device(bucket, jobs))
 
 
-def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[Job]) -> None:
+def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:
     """Subtract this rank's parts of a bucket's orthogonal factors."""
     shard = bucket.ranks.shard
     parts = arrived.split([t.part(shard).numel for t in bucket.inbound])

@@ -118,8 +118,9 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         dims: torch's `DataParallelMeshDims`, or None.
 
     Raises:
-        PlacementError: if the mesh has other axes than asked for.
+        PlacementError: if it is no mesh, does not hold this rank, or has other axes than asked for.
     """
+    _check_mesh(mesh)
     if dims is not None:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -130,6 +131,23 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
             todo="slice the data-parallel axes out of the mesh by name, or name them with dp_mesh_dims",
         )
     return DataMesh(mesh)
+
+
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise PlacementError(
+            "mesh= takes a device mesh.",
+            expected="a torch.distributed.device_mesh.DeviceMesh, or None for one over all ranks",
+            got=repr(mesh),
+            todo='make one: init_device_mesh("cuda", (dist.get_world_size(),)), with "cpu" on gloo',
+        )
+    if mesh.get_coordinate() is None:
+        raise PlacementError(
+            "This rank is not in the mesh.",
+            expected="a mesh that holds every rank that shards the module",
+            got=f"{mesh} on rank {dist.get_rank()}",
+            todo="call fully_shard on the ranks of the mesh alone, or make the mesh of more ranks",
+        )
 
 
 def _named_axes(mesh: DeviceMesh, dims: Any) -> DataMesh:

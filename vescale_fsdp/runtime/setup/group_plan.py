@@ -64,7 +64,7 @@ class GroupPlan:
 
 
 @dataclass
-class _Bucket:
+class _GroupParams:
     """Parameters that will form one group."""
 
     data: DataMesh
@@ -88,7 +88,7 @@ def plan_groups(
     Raises:
         LayoutError, PlacementError, UnsupportedOpError: for a parameter that cannot be sharded so.
     """
-    return [_plan(bucket, rules) for bucket in _bucket_params(managed, data, rules)]
+    return [_plan(group, rules) for group in _params_by_group(managed, data, rules)]
 
 
 def mark_taken(plan: GroupPlan) -> None:
@@ -97,20 +97,20 @@ def mark_taken(plan: GroupPlan) -> None:
         note_replaced(param, fqn)
 
 
-def _bucket_params(
+def _params_by_group(
     managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
-) -> list[_Bucket]:
+) -> list[_GroupParams]:
     """Parameters by what a group shares, each once, with every attribute that holds it."""
-    buckets: dict[tuple[torch.dtype, bool, DataMesh, bool], _Bucket] = {}
-    placed: dict[nn.Parameter, tuple[_Bucket, str]] = {}
+    groups: dict[tuple[torch.dtype, bool, DataMesh, bool], _GroupParams] = {}
+    placed: dict[nn.Parameter, tuple[_GroupParams, str]] = {}
     wishes = PlacementWishes(rules.shard_placement_fn, data)
     for prefix, module in managed:
         for name, param in module._parameters.items():
             if param is None or param in rules.ignored_params:
                 continue
             if param in placed:
-                bucket, fqn = placed[param]
-                bucket.owners[fqn].append((module, name))
+                group, fqn = placed[param]
+                group.owners[fqn].append((module, name))
                 continue
             fqn = prefix + name
             _check_param(fqn, param)
@@ -118,13 +118,13 @@ def _bucket_params(
             prior = PriorSharding.of(fqn, param, wish.data)
             is_hooked = has_hooks(local_part(param))
             key = (param.dtype, param.requires_grad, wish.data, is_hooked)
-            bucket = buckets.setdefault(key, _Bucket(wish.data, is_hooked))
-            bucket.params[fqn] = param
-            bucket.owners[fqn] = [(module, name)]
-            bucket.priors[fqn] = prior
-            bucket.blocks[fqn] = _block_numel(fqn, param, wish, rules)
-            placed[param] = (bucket, fqn)
-    return list(buckets.values())
+            group = groups.setdefault(key, _GroupParams(wish.data, is_hooked))
+            group.params[fqn] = param
+            group.owners[fqn] = [(module, name)]
+            group.priors[fqn] = prior
+            group.blocks[fqn] = _block_numel(fqn, param, wish, rules)
+            placed[param] = (group, fqn)
+    return list(groups.values())
 
 
 def _block_numel(fqn: str, param: nn.Parameter, wish: Wish, rules: PlanRules) -> int:
@@ -144,42 +144,40 @@ def _block_numel(fqn: str, param: nn.Parameter, wish: Wish, rules: PlanRules) ->
     return max(1, wish.ragged.unit_numel(shape))
 
 
-def _plan(bucket: _Bucket, rules: PlanRules) -> GroupPlan:
+def _plan(group: _GroupParams, rules: PlanRules) -> GroupPlan:
     specs = [
         TensorSpec(
             fqn,
             tuple(local_part(param).shape),
             str(param.dtype).removeprefix("torch."),
-            bucket.blocks[fqn],
+            group.blocks[fqn],
         )
-        for fqn, param in bucket.params.items()
+        for fqn, param in group.params.items()
     ]
-    num_shards = bucket.data.num_shards
+    num_shards = group.data.num_shards
     part_size = _part_size(rules.reshard_after_forward, num_shards)
-    if bucket.is_hooked:
-        _check_hooked(bucket, part_size)
+    if group.is_hooked:
+        _check_hooked(group, part_size)
         layout = plan_by_rows(specs, num_shards)
     else:
         layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
         check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
-    return GroupPlan(
-        bucket.params, bucket.owners, bucket.priors, layout, bucket.data, part_size, bucket.is_hooked
-    )
+    return GroupPlan(group.params, group.owners, group.priors, layout, group.data, part_size, group.is_hooked)
 
 
-def _check_hooked(bucket: _Bucket, part_size: int | None) -> None:
+def _check_hooked(group: _GroupParams, part_size: int | None) -> None:
     """What parameters that gather themselves cannot go with."""
     problem = None
     if part_size is not None:
         problem = f"reshard_after_forward={part_size}: their hooks gather all rows or none"
-    elif bucket.data.mesh.ndim == 2 and not bucket.data.mesh.mesh_dim_names:
+    elif group.data.mesh.ndim == 2 and not group.data.mesh.mesh_dim_names:
         problem = "a mesh without names: their hooks are given the axis that shards"
     if problem is not None:
         raise UnsupportedOpError(
             "Parameters with all-gather hooks of their own cannot be sharded so.",
             expected="reshard_after_forward True, False or None, and names for the axes of a 2-D mesh",
             got=problem,
-            where=", ".join(bucket.params),
+            where=", ".join(group.params),
         )
 
 

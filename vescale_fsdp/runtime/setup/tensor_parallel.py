@@ -102,13 +102,19 @@ class PriorSharding:
         return local_of(grad if wanted == list(grad.placements) else grad.redistribute(placements=wanted))
 
 
+_SHARDED = "it is sharded already, with a module further out or by hand"
+
+
 def local_part(param: nn.Parameter) -> torch.Tensor:
     """What they left of it on this rank, without gradient: ND, the whole parameter if they did nothing."""
     return local_of(param).detach()
 
 
 def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> str:
-    if data.spmd is None:
+    if isinstance(param, RaggedDTensor):
+        expected = "a module whose parameters no fully_shard call has taken"
+        todo = "go from the inside out: shard the blocks first and the root last, each module once"
+    elif data.spmd is None:
         expected = "Shard or Replicate on other axes of one named mesh"
         todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
     else:
@@ -131,7 +137,7 @@ def _problem(param: nn.Parameter, mesh: DeviceMesh) -> str | None:
     if not isinstance(param, DTensor):
         return None
     if isinstance(param, RaggedDTensor):
-        return "it is sharded already"
+        return _SHARDED
     if not all(_is_plain(placement) for placement in param.placements):
         return "only Shard and Replicate can stand beside a ragged cut"
     if not mesh.mesh_dim_names or not param.device_mesh.mesh_dim_names:
@@ -146,7 +152,7 @@ def _problem_on_full_mesh(param: nn.Parameter, spmd: SpmdAxes) -> str | None:
     if not isinstance(param, DTensor):
         return "with dp_mesh_dims all parameters must be DTensors"
     if isinstance(param, RaggedDTensor):
-        return "it is sharded already"
+        return _SHARDED
     if param.device_mesh is not spmd.mesh:
         return "it is on another mesh object"
     names = spmd.mesh.mesh_dim_names or ()

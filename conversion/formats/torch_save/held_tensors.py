@@ -18,8 +18,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import shard_order
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, explain
-from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, whole_box
 
 __all__ = ["HeldTensor", "differing_files", "is_tensor_ref", "stored_tensor"]
@@ -56,7 +55,8 @@ def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
         for box, ref in _boxes(name, part, held):
             for chunk in _chunks(name, part, ref, box):
                 parts.setdefault(box, chunk)  # replicas hold the same
-    return StoredTensor(TensorInfo(name, first.shape, _dtype(first)), tuple(parts.values()))
+    dtype = first.local.dtype if isinstance(first, ShardRef) else first.dtype
+    return StoredTensor(TensorInfo(name, first.shape, dtype), tuple(parts.values()))
 
 
 def differing_files(held: Sequence[HeldTensor]) -> tuple[str, ...]:
@@ -66,20 +66,13 @@ def differing_files(held: Sequence[HeldTensor]) -> tuple[str, ...]:
 
     def content(part: HeldTensor) -> tuple[Any, ...]:
         ref: TensorRef = part.ref
-        crc = _crc(part.archive, ref.storage_key) if 0 not in ref.shape else 0
+        crc = 0 if 0 in ref.shape else part.archive.storage_crc(ref.storage_key)
+        if crc is None:
+            crc = part.archive.find_crc(ref.storage_key)
         return (ref.shape, ref.dtype, ref.strides, ref.storage_offset, ref.signs, crc)
 
     expected = content(held[0])
     return tuple(part.file for part in held[1:] if content(part) != expected)
-
-
-def _crc(archive: TorchArchive, key: str) -> int:
-    saved = archive.storage_crc(key)
-    return archive.find_crc(key) if saved is None else saved
-
-
-def _dtype(ref: ShardRef | PiecesRef) -> DType:
-    return ref.local.dtype if isinstance(ref, ShardRef) else ref.dtype
 
 
 def _chunks(name: str, part: HeldTensor, ref: TensorRef, box: Box) -> Iterator[StoredChunk]:
@@ -116,7 +109,7 @@ def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> lis
     """Mesh axes that cut the tensor, in the order in which they do."""
     kinds = [type(placement).__name__ for placement in part.placements]
     if odd := set(kinds) - {"Shard", "_StridedShard", "Replicate"}:
-        raise ConversionError(_unplaced(name, file, "Shard and Replicate", min(odd)))
+        raise _unplaced(name, file, "Shard and Replicate", min(odd))
     shards = {
         axis: (placement.dim, placement.split_factor if kind == "_StridedShard" else 1)
         for axis, (kind, placement) in enumerate(zip(kinds, part.placements, strict=True))
@@ -126,12 +119,12 @@ def _cutting_order(name: str, file: str, part: ShardRef, axes: list[int]) -> lis
     if order is None:
         factors = [factor for _, factor in shards.values() if factor != 1]
         expected = f"split factors that are sizes of later axes over the same dim in a mesh of {axes}"
-        raise ConversionError(_unplaced(name, file, expected, factors))
+        raise _unplaced(name, file, expected, factors)
     return order
 
 
-def _unplaced(name: str, file: str, expected: str, got: object) -> str:
-    return explain(
+def _unplaced(name: str, file: str, expected: str, got: object) -> ConversionError:
+    return ConversionError(
         "A tensor's placement does not say where its parts belong.",
         expected=expected,
         got=got,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.dtensor.dispatch import Rule, set_rules
-from vescale_fsdp.dtensor.operators import along_dims, elementwise, reductions
+from vescale_fsdp.dtensor.operators import along_dims, elementwise, reductions, whole_tensors
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
 from vescale_fsdp.torch_private import operator_names
@@ -46,7 +46,7 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
     elementwise.like_factory: ("copies and tensors like it", "The result is cut like the input."),
     elementwise.new_factory: (
         "new tensors of a given shape",
-        "Ragged for the tensor's own shape, replicated for others (new_empty: own shape only).",
+        "Ragged for the tensor's own shape, replicated for others (new_empty: then zeros).",
     ),
     elementwise.reshape_view: (
         "views",
@@ -62,6 +62,9 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
     along_dims.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),
     reductions.equal: ("equality", "One answer, agreed over the mesh."),
     reductions.all_close: ("closeness", "One answer, agreed over the mesh."),
+    whole_tensors.gathered: ("whole tensors", "Gathered first; what comes out is replicated."),
+    whole_tensors.eye: ("the unit matrix", "Into a ragged tensor of its shape."),
+    whole_tensors.rewritten: ("said in others", "As the operators they are made of; nothing is gathered."),
     random.random_fill: (
         "random values in place",
         "The same for any number of ranks and any cut, under vescale_fsdp.manual_seed.",
@@ -101,7 +104,9 @@ _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(
         ("_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"), elementwise.like_factory
     ),
-    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), elementwise.new_factory),
+    **dict.fromkeys(
+        ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), elementwise.new_factory
+    ),
     **dict.fromkeys(("_unsafe_view", "squeeze", "unsqueeze", "view"), elementwise.reshape_view),
     "index_put_": elementwise.masked_put,
     **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
@@ -113,6 +118,10 @@ _BY_NAME: dict[str, Rule] = {
         ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
         along_dims.along_dims,
     ),
+    **dict.fromkeys(
+        ("cat", "histc", "kthvalue", "linalg_qr", "median", "nanmedian", "stack"), whole_tensors.gathered
+    ),
+    **dict.fromkeys(whole_tensors.REWRITTEN, whole_tensors.rewritten),
     "equal": reductions.equal,
     "allclose": reductions.all_close,
     **dict.fromkeys(("bernoulli_", "normal_", "uniform_"), random.random_fill),
@@ -122,9 +131,9 @@ _BY_NAME: dict[str, Rule] = {
 # Names that mean an elementwise operator with two tensors, and a reduction with one.
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
-)
+) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
 _REFUSED_OVERLOADS = (aten.bernoulli_.Tensor, aten.view.dtype)
-_FOREACH_REDUCTIONS = ("_foreach_max", "_foreach_powsum")
+_FOREACH_REDUCTIONS = ("_foreach_powsum",)
 
 
 def _is_out(func: torch._ops.OpOverload) -> bool:

@@ -76,7 +76,7 @@ def _alike(a: Placement, b: Placement) -> bool:
     return a == b
 
 
-class _Place(NamedTuple):
+class _MeshPlace(NamedTuple):
     """A mesh's axes in rules of rank numbers, and this rank's place on each; no axes outside the mesh."""
 
     mesh: DeviceMesh  # held, so that its id stays its own
@@ -94,7 +94,7 @@ class Describer:
 
     def __init__(self, rank_of: dict[int, int] | None = None) -> None:
         self._rank_of = rank_of
-        self._meshes: dict[int, _Place] = {}
+        self._meshes: dict[int, _MeshPlace] = {}
         self._layout_numbers: dict[GroupLayout, int] = {}
         self._by_identity: dict[int, tuple[GroupLayout, int, dict[str, int]]] = {}
         self._known: dict[tuple[int, int, str], _Known] = {}
@@ -147,7 +147,7 @@ class Describer:
             self._regions[key] = (distribution, found)  # held, so that its id stays its own
         return found
 
-    def _distribution(self, name: str, tensor: DTensor, place: _Place) -> Distribution:
+    def _distribution(self, name: str, tensor: DTensor, place: _MeshPlace) -> Distribution:
         assert place.axes is not None
         shards: dict[int, tuple[int, int]] = {}
         ragged: list[tuple[Axis, Cut]] = []
@@ -175,7 +175,7 @@ class Describer:
         pairs = [pair for pair in (*cuts, *ragged) if pair[0].size > 1]
         return Distribution(tuple(axis for axis, _ in pairs), tuple(cut for _, cut in pairs))
 
-    def _check_order(self, name: str, tensor: DTensor, place: _Place) -> None:
+    def _check_order(self, name: str, tensor: DTensor, place: _MeshPlace) -> None:
         """Refuse shards of which nobody can say which rank has which."""
         for axis in place.disordered:
             placement = tensor.placements[axis]
@@ -213,20 +213,20 @@ class Describer:
             self._by_identity[id(layout)] = known
         return known
 
-    def _place_in(self, mesh: DeviceMesh) -> _Place:
+    def _place_in(self, mesh: DeviceMesh) -> _MeshPlace:
         known = self._meshes.get(id(mesh))
         if known is None:
-            known = _Place(mesh, None, ())
+            known = _MeshPlace(mesh, None, ())
             if mesh.get_coordinate() is not None:
                 disordered = frozenset(axis for axis in range(mesh.ndim) if not ascends(mesh, axis))
-                known = _Place(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
+                known = _MeshPlace(mesh, axes_of_mesh(mesh, self._rank_of), place_in(mesh), disordered)
             self._meshes[id(mesh)] = known
         return known
 
 
 def _no_order(name: str, tensor: DTensor) -> CheckpointError:
     return CheckpointError(
-        "The ranks' parts of a tensor are no ranges of its dims.",
+        "The ranks' parts of a tensor are not ranges of its dims.",
         expected="split factors that are sizes of later mesh axes over the same dim",
         got=f"{tensor.placements} on a mesh of {tuple(tensor.device_mesh.shape)}",
         where=name,

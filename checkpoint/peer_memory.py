@@ -1,0 +1,138 @@
+"""`PeerMemory`: a step that lies in the memory of several nodes, brought to those that read it.
+
+    nodes hold          a: 0 1 2 3    b: (lost)    c: 4 5 6 7    d: 4 5 6 7      files of the ranks that saved
+    now wanted          a: 0 1 2      b: 3 4       c: 5 6        d: 7
+    moves               3: a -> b, 4: c -> b
+
+Each file goes to a node once, from the rank that has least to send. Nothing is read from a disk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.partners import ranks_by_node
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import CheckpointError
+
+__all__ = ["HeldPart", "LostPartError", "PeerMemory", "is_whole", "plan_moves"]
+
+_ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
+
+
+class LostPartError(CheckpointError):
+    """A part of a step is in no node's memory any more."""
+
+
+class HeldPart(NamedTuple):
+    """What a node's memory holds of a step.
+
+    Attributes:
+        node: as `node_name` gives it.
+        saved_ranks: whose files it holds, whole.
+        world_size: of the ranks that saved; 0 where the node does not know the step.
+    """
+
+    node: str
+    saved_ranks: tuple[int, ...] = ()
+    world_size: int = 0
+
+
+def is_whole(held: Iterable[HeldPart]) -> bool:
+    """Whether nodes hold the files of all ranks that saved a step, together."""
+    parts = list(held)
+    return len({rank for part in parts for rank in part.saved_ranks}) == max(
+        part.world_size for part in parts
+    )
+
+
+class PeerMemory:
+    """One step, held by several nodes.
+
+    Args:
+        storage: the step's folder in this node's memory; it may not exist yet.
+        held: by rank, what its node holds of the step.
+
+    Attributes:
+        moves: files that were brought from one node to another, the same on all ranks.
+    """
+
+    def __init__(self, coordinator: Coordinator, storage: Storage, held: Sequence[HeldPart]) -> None:
+        self._coordinator, self._storage, self._held = coordinator, storage, held
+        self._on_own_node = frozenset(held[coordinator.rank].saved_ranks)
+        self._anywhere = frozenset(rank for part in held for rank in part.saved_ranks)
+        self.moves: tuple[FileMove, ...] = ()
+
+    def cost(self, saved_rank: int) -> int:
+        """Of a file: whether it lies on this node, on another, or is lost; of equal ones the rank's own comes first."""
+        where = _ON_OTHER_NODE if saved_rank in self._anywhere else _LOST
+        if saved_rank in self._on_own_node:
+            where = _ON_OWN_NODE
+        return where + (saved_rank != self._coordinator.rank)
+
+    def bring_manifest(self) -> None:
+        """Let every node know the step; a collective."""
+        by_rank = [{MANIFEST_NAME} if part.world_size else set() for part in self._held]
+        self._move([{MANIFEST_NAME} for _ in self._held], by_rank)
+
+    def fetch(self, manifest: Manifest, saved_ranks: set[int]) -> None:
+        """Bring the files that this rank reads to its node; a collective.
+
+        Raises:
+            LostPartError: on all ranks, if one of them reads a file that no node holds.
+        """
+        wanted = self._coordinator.everyone(sorted(saved_ranks - self._on_own_node))
+        lost = {
+            rank: number
+            for number, ranks in enumerate(wanted)
+            for rank in ranks
+            if rank not in self._anywhere
+        }
+        if lost:
+            raise LostPartError(
+                "A part of this step is in no node's memory any more.",
+                expected="the file of each rank that saved, or a copy of it",
+                got=f"none of rank {', '.join(map(str, sorted(lost)[:8]))}, wanted by rank {min(lost.values())}",
+                where=self._storage.where,
+                todo="an older step or the disk has it; RamTier(replicas=1) survives the loss of a node",
+            )
+        self._move(
+            [set(map(manifest.file_name, ranks)) for ranks in wanted],
+            [set(map(manifest.file_name, part.saved_ranks)) for part in self._held],
+        )
+
+    def _move(self, wanted: Sequence[set[str]], held: Sequence[set[str]]) -> None:
+        moves = plan_moves(wanted, held, [part.node for part in self._held])
+        doing = f"bringing {self._storage.where} from other nodes' memory"
+        move_files(self._coordinator, self._storage, moves, doing)
+        self.moves += tuple(moves)
+
+
+def plan_moves(wanted: Sequence[set[str]], held: Sequence[set[str]], nodes: Sequence[str]) -> list[FileMove]:
+    """Moves after which every node holds what its ranks want.
+
+    Args:
+        wanted: by rank, names of files; each is held by some rank.
+        held: by rank, names of files that lie on its node.
+        nodes: by rank, the name of its node.
+    """
+    holders: dict[str, list[int]] = {name: [] for names in wanted for name in names}
+    for rank, names in enumerate(held):
+        for name in names & holders.keys():
+            holders[name].append(rank)
+    sent, received = Counter[int](), Counter[int]()
+    moves = []
+    for ranks in ranks_by_node(nodes):
+        lacking = set().union(*(wanted[rank] for rank in ranks)) - held[ranks[0]]
+        for name in sorted(lacking):
+            sender = min(holders[name], key=lambda rank: (sent[rank], rank))
+            receiver = min(ranks, key=lambda rank: (received[rank], rank))
+            sent[sender] += 1
+            received[receiver] += 1
+            moves.append(FileMove(name, sender, receiver))
+    return moves

@@ -1,0 +1,47 @@
+"""What a conversion is asked for, whatever its target: the options of `convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vescale_fsdp.conversion.output.run_plan import RunOptions
+
+__all__ = ["ConvertOptions"]
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the result shall be.
+
+    Args:
+        assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
+            it is a Hugging Face folder.
+        include_asset: patterns of files there that go along although they are no settings.
+        model_prefix: what the model's names begin with in the source; None to detect it.
+        prefix: what the model's names shall begin with in the result; None to keep the source's.
+        dtype: casts, as texts for `CastRules.parse`.
+        include, exclude: name patterns of the result.
+        optimizer: one of `OPTIMIZER_FORMS`.
+        rules: key rules: a shipped set's name or a TOML file; None to keep all names.
+        rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
+        max_shard_bytes: limit of tensor bytes per data file.
+        ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
+            as `fully_shard` of a layer knows them.
+        run: overwrite, resume, part, memory and threads.
+    """
+
+    assets: str | None = None
+    include_asset: Sequence[str] = ()
+    model_prefix: str | None = None
+    prefix: str | None = None
+    dtype: Sequence[str] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    optimizer: str = "keep"
+    rules: str | None = None
+    rules_to: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    ranks: int = 1
+    granularity: Sequence[str] = ()
+    run: RunOptions = field(default_factory=RunOptions)

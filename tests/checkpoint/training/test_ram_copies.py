@@ -1,0 +1,259 @@
+"""Copies in partners' memory: what survives which loss, on which ranks, and what is said of it.
+
+Each rank is a node of its own: it has a folder in memory, and is the first of its node.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.checkpoint_states import erase, mixed_state
+from tests.support.distributed import run_ranks
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, Restored
+from vescale_fsdp.checkpoint.storage.base import FileReader
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.errors import CheckpointError
+
+STEP = "vescale-run/step-{:08d}"
+
+
+@contextmanager
+def _as_nodes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_RANK", "0")
+        yield
+
+
+class _NoReads(LocalStorage):
+    """A disk on which nothing may be read but names."""
+
+    def open_file(self, name: str) -> FileReader:
+        raise AssertionError(f"{name} was read from disk")
+
+    def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        raise AssertionError(f"{name} was read from disk")
+
+
+def _state(step: int) -> dict[str, Any]:
+    state = mixed_state()
+    state["model"]["w"].to_local().fill_(step)
+    state["stock"]["plain"].fill_(step)
+    return state | {"own": PerRank(step + dist.get_rank(), merge=lambda values, rank, world: sum(values))}
+
+
+def _manager(root: LocalStorage | Path, shm: Path, **options: Any) -> CheckpointManager:
+    tier = RamTier("run", folder=shm / f"node{dist.get_rank()}", **options)
+    return CheckpointManager(root, save_interval=4, ram=tier)
+
+
+def _save_steps(root: Path, shm: Path, options: dict[str, Any], steps: int = 7) -> list[str]:
+    """Returns the files of data that each node holds of the newest step."""
+    if options.pop("mesh", False):
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = mesh["replicate"]
+    with _as_nodes():
+        manager = _manager(root, shm, **options)
+        for step in range(steps):
+            manager.save(step, _state(step))
+        manager.wait()
+    folder = shm / f"node{dist.get_rank()}" / STEP.format(steps - 1)
+    return sorted(path.name[:5] for path in folder.glob("data-*/*"))
+
+
+def _restore(
+    root: Path, shm: Path, reads_disk: bool, options: dict[str, Any]
+) -> tuple[Restored, int, list[str]]:
+    with _as_nodes(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = _state(0)
+        erase(state)
+        manager = _manager(LocalStorage(root) if reads_disk else _NoReads(root), shm, **options)
+        restored = manager.restore(state)
+    assert restored is not None
+    full = state["model"]["w"].full_tensor()
+    assert full.numel() and full.eq(restored.step).all() and state["stock"]["plain"].eq(restored.step).all()
+    assert state["stock"]["replicate"].to_local().any() and state["step"] == 7
+    return restored, state["own"].value, [str(one.message) for one in caught]
+
+
+def _lose(shm: Path, *nodes: int) -> None:
+    for node in nodes:
+        shutil.rmtree(shm / f"node{node}")
+
+
+@pytest.mark.parametrize("world", [4, 3, 5])
+def test_a_lost_node_costs_no_read_of_a_disk(tmp_path: Path, world: int) -> None:
+    """What it held comes from its partner, and says so; on as many ranks, on fewer and on more."""
+    shm = tmp_path / "shm"
+    held = run_ranks(4, _save_steps, tmp_path / "steps", shm, {"replicas": 1})
+    assert held == [["00000", "00001"], ["00000", "00001"], ["00002", "00003"], ["00002", "00003"]]
+    lost = 3 if world == 3 else 2  # on fewer ranks the last node is not there
+    _lose(shm, lost)
+
+    for rank, (restored, own, said) in enumerate(
+        run_ranks(world, _restore, tmp_path / "steps", shm, False, {"replicas": 1})
+    ):
+        assert (restored.step, restored.tier, restored.skipped, said) == (6, "ram", (), [])
+        assert own == (6 + rank if world == 4 else 6 * 4 + 0 + 1 + 2 + 3)
+        data = [move for move in restored.moves if "data-" in move.name]
+        if world == 4:
+            assert [(move.sender, move.receiver) for move in data] == [(3, 2)] and "00002-of" in data[0].name
+        assert data and all(move.sender != lost for move in data)
+
+
+def test_copies_along_a_mesh(tmp_path: Path) -> None:
+    """Ranks of the dimension keep each other's, and a node may be lost of either."""
+    shm = tmp_path / "shm"
+    held = run_ranks(4, _save_steps, tmp_path / "steps", shm, {"replicas": 1, "mesh": True}, 2)
+    assert held == [["00000", "00002"], ["00001", "00003"]] * 2
+    _lose(shm, 0, 3)
+
+    for restored, _, _ in run_ranks(4, _restore, tmp_path / "steps", shm, False, {}):
+        assert (restored.step, restored.tier) == (1, "ram")
+
+
+def test_a_lost_clique_is_said_and_the_disk_counts(tmp_path: Path) -> None:
+    """No other loss than that of all nodes of a clique takes memory away."""
+    shm = tmp_path / "shm"
+    run_ranks(4, _save_steps, tmp_path / "steps", shm, {"replicas": 1})
+    _lose(shm, 2, 3)
+
+    for rank, (restored, _, said) in enumerate(
+        run_ranks(4, _restore, tmp_path / "steps", shm, True, {"replicas": 1})
+    ):
+        assert (restored.step, restored.tier, restored.moves) == (4, "disk", ())
+        assert [number for number, _ in restored.skipped] == [6]
+        assert [text[:26] for text in said] == (["step 6 (ram) was skipped: "] if rank == 0 else [])
+        assert "none of rank 2, 3" in restored.skipped[0][1]
+
+
+def _replicated(root: Path, shm: Path) -> tuple[int, str]:
+    with _as_nodes():
+        manager = _manager(root, shm)
+        for step in range(3):
+            manager.save(step, {"w": torch.full((10,), step), "moved": torch.arange(step)})
+        if dist.get_rank() == 1:
+            _lose(shm, 1)
+        dist.barrier()
+        state = {"w": torch.zeros(10, dtype=torch.int64), "moved": torch.zeros(2, dtype=torch.int64)}
+        restored = manager.restore(state)
+    assert restored is not None and state["w"].eq(restored.step).all() and state["moved"].tolist() == [0, 1]
+    return restored.step, restored.tier
+
+
+def test_what_is_replicated_needs_no_copies(tmp_path: Path) -> None:
+    """Every node holds all of it anyway."""
+    assert run_ranks(2, _replicated, tmp_path / "steps", tmp_path / "shm") == [(2, "ram")] * 2
+
+
+def test_a_damaged_copy_is_not_taken(tmp_path: Path) -> None:
+    """It is hashed like anything else that is loaded, and the step before counts."""
+    shm = tmp_path / "shm"
+    run_ranks(2, _save_steps, tmp_path / "steps", shm, {"replicas": 1, "keep_last": 2})
+    _lose(shm, 0)
+    (copy,) = (shm / "node1" / STEP.format(6)).glob("data-*/00000-*")
+    data = bytearray(copy.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.write_bytes(data)
+
+    for restored, _, _ in run_ranks(
+        2, _restore, tmp_path / "steps", shm, False, {"replicas": 1, "keep_last": 2}
+    ):
+        assert (restored.step, restored.tier) == (
+            5,
+            "ram",
+        ) and "not those that were written" in restored.skipped[0][1]
+
+
+class _Full(LocalStorage):
+    """A memory that takes this node's own files and no copies."""
+
+    def create(self, name: str, size_bytes: int) -> Any:
+        if "from" in name:
+            raise OSError(28, "No space left on device", name)
+        return super().create(name, size_bytes)
+
+    def child(self, name: str) -> LocalStorage:
+        return _Full(Path(self.where) / name, durable=False)
+
+
+def _no_room(root: Path, shm: Path) -> tuple[str, list[str]]:
+    with _as_nodes():
+        manager = _manager(root, shm, replicas=1, keep_last=1)
+        assert manager._ram is not None
+        if dist.get_rank() == 1:
+            manager._ram._root = _Full(shm / "node1" / "vescale-run", durable=False)
+        manager.save(1, _state(1))
+        try:
+            manager.save(2, _state(2))
+            said = "nothing"
+        except (CheckpointError, OSError) as error:
+            said = str(error)
+        state = _state(0)
+        restored = manager.restore(state)
+    assert restored is not None and (restored.step, restored.tier) == (1, "ram")
+    return said, sorted(path.name for path in (shm / f"node{dist.get_rank()}").rglob("*.partial"))
+
+
+def test_a_partner_without_room_is_heard_of_on_all_ranks(tmp_path: Path) -> None:
+    """At the next save, or when the manager is waited for; the step itself is good, and nothing is left half done."""
+    first, second = run_ranks(2, _no_room, tmp_path / "steps", tmp_path / "shm")
+
+    assert "1 of 2 ranks failed" in first[0] and "rank 1: OSError: [Errno 28]" in first[0]
+    assert "No space left" in second[0] and first[1] == second[1] == []
+
+
+def _held_up(root: Path, shm: Path) -> bool:
+    """Whether saves wait for their copies only at the next save."""
+    with _as_nodes(), pytest.MonkeyPatch.context() as patched:
+        go, begun = threading.Event(), threading.Event()
+        manager = _manager(root, shm, replicas=1)
+        assert manager._ram is not None
+        copy = manager._ram._copy
+
+        def late(*args: Any) -> None:
+            begun.set()
+            assert go.wait(60)
+            copy(*args)
+
+        patched.setattr(manager._ram, "_copy", late)
+        manager.save(1, _state(1))
+        assert begun.wait(60)
+        folder = shm / f"node{dist.get_rank()}" / STEP.format(1)
+        before = len(list(folder.glob("data-*/*")))
+        go.set()
+        manager.save(2, _state(2))
+        manager.wait()
+    return before == 1 and not folder.exists()
+
+
+def test_copies_are_made_behind_training(tmp_path: Path) -> None:
+    """A save returns before they are; the next one waits for them, and the older step goes when they are there."""
+    assert run_ranks(2, _held_up, tmp_path / "steps", tmp_path / "shm") == [True] * 2
+
+
+def _refused(root: Path, shm: Path) -> str:
+    manager = CheckpointManager(root, ram=RamTier("run", folder=shm, replicas=1))
+    with pytest.raises(CheckpointError) as caught:
+        manager.save(1, {"w": torch.ones(2)})
+    return str(caught.value)
+
+
+def test_copies_need_other_nodes(tmp_path: Path) -> None:
+    """One node has no partner; limits are checked."""
+    for text in run_ranks(2, _refused, tmp_path / "steps", tmp_path / "shm"):
+        assert "at least 2 nodes" in text and re.search("got: +1,", text)
+    with pytest.raises(ValueError, match="replicas >= 0"):
+        RamTier("run", replicas=-1)

@@ -1,0 +1,234 @@
+"""as_fsdp2: torch's names find ours while it stands, only then, and only for what is ours."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as torch_state_dict
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.tensor as torch_tensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import vescale_fsdp
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import PaddingPolicy, RaggedDTensor, Rows
+from vescale_fsdp.errors import LayoutError, LifecycleError, UnsupportedOpError
+from vescale_fsdp.integrations import BoundNamesWarning, UntriedVersionWarning, as_fsdp2, install, uninstall
+from vescale_fsdp.integrations.installation import Installation
+
+NAMES = {
+    "fully_shard": torch_fsdp,
+    "register_fsdp_forward_method": torch_fsdp,
+    "distribute_tensor": torch_tensor,
+    "set_model_state_dict": torch_state_dict,
+    "set_optimizer_state_dict": torch_state_dict,
+    "set_state_dict": torch_state_dict,
+}
+TORCHS_OWN = [vars(home)[name] for name, home in NAMES.items()]  # in a list, where `install` does not look
+
+
+@pytest.fixture(autouse=True)
+def _other_tests_may_hold_torchs_names() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BoundNamesWarning)
+        warnings.simplefilter(
+            "ignore", UntriedVersionWarning
+        )  # what is installed here need not be of the table
+        yield
+
+
+def _are_torchs() -> list[bool]:
+    return [vars(home)[name] is own for (name, home), own in zip(NAMES.items(), TORCHS_OWN, strict=True)]
+
+
+def test_names_are_replaced_inside_only() -> None:
+    """All names on the way in, none before and after, also where torch re-exports them."""
+    import torch.distributed._composable.fsdp as re_exported
+
+    assert all(_are_torchs())
+    with as_fsdp2():
+        assert not any(_are_torchs())
+        assert re_exported.fully_shard is torch_fsdp.fully_shard
+    assert all(_are_torchs()) and re_exported.fully_shard is TORCHS_OWN[0]
+
+
+def test_installations_are_counted() -> None:
+    """Nested and out of order: the names are torch's again when the last one has gone, by an exception too."""
+    outer = install(granularity=Rows(2))
+    with pytest.raises(ZeroDivisionError):
+        _fail_inside(outer)
+    assert all(_are_torchs())
+    with pytest.raises(LifecycleError, match="nothing to uninstall"):
+        uninstall()
+
+
+def _fail_inside(outer: Installation) -> None:
+    with as_fsdp2():
+        outer.uninstall()
+        outer.uninstall()  # a second time: nothing
+        assert not any(_are_torchs())
+        raise ZeroDivisionError
+
+
+def test_threads_share_the_count() -> None:
+    """Eight threads that come and go leave the names as they were, and never see torch's inside."""
+    seen: list[bool] = []
+
+    def come_and_go() -> None:
+        for _ in range(50):
+            with as_fsdp2():
+                seen.append(any(_are_torchs()))
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(seen) == 400 and not any(seen)
+    assert all(_are_torchs())
+
+
+def test_modules_that_bound_a_name_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning says which module holds which name; as an error it comes before anything is replaced."""
+    stack = ModuleType("a_stack")
+    vars(stack)["shard_it"] = TORCHS_OWN[0]
+    monkeypatch.setitem(sys.modules, "a_stack", stack)
+    with pytest.warns(BoundNamesWarning, match=r"a_stack: shard_it(.|\n)*call install\(\) before") as caught:
+        install().uninstall()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BoundNamesWarning)
+        with pytest.raises(BoundNamesWarning):
+            install()
+    assert all(_are_torchs())
+
+
+def test_fsdp1_is_refused() -> None:
+    """A stack that falls back on FSDP1 is told how to switch; outside FSDP1 is torch's business."""
+    with as_fsdp2(), pytest.raises(UnsupportedOpError, match="fsdp_version=2"):
+        torch_fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+    with pytest.raises((RuntimeError, ValueError), match=r"accelerator|process group"):
+        torch_fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+
+
+def _stack_shards(model: nn.Sequential) -> nn.Sequential:
+    """What stacks do: look torch's names up inside a function."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    for block in list(model):
+        fully_shard(block)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+class _Encoder(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 10), nn.Linear(10, 6))
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.scale
+
+
+def _model() -> _Encoder:
+    torch.manual_seed(0)
+    return _Encoder()
+
+
+def _kinds(model: nn.Module) -> set[type]:
+    return {type(param.data) for param in model.parameters()}
+
+
+def _on_ranks() -> dict[str, Any]:
+    torchs_class, x, plain = torch_fsdp.FSDPModule, torch.ones(2, 6), _model()
+    full = {name: value * 2 for name, value in plain.state_dict().items()}
+    options = torch_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with as_fsdp2(granularity={"*weight": Rows(4)}, padding_policy=PaddingPolicy(warn_above=9.0)):
+        from torch.distributed.fsdp import fully_shard as kept
+
+        ours = _stack_shards(_model())
+        weight = ours[0].weight
+        mesh, placements = weight.device_mesh, weight.placements
+        again = torch_tensor.distribute_tensor(plain[0].weight.detach(), mesh, placements)
+        stock = torch_tensor.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        torch_state_dict.set_model_state_dict(ours, full, options=options)
+        torch_state_dict.set_model_state_dict(plain, full)  # not ours: torch's own
+        same = torch_tensor.distribute_tensor(weight, mesh, placements) is weight
+    stock_model = _model()
+    kept(stock_model)  # bound while it stood, called after it went
+    return {
+        "is_ours": isinstance(ours, vescale_fsdp.FSDPModule) and isinstance(ours[0], torchs_class),
+        "kinds": _kinds(ours),
+        "cut_at": placements[0].local_units,
+        "again": again.full_tensor(),
+        "stock": (type(stock), tuple(stock.placements)),
+        "same": same,
+        "loaded": [torch.equal(v.full_tensor(), full[n]) for n, v in ours.state_dict().items()],
+        "plain": [torch.equal(v, full[n]) for n, v in plain.state_dict().items()],
+        "encode": torch.equal(ours.encode(x), x @ full["scale"]),
+        "kept": (_kinds(stock_model), isinstance(stock_model, vescale_fsdp.FSDPModule)),
+    }
+
+
+def test_a_stack_finds_ours() -> None:
+    """Sharding, registered methods, distribution and full states go to ours, all else to torch."""
+    for rank in run_ranks(2, _on_ranks):
+        assert rank["is_ours"] and rank["kinds"] == {RaggedDTensor}
+        assert rank["cut_at"] == (4, 1)  # of 2 rows: blocks of 4 rows, the last of 2
+        assert torch.equal(rank["again"], _model()[0].weight.detach())
+        assert rank["stock"] == (DTensor, (Shard(0),))
+        assert rank["same"]
+        assert rank["loaded"] == [True] * 5 and rank["plain"] == [True] * 5
+        assert rank["encode"]
+        assert rank["kept"] == ({DTensor}, False)
+
+
+def _first_rank_counts() -> list[bool]:
+    """The values torch's function takes: those of the first rank."""
+    import torch.distributed as dist
+
+    with as_fsdp2():
+        placements = _stack_shards(_model())[0].weight.placements
+        mesh = cpu_mesh()
+        mine = torch.full((10, 6), float(dist.get_rank()))
+        got = [torch_tensor.distribute_tensor(mine, mesh, kind) for kind in (placements, [Replicate()])]
+    return [torch.equal(each.full_tensor(), torch.zeros(10, 6)) for each in got]
+
+
+def _with_patterns(pattern: str) -> None:
+    with as_fsdp2(granularity={pattern: Rows(4), "*": Rows(1)}):
+        _stack_shards(_model())
+
+
+def _pattern_outcomes() -> tuple[list[str], str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        _with_patterns("*weight")
+        _with_patterns("*wieght")
+    text = [str(w.message) for w in caught if "pattern" in str(w.message)]
+    try:
+        vescale_fsdp.fully_shard(_model(), granularity={"*wieght": Rows(4)})
+    except LayoutError as error:
+        return text, str(error)
+    return text, ""
+
+
+def test_patterns_and_sources() -> None:
+    """A pattern may match in any call of the stack, not in none; values come from the first rank as in torch."""
+    for equal, (texts, refused) in zip(
+        run_ranks(2, _first_rank_counts), run_ranks(2, _pattern_outcomes), strict=True
+    ):
+        assert equal == [True, True]
+        assert len(texts) == 1 and "'*wieght'" in texts[0] and "near" in texts[0]
+        assert "matches no parameter" in refused

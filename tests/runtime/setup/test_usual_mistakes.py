@@ -1,0 +1,257 @@
+"""Mistakes that users make in passing end in an error that names the usual cause, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+)
+from torch.distributed.fsdp import (
+    fully_shard as torch_fully_shard,
+)
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import (
+    PaddingPolicy,
+    RaggedDTensor,
+    Rows,
+    Tiles,
+    distribute_tensor,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from vescale_fsdp.checkpoint import set_model_state_dict
+from vescale_fsdp.errors import LayoutError, LifecycleError, MisuseError, PlacementError, UnsupportedOpError
+
+
+class Decoder(models.Stack):
+    """A model that is also called by other methods than forward."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+    def generate_step(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> Decoder:
+    model = models.build()
+    model.__class__ = Decoder
+    return model  # type: ignore[return-value]
+
+
+def sharded() -> Decoder:
+    model = build()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh())
+    return model
+
+
+def methods() -> None:
+    x, hidden = torch.randn(2, 5), torch.randn(2, 7)
+    model, plain = sharded(), build()
+    with pytest.raises(
+        UnsupportedOpError, match=r"register_fsdp_forward_method\(module, name\).*unshard\(\)"
+    ):
+        model.encode(x)
+    with pytest.raises(UnsupportedOpError, match=r"register_fsdp_forward_method"):
+        model.generate_step(hidden)
+    with pytest.raises(LifecycleError, match=r"register_fsdp_forward_method\(model, name\)"):
+        model(x)  # the blocks have run before, in the method that has failed
+    model = sharded()
+    model.unshard()
+    torch.testing.assert_close(model.encode(x), plain.encode(x))
+    model.reshard()
+    for name in ("encode", "generate_step"):
+        register_fsdp_forward_method(model, name)
+    torch.testing.assert_close(model.encode(x), plain.encode(x))
+    torch.testing.assert_close(model.generate_step(hidden), plain.generate_step(hidden))
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def full_states() -> None:
+    model, other = sharded(), models.build(seed=5)
+    before = [param.full_tensor() for param in model.parameters()]
+    for module, prefix in ((model, "embed.weight"), (model.blocks[1], "scale")):
+        state = other.state_dict() if module is model else other.blocks[1].state_dict()
+        with pytest.raises(LifecycleError, match=rf"full tensors for \d+ parameters: {prefix}") as error:
+            module.load_state_dict(state)
+        for way in ("set_model_state_dict", "checkpoint.load", "distribute_tensor", "broadcast_from_rank0"):
+            assert str(error.value).count(way) == 1
+    wrapper = nn.Sequential(model)
+    with pytest.raises(LifecycleError, match=r"21 parameters: 0\.embed\.weight"):
+        wrapper.load_state_dict({f"0.{name}": value for name, value in other.state_dict().items()})
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), value)
+    # Each of the ways that the error names.
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, other.state_dict(), options=options)
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), twin)
+    for way in ("sharded", "copied"):
+        for name, param in model.named_parameters():
+            assert isinstance(param, RaggedDTensor)
+            ones = distribute_tensor(torch.ones(param.shape), param.device_mesh, param.placements)
+            if way == "copied":
+                param.detach().copy_(ones)
+            else:
+                model.load_state_dict({name: ones}, strict=False)
+            assert torch.equal(param.full_tensor(), torch.ones(param.shape))
+        set_model_state_dict(model, other.state_dict(), options=options)
+    model.load_state_dict(model.state_dict())
+
+
+class Converting(nn.Linear):
+    """A module that makes shards of the full tensors it is given."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, param in self._parameters.items():
+            assert isinstance(param, RaggedDTensor)
+            state_dict[prefix + name] = distribute_tensor(
+                state_dict[prefix + name], param.device_mesh, param.placements
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def converted() -> None:
+    """Modules that know what to do with full tensors are left alone, by method or by hook; so is assign=True."""
+    by_hook = nn.Linear(5, 3)
+
+    def convert(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, param in module._parameters.items():
+            assert isinstance(param, RaggedDTensor)
+            state[prefix + name] = distribute_tensor(
+                state[prefix + name], param.device_mesh, param.placements
+            )
+
+    for model in (nn.Sequential(Converting(5, 3)), nn.Sequential(by_hook)):
+        fully_shard(model, mesh=cpu_mesh())
+        if model[0] is by_hook:
+            by_hook.register_load_state_dict_pre_hook(convert)
+        twin = nn.Sequential(nn.Linear(5, 3))
+        full = {name: torch.full_like(value, 3.0) for name, value in twin.state_dict().items()}
+        model.load_state_dict(dict(full))
+        assert all(bool((param.full_tensor() == 3.0).all()) for param in model.parameters())
+    assigned = fully_shard(nn.Linear(5, 3), mesh=cpu_mesh())
+    assigned.load_state_dict({"weight": torch.ones(3, 5), "bias": torch.ones(3)}, assign=True)
+    assert torch.equal(assigned(torch.ones(1, 5)), torch.full((1, 3), 6.0))
+
+
+def arguments() -> None:
+    mesh = cpu_mesh()
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (LayoutError, r"pass a value of the class Rows: Rows\(32\)", {"granularity": Rows}),
+        (LayoutError, r"pass a value of the class Tiles", {"granularity": {"*": Tiles}}),
+        (LayoutError, r"element, flat:256, rows:32, tiles:128x128", {"granularity": "rows=32"}),
+        *(
+            (PlacementError, r"init_device_mesh\(", {"mesh": m})
+            for m in ("cpu", 2, (2,), [0, 1], dist.group.WORLD)
+        ),
+        (ValueError, r"the class CPUOffloadPolicy", {"offload_policy": CPUOffloadPolicy}),
+        (ValueError, r"a MixedPrecisionPolicy", {"mp_policy": torch.bfloat16}),
+        (ValueError, r"the class MixedPrecisionPolicy", {"mp_policy": MixedPrecisionPolicy}),
+        (ValueError, r"the class PaddingPolicy", {"padding_policy": PaddingPolicy}),
+        (ValueError, r"str among list", {"ignored_params": ["head.weight"]}),
+        (ValueError, r"Tensor among Parameter", {"ignored_params": models.build().head.weight}),
+    ]
+    for error, text, given in wrong:
+        model = models.build()
+        before = [id(param) for param in model.parameters()]
+        with pytest.raises(error, match=text):
+            fully_shard(model, **{"mesh": mesh, **given})
+        assert [id(param) for param in model.parameters()] == before and type(model) is models.Stack
+    one = dist.device_mesh.DeviceMesh("cpu", [1])
+    if dist.get_rank() == 0:
+        with pytest.raises(PlacementError, match="This rank is not in the mesh"):
+            fully_shard(models.build(), mesh=one)
+    by_text = fully_shard(models.build(), mesh=mesh, granularity={"*.up.weight": "rows:4", "*": "element"})
+    by_value = fully_shard(models.build(), mesh=mesh, granularity={"*.up.weight": Rows(4)})
+    assert by_text.model_layout() == by_value.model_layout()
+    assert by_text.model_layout() != fully_shard(models.build(), mesh=mesh).model_layout()
+
+
+def taken_twice() -> None:
+    mesh = cpu_mesh()
+    root_first = fully_shard(models.build(), mesh=mesh)
+    with pytest.raises(PlacementError, match="shard the blocks first and the root last"):
+        fully_shard(root_first.blocks[0], mesh=mesh)
+    root_first.unshard()
+    around = nn.Sequential(root_first)
+    with pytest.raises(MisuseError, match="A module is sharded once"):
+        fully_shard(root_first, mesh=mesh)
+    root_first.reshard()
+    fully_shard(around, mesh=mesh)  # one around it is fine
+    for name, error in (("weight", LayoutError), ("", PlacementError)):  # a shared parameter, a shared module
+        one, other = models.build(), models.build()
+        if name:
+            other.head.weight = one.head.weight
+        else:
+            other.head = one.head
+        fully_shard(one, mesh=mesh)
+        with pytest.raises(error, match=r"where: head\.weight"):
+            fully_shard(other, mesh=mesh)
+
+
+def weights(model: nn.Module) -> list[tuple[str, int, int]]:
+    """The parameters' identities and versions: what a refused call leaves as it was."""
+    return [(name, id(param), param.numel()) for name, param in model.named_parameters()]
+
+
+def mixtures() -> None:
+    mesh, named = cpu_mesh(), cpu_mesh(2, names=("dp",))
+    Shard = Callable[..., Any]
+    cases: list[tuple[Shard, Shard, bool]] = [
+        (fully_shard, torch_fully_shard, True),
+        (torch_fully_shard, fully_shard, True),
+        (fully_shard, torch_fully_shard, False),
+        (torch_fully_shard, fully_shard, False),
+    ]
+    for first, second, block_first in cases:
+        for over in (mesh, named):
+            model = models.build()
+            inner, outer = (model.blocks[1], model) if block_first else (model, model.blocks[1])
+            first(inner, mesh=over)
+            before = weights(model)
+            with pytest.raises(MisuseError, match=r"vescale_fsdp.*\(FSDP2\)|\(FSDP2\).*vescale_fsdp"):
+                second(outer, mesh=over)
+            assert weights(model) == before
+    same = torch_fully_shard(models.build(), mesh=mesh)
+    with pytest.raises(MisuseError, match=r"the module itself \(FSDPStack\)"):
+        fully_shard(same, mesh=mesh)
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        torch_fully_shard(sharded(), mesh=mesh)
+    for wrap, name in (
+        (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), "FullyShardedDataParallel"),
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+    ):
+        model = models.build()
+        model.head = wrap(model.head)  # type: ignore[operator]
+        with pytest.raises(MisuseError, match=rf"by torch.*'s {name}"):
+            fully_shard(model, mesh=mesh)
+
+
+def everything() -> None:
+    methods()
+    full_states()
+    converted()
+    arguments()
+    taken_twice()
+    mixtures()
+
+
+def test_usual_mistakes() -> None:
+    """Methods beside forward, full states, classes and texts as arguments, modules taken twice or by two libraries."""
+    run_ranks(2, everything)

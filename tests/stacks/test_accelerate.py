@@ -1,0 +1,178 @@
+"""accelerate with `VescalePlugin`: stock FSDP2's losses, both kinds of resumes, other ranks, the converter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+
+from examples.accelerate.train import Options, train
+from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.tiny_llm import CONFIG
+from tests.stacks.example_ranks import divide_once_more, run_example, run_on_ranks
+from vescale_fsdp import Whole, fully_shard
+from vescale_fsdp.conversion.cli.main import cli as vescale_convert
+from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.integrations import as_fsdp2
+from vescale_fsdp.integrations.accelerate import VescalePlugin
+from vescale_fsdp.quantize import QuantizedGather
+
+HALF = 25
+# The largest gradient, whose value does not depend on how gradients are cut: a sum of squares does, in its last bits.
+CLIP = {"max_norm": 0.1, "norm_type": math.inf}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all runs of this file."""
+    return tmp_path_factory.mktemp("accelerate")
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> list[tuple[float, float]]:
+    """Stock FSDP2's losses and norms, uninterrupted."""
+    return run_example(2, train, Options(folder / "stock", runtime="fsdp2", **CLIP))
+
+
+@pytest.mark.parametrize(("kind", "efficient"), [("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True)])
+def test_losses_are_fsdp2s(
+    kind: str, efficient: bool, folder: Path, stock: list[tuple[float, float]]
+) -> None:
+    """To the last bit, over 50 steps with two micro-batches and clipping, resumed in the middle."""
+    options = Options(
+        folder / f"{kind}_{efficient}",
+        state_dict_type=kind,
+        cpu_ram_efficient_loading=efficient,
+        **CLIP,
+    )
+    whole = run_example(2, train, options)
+    again = replace(options, out=folder / "again", resume=options.out / f"step_{HALF}")
+    resumed = run_example(2, train, again)
+    others = run_example(3, train, again)
+
+    assert len(stock) == 50 and stock[-1][0] < stock[0][0] / 2
+    assert max(norm for _, norm in stock) > CLIP["max_norm"]  # clipped now and then
+    assert whole == stock
+    assert resumed == stock[HALF:]
+    final, expected = (
+        load_file(out / "final" / "model.safetensors") for out in (options.out, folder / "stock")
+    )
+    assert final.keys() == expected.keys() and all(torch.equal(final[name], expected[name]) for name in final)
+    torch.testing.assert_close(torch.tensor(others), torch.tensor(stock[HALF:]), rtol=2e-3, atol=1e-4)
+
+
+def test_gradients_at_one_nth_are_seen(folder: Path, stock: list[tuple[float, float]]) -> None:
+    """The comparison can fail: gradients divided once more give other losses."""
+    options = Options(folder / "control", steps=10, **CLIP)
+
+    assert run_example(2, train, options, prepared=divide_once_more)[1:] != stock[1:10]
+
+
+def test_tied_embeddings(folder: Path) -> None:
+    """One weight at two places, prepared from meta: FSDP2's losses but for the order of sums (it reduces twice)."""
+    stock, ours = (
+        run_example(
+            2, train, Options(folder / runtime, runtime, 8, 100, tied=True, cpu_ram_efficient_loading=True)
+        )
+        for runtime in ("fsdp2", "vescale")
+    )
+
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-4, atol=1e-5)
+
+
+def _prepare_by_hand() -> dict[str, Any]:
+    """A model that the user has sharded, whose optimizer stands: as accelerate takes them from stock FSDP2's users."""
+    allow_fsdp_on_cpu()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=VescalePlugin())
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    fully_shard(model, granularity=Whole())  # most pieces are empty on one of the ranks
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    accelerator.backward(prepared(torch.ones(2, 8)).square().sum())
+    wrapped.step()
+    return {
+        "empty": sum(param.to_local().numel() == 0 for param in model.parameters()),
+        "same": all(
+            a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+        ),
+        "moved": all(
+            not torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)
+        ),
+        "unwrapped": accelerator.unwrap_model(prepared) is model,
+    }
+
+
+def test_a_model_sharded_by_hand() -> None:
+    """`prepare` leaves it and its optimizer as they are, also where ranks hold nothing of a parameter."""
+    found = run_on_ranks(2, _prepare_by_hand)
+
+    assert [{key: rank[key] for key in ("same", "moved", "unwrapped")} for rank in found] == 2 * [
+        {"same": True, "moved": True, "unwrapped": True}
+    ]
+    assert sum(rank["empty"] for rank in found) > 0
+
+
+def _fsdp1_inside() -> tuple[str, set[type]]:
+    """A stack that is set to FSDP1 while `as_fsdp2` stands."""
+    allow_fsdp_on_cpu()
+    model = nn.Linear(4, 4)
+    with as_fsdp2():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+        try:
+            accelerator.prepare(model)
+        except UnsupportedOpError as error:
+            return str(error), {type(param) for param in model.parameters()}
+    return "", set()
+
+
+def test_fsdp1_is_refused_in_the_stack() -> None:
+    """By name, with the model as it was."""
+    for text, kinds in run_on_ranks(2, _fsdp1_inside):
+        assert "fsdp_version: 1" in text and kinds == {nn.Parameter}
+
+
+def _refusals() -> list[str]:
+    texts = []
+    for flags in ({"fsdp_version": 1}, {"cpu_offload": True, "mixed_precision_policy": QuantizedGather()}):
+        try:
+            VescalePlugin(**flags)
+        except UnsupportedOpError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_flags_are_refused_by_name() -> None:
+    """What cannot be honoured is refused before anything is replaced."""
+    own = [torch.distributed.fsdp.fully_shard]
+    fsdp1, offload = _refusals()
+
+    assert "fsdp_version=1" in fsdp1 and "cpu_offload" in offload
+    assert torch.distributed.fsdp.fully_shard is own[0]
+
+
+def test_the_converter_opens_a_save(folder: Path) -> None:
+    """vescale-convert makes of the sharded save in the middle what the full one holds."""
+    saved, out = (
+        folder / "SHARDED_STATE_DICT_False" / "step_25" / "pytorch_model_fsdp_0",
+        folder / "converted",
+    )
+    CONFIG.save_pretrained(folder / "assets")
+    done = CliRunner().invoke(
+        vescale_convert, ["to-hf", str(saved), str(out), "--assets", str(folder / "assets")]
+    )
+
+    assert done.exit_code == 0, done.output
+    full = torch.load(folder / "FULL_STATE_DICT_True" / "step_25" / "pytorch_model_fsdp.bin")
+    converted = load_file(out / "model.safetensors")
+    assert converted.keys() == full.keys() and len(full) > 10
+    assert all(torch.equal(converted[name], full[name]) for name in full)

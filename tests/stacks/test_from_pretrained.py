@@ -1,0 +1,116 @@
+"""transformers' `from_pretrained` straight into shards: values, bytes read, saving, merged experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.distributed import DistributedConfig
+
+from examples.tiny_llm import tiny_llama
+from tests.stacks.example_ranks import run_example, run_on_ranks
+from vescale_fsdp import RaggedDTensor, Rows, Whole
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.integrations import as_fsdp2, installation
+from vescale_fsdp.integrations import transformers as ours
+
+MIXTRAL = MixtralConfig(
+    vocab_size=67,
+    hidden_size=24,
+    intermediate_size=20,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_local_experts=4,
+    use_cache=False,
+)
+
+
+def _loads(folder: Path, granularity: Any) -> dict[str, Any]:
+    """Load, run, save; how many elements this rank read of the files."""
+    read: list[int] = []
+    shard_tensor = ours._PieceOperation.shard_tensor
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        piece = shard_tensor(self, *args, **kwargs)
+        read.append(piece.numel())
+        return piece
+
+    ours._PieceOperation.shard_tensor = counted  # type: ignore[method-assign]
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    try:
+        with as_fsdp2(granularity=granularity):
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    finally:
+        ours._PieceOperation.shard_tensor = shard_tensor  # type: ignore[method-assign]
+    kinds = {type(param.data) for param in model.parameters()}
+    loss = model(input_ids=torch.arange(12).view(2, 6), labels=torch.arange(12).view(2, 6)).loss
+    loss.backward()
+    grads = [param.grad is not None for param in model.parameters()]
+    model.save_pretrained(folder / f"saved_{dist.get_world_size()}")
+    total = torch.tensor(sum(read))
+    dist.all_reduce(total)
+    return {
+        "read": total.item(),
+        "ragged": kinds == {RaggedDTensor},
+        "loss": loss.item(),
+        "grads": all(grads),
+    }
+
+
+def _check(model: nn.Module, folder: Path, granularity: Any) -> int:
+    model.save_pretrained(folder)
+    ids = torch.arange(12).view(2, 6)
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    found = run_example(2, _loads, folder, granularity)
+
+    assert found["ragged"] and found["grads"]
+    assert abs(found["loss"] - expected) < 1e-6
+    saved, start = (load_file(path / "model.safetensors") for path in (folder / "saved_2", folder))
+    # transformers writes tied weights of a sharded model twice, stock FSDP2's too
+    assert saved.keys() - start.keys() <= {"lm_head.weight"} and len(start) > 10
+    assert all(torch.equal(saved[name], start[name]) for name in start)
+    return found["read"]
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def test_a_dense_model(tmp_path: Path) -> None:
+    """Each rank reads its own elements and no others, at any granularity, tied embeddings too."""
+    tied: LlamaForCausalLM = tiny_llama(tied=True)
+    apart = tiny_llama()
+
+    assert _check(apart, tmp_path / "elements", None) == _numel(apart)
+    assert _check(tied, tmp_path / "rows", {"*mlp*": Rows(8), "*self_attn*": Whole()}) == _numel(tied)
+
+
+def test_merged_experts(tmp_path: Path) -> None:
+    """Experts that lie apart in the files are merged, then cut: on every rank all of them are read."""
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MIXTRAL)
+
+    assert _check(model, tmp_path, None) > _numel(model)
+
+
+def _imported_too_late(folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(installation, "_stand_ins_of", lambda stacks: {})  # as if transformers came later
+        with as_fsdp2(), pytest.raises(LifecycleError) as refused:
+            AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    return str(refused.value)
+
+
+def test_the_order_of_imports_is_said(tmp_path: Path) -> None:
+    """An installation that transformers was not there for cannot serve its loader: it says so before sharding."""
+    tiny_llama().save_pretrained(tmp_path)
+
+    for text in run_on_ranks(2, _imported_too_late, tmp_path):
+        assert "does not know" in text and "imports before the installation" in text

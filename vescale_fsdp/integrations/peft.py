@@ -1,0 +1,70 @@
+"""peft: `merge_and_unload` of a sharded model.
+
+    merged = merge_and_unload(trainer.model)
+    get_model_state_dict(merged, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+peft multiplies an adapter's two matrices and adds the product to the weight below, which ragged pieces cannot do. Here
+one layer at a time is gathered in the dtype it is stored in, merged by peft, and cut again: every rank holds one full
+layer more than its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from vescale_fsdp.dtensor.piece_map import local_part_of
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.integrations.tried_versions import check_version
+from vescale_fsdp.runtime.fsdp_module import FSDPModule
+
+__all__ = ["merge_and_unload"]
+
+
+def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module:
+    """peft's ``merge_and_unload`` for a model whose modules are sharded. A collective call.
+
+    Args:
+        model: what peft made, sharded.
+        safe_merge: as peft's: look for NaN before a layer is changed.
+
+    Returns:
+        The model without adapters, sharded still: for saving. Its forward is the business of ``model``'s root.
+    """
+    check_version("peft")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+        with _gathered(layer):
+            layer.merge(safe_merge=safe_merge)
+    return model.unload()
+
+
+@contextmanager
+@torch.no_grad()
+def _gathered(module: nn.Module) -> Iterator[None]:
+    """Full plain parameters in place of ragged ones; what became of them is kept, unless an exception comes."""
+    held: list[tuple[nn.Module, str, Any]] = [
+        (owner, name, param)
+        for owner in module.modules()
+        for name, param in owner._parameters.items()
+        if isinstance(param, RaggedDTensor)
+    ]
+    sharded = list(dict.fromkeys(param for _, _, param in held))  # a tied one once
+    full = {param: nn.Parameter(param.full_tensor(), param.requires_grad) for param in sharded}
+    for owner, name, param in held:
+        owner._parameters[name] = full[param]
+    try:
+        yield
+        for param in sharded:
+            param.to_local().copy_(local_part_of(full[param].detach(), param))
+    finally:
+        for owner, name, param in held:
+            owner._parameters[name] = param

@@ -1,0 +1,208 @@
+"""What torch's names mean while `as_fsdp2` is in force: ours for what is ours, torch's own for everything else.
+
+    torch's name                     ours when                                         settings used
+    fully_shard                      an installation is in force                       the newest one's
+    register_fsdp_forward_method     the module was sharded by ours
+    distribute_tensor                a placement is a RaggedShard
+    set_model_state_dict             a parameter of the model is ragged
+    set_optimizer_state_dict         likewise
+    set_state_dict                   likewise
+    FullyShardedDataParallel()       an installation is in force: refused
+
+A stack may keep such a function beyond its installation (it imported the name while it was replaced). The function
+then does what torch's does, because each of them asks when it is called.
+
+torch's ``FSDPModule`` needs no stand-in: our class derives from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import is_ragged
+from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
+from vescale_fsdp.integrations.pattern_rule import PatternRule
+from vescale_fsdp.integrations.replaced_names import StandIn
+from vescale_fsdp.layout.granularity import GranularityRule
+from vescale_fsdp.layout.padding import PaddingPolicy
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.runtime.fsdp_module import FSDPModule
+from vescale_fsdp.runtime.fsdp_module import register_fsdp_forward_method as our_register
+from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
+
+__all__ = ["IN_FORCE", "STAND_INS", "Settings"]
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What one installation adds to the arguments that stacks give ``fully_shard``."""
+
+    granularity: GranularityRule | PatternRule = None
+    padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
+    stacks: frozenset[str] = frozenset()  # those that got what they need beside torch's names
+
+
+# Of the installations that stand, oldest first; `installation` alone changes it.
+IN_FORCE: list[Settings] = []
+
+_LOADS_BEHIND = (
+    "transformers.distributed.fsdp"  # shards for ``from_pretrained``, which then loads into the shards
+)
+
+_torch_fully_shard = torch_fsdp.fully_shard
+_torch_register = torch_fsdp.register_fsdp_forward_method
+_torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
+_torch_set_model = torch_state_dict.set_model_state_dict
+_torch_set_optimizer = torch_state_dict.set_optimizer_state_dict
+_torch_set_both = torch_state_dict.set_state_dict
+
+
+@functools.wraps(_torch_fully_shard)
+def fully_shard(module: Any, **kwargs: Any) -> Any:
+    """Ours, with the settings of the newest installation, or torch's if there is none."""
+    try:
+        settings = IN_FORCE[-1]
+    except IndexError:
+        return _torch_fully_shard(module, **kwargs)
+    if "transformers" not in settings.stacks and sys._getframe(1).f_globals["__name__"] == _LOADS_BEHIND:
+        raise LifecycleError(
+            "The loader of transformers does not know vescale_fsdp's shards.",
+            expected="import transformers' models, in a version that was tried, then install() or as_fsdp2()",
+            got="an installation that was made before, or beside another version",
+            where="from_pretrained(distributed_config=...)",
+            todo="put the imports before the installation; Trainer and TRL work in both orders",
+        )
+    added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
+    return our_fully_shard(module, **{**added, **kwargs})
+
+
+@functools.wraps(_torch_register)
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Ours for modules that ours has sharded."""
+    (our_register if isinstance(module, FSDPModule) else _torch_register)(module, method_name)
+
+
+@functools.wraps(torch_distribute_tensor)
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Ours if a placement is ragged. As in torch the values are those of the first rank, unless told otherwise."""
+    is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
+    if not is_ours or device_mesh is None or placements is None:
+        return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    if is_ragged(tensor) and tensor.placements == tuple(placements) and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
+        return tensor  # type: ignore[return-value]
+    return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+
+
+@functools.wraps(_torch_set_model)
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Ours for a model with ragged parameters."""
+    chosen = our_state_dict.set_model_state_dict if _is_ours(model) else _torch_set_model
+    return chosen(model, model_state_dict, options=options)
+
+
+@functools.wraps(_torch_set_optimizer)
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    optim_state_dict: dict[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Ours for a model with ragged parameters."""
+    chosen: Callable[..., None] = (
+        our_state_dict.set_optimizer_state_dict if _is_ours(model) else _torch_set_optimizer
+    )
+    chosen(model, optimizers, optim_state_dict, options=options)
+
+
+@functools.wraps(_torch_set_both)
+def set_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Ours for a model with ragged parameters."""
+    chosen: Callable[..., Any] = our_state_dict.set_state_dict if _is_ours(model) else _torch_set_both
+    return chosen(
+        model,
+        optimizers,
+        model_state_dict=model_state_dict,
+        optim_state_dict=optim_state_dict,
+        options=options,
+    )
+
+
+@functools.wraps(_torch_fsdp1_init)
+def fsdp1_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse FSDP1 while an installation is in force: the model would train without anything of ours."""
+    if not IN_FORCE:
+        return _torch_fsdp1_init(self, *args, **kwargs)
+    raise UnsupportedOpError(
+        "The stack asks for FSDP1, which vescale_fsdp does not stand in for.",
+        expected="FSDP2: fsdp_version=2 (accelerate), fsdp_config={'version': 2} (Trainer, TRL)",
+        got="torch.distributed.fsdp.FullyShardedDataParallel, which is fsdp_version: 1",
+        todo="switch the stack to FSDP2, or leave vescale_fsdp.integrations out",
+    )
+
+
+def _is_ours(model: nn.Module) -> bool:
+    # By its modules too: between forward and backward they hold unsharded parameters.
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        is_ragged(param) for param in model.parameters()
+    )
+
+
+# Modules inside torch that only use the names (pipelining, DCP's helpers) are no homes. A stack's module is one if it
+# binds a name at its top and calls it on users' models.
+_FSDP2_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+_STATE_DICT_HOMES = ("torch.distributed.checkpoint.state_dict",)
+STAND_INS = (
+    StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADS_BEHIND)),
+    StandIn(_torch_register, register_fsdp_forward_method, _FSDP2_HOMES),
+    StandIn(
+        torch_distribute_tensor,
+        distribute_tensor,
+        (
+            "torch.distributed.tensor",
+            "torch.distributed._tensor",
+            "transformers.distributed.expert_parallel",
+            "transformers.distributed.tensor_parallel",
+        ),
+    ),
+    StandIn(_torch_set_model, set_model_state_dict, _STATE_DICT_HOMES),
+    StandIn(_torch_set_optimizer, set_optimizer_state_dict, _STATE_DICT_HOMES),
+    StandIn(_torch_set_both, set_state_dict, _STATE_DICT_HOMES),
+    StandIn(_torch_fsdp1_init, fsdp1_init, ("torch.distributed.fsdp:FullyShardedDataParallel",)),
+)
