@@ -2,7 +2,7 @@
 # make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
 #                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
-# make test-stacks   the examples on accelerate, transformers and TRL, which it installs first
+# make test-stacks   the examples on training stacks, which it installs first
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
