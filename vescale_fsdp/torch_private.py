@@ -104,7 +104,6 @@ __all__ = [
     "group_over_store",
     "groups_as_patient_as",
     "in_functorch",
-    "is_cut_by_state_dict",
     "is_fake",
     "is_noted_sharded",
     "is_replicated",
@@ -123,6 +122,7 @@ __all__ = [
     "pytree",
     "reduce_scatter_single",
     "refuse_fsdp2",
+    "refuse_set_state_dict",
     "register_foreach_type",
     "restore_version",
     "set_local",
@@ -375,6 +375,27 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
 
 
+def fqn_of(model: torch.nn.Module, name: str) -> str:
+    """The name that torch's state dicts give to what a model's own calls ``name`` (torch 2.11-2.15)."""
+    return next(iter(_get_fqns(model, name)))
+
+
+def refuse_set_state_dict(what: str) -> None:
+    """Raise if the caller's caller is what cuts full tensors in torch's ``set_*_state_dict`` (torch 2.11-2.15).
+
+    Left alone it would copy ranges of its own making: an error where sizes differ, and the other ranks wait.
+    """
+    if sys._getframe(2).f_code is _distribute_tensors.__code__:
+        raise UnsupportedOpError(
+            "torch's set_*_state_dict cannot cut full tensors for ragged parameters.",
+            expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
+            got="the function of that name of torch.distributed.checkpoint.state_dict",
+            where=what,
+            todo="import them from vescale_fsdp.checkpoint: same arguments, full_state_dict and broadcast_from_rank0 "
+            "included",
+        )
+
+
 def is_noted_sharded(module: torch.nn.Module) -> bool:
     """Whether a ``fully_shard``, ours or torch's, has been called on a module (torch 2.11-2.13)."""
     return "fully_shard" in (composable_apis(module) or ())
@@ -389,16 +410,6 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
     loader = type(module)._load_from_state_dict
     hooks = len(module._load_state_dict_pre_hooks)
     return hooks <= num_own_hooks and loader is torch.nn.Module._load_from_state_dict
-
-
-def fqn_of(model: torch.nn.Module, name: str) -> str:
-    """The name that torch's state dicts give to what a model's own calls ``name`` (torch 2.11-2.15)."""
-    return next(iter(_get_fqns(model, name)))
-
-
-def is_cut_by_state_dict() -> bool:
-    """Whether our caller was called where torch's ``set_*_state_dict`` cut full tensors (torch 2.11-2.15)."""
-    return sys._getframe(2).f_code is _distribute_tensors.__code__
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
