@@ -40,8 +40,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets.
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+# torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets; and how a group
+# is made over a store, the only way to one that reaches beyond the default group.
+from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -100,6 +101,7 @@ __all__ = [
     "foreach_zero_",
     "fqn_of",
     "grad_dtype_of",
+    "group_over_store",
     "groups_as_patient_as",
     "in_functorch",
     "is_cut_by_state_dict",
@@ -284,6 +286,28 @@ def groups_as_patient_as(base: dist.ProcessGroup) -> Iterator[None]:
     for group in _world.pg_map:
         if timeout is not None and group not in before and timeout_of(group) is not None:
             _set_pg_timeout(timeout, group)
+
+
+def group_over_store(
+    store: dist.Store, rank: int, world_size: int, *, first_own: int, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A gloo group of whoever meets at a store, beside the default group (torch 2.11-2.13).
+
+    Args:
+        first_own: number in the new group of rank 0 of this process's default group, whose other ranks follow.
+        name: the same for all, and new in this process.
+    """
+    # Any: newer torch has a type of its own for names, and another list of arguments.
+    make: Any = _new_process_group_helper
+    group, _ = make(world_size, rank, [], dist.Backend("gloo"), store, group_name=name, timeout=timeout)
+    # torch asks for a rank's number in a group by its number in the default group. The others have none there, and
+    # get numbers that no own rank has.
+    own = dist.get_world_size()
+    strangers = [*range(first_own), *range(first_own + own, world_size)]
+    numbers = {own_rank: first_own + own_rank for own_rank in range(own)}
+    numbers |= {own + place: number for place, number in enumerate(strangers)}
+    _world.pg_group_ranks[group] = numbers
+    return group  # type: ignore[no-any-return]
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
