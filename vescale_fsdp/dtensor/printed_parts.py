@@ -23,7 +23,7 @@ def axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
     over = f"over the {num_ranks} ranks of mesh axis {axis}"
     if isinstance(placement, RaggedShard):
         dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
-        units = placement.local_units
+        units = placement.units
         ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
         strided = (
             f", each of {placement.split_factor} chunks" if isinstance(placement, StridedRaggedShard) else ""

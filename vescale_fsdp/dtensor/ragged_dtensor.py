@@ -373,7 +373,7 @@ def distribute_tensor(
         steps = exchange(
             part.view(-1)[: part.numel() * owner[device_mesh.get_local_rank(axis)]],
             RaggedShard((), owner),
-            RaggedShard(placement.dims, placement.local_units),
+            RaggedShard.of_runs(placement.dims, placement.units),
             inner.sizes,
             device_mesh.get_group(axis),
         )

@@ -142,7 +142,7 @@ class ParamGroup:
         owners: list[tuple[nn.Module, str]],
         prior: PriorSharding,
     ) -> ManagedParam:
-        placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
+        placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_lengths(slot))
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
