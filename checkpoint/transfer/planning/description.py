@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.state.describe import Describer
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 

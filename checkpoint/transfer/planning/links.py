@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, numel_of, whole_box
-from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, Permute, Piece, Slice, Stack
+from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, InputPiece, Permute, Slice, Stack
 
 __all__ = [
     "Codec",
@@ -229,7 +229,7 @@ def _torn(map: IndexMap) -> PlacementError:
     )
 
 
-def _under(piece: Piece, map: IndexMap, shape: Shape, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
+def _under(piece: InputPiece, map: IndexMap, shape: Shape, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
     """The leaves of an input as leaves of the map's result."""
     corner, rest = [], piece.offset
     for stride in contiguous_strides(shape):

@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 )
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.state.describe import axes_of_ranks
+from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
 from vescale_fsdp.checkpoint.transfer.planning.description import HeldTensor, StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
