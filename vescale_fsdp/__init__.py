@@ -13,6 +13,11 @@ from vescale_fsdp.lazy import lazily_export
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
+    from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
+    from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
+    from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
+    from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -61,26 +66,35 @@ __all__ = [
     "RaggedShard",
     "Rows",
     "ShardPlacementResult",
+    "StateDescription",
     "StridedRaggedShard",
     "TensorSlot",
     "TensorSpec",
     "Tiles",
+    "Transfer",
+    "TransferHandle",
+    "TransferPlan",
+    "TransferReport",
     "UnshardHandle",
     "Whole",
     "check_storage_writer",
+    "describe_states",
     "distribute_tensor",
     "fully_shard",
     "get_rng_state",
     "is_ragged",
     "is_supported",
+    "joint_ranks",
     "manual_seed",
     "plan_group",
     "plan_report",
+    "plan_transfer",
     "redistribute",
     "redistribute_async",
     "register_fsdp_forward_method",
     "set_rng_state",
     "share_comm_ctx",
+    "transfer_report",
 ]
 
 __version__ = (
@@ -107,5 +121,10 @@ lazily_export(
         "vescale_fsdp.torch_private": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
         "vescale_fsdp.dtensor.operators.random_values": "get_rng_state manual_seed set_rng_state",
         "vescale_fsdp.layout.report.plan_report": "PlanReport plan_report",
+        "vescale_fsdp.checkpoint.transfer.joint_ranks": "joint_ranks",
+        "vescale_fsdp.checkpoint.transfer.planning.description": "StateDescription",
+        "vescale_fsdp.checkpoint.transfer.planning.plan": "TransferPlan plan_transfer",
+        "vescale_fsdp.checkpoint.transfer.planning.report": "TransferReport transfer_report",
+        "vescale_fsdp.checkpoint.transfer.transfer": "Transfer TransferHandle describe_states",
     },
 )

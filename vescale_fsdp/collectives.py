@@ -23,8 +23,10 @@ __all__ = [
     "broadcast_in_place",
     "gathered",
     "new_group",
+    "receive_async",
     "reduce_in_place",
     "reduce_scatter_into",
+    "send_async",
     "sums_in_wider",
     "wait_for",
 ]
@@ -50,6 +52,7 @@ def new_group(
 
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache
+_MESSAGE_TAG = 0x5E4D  # of single messages
 _SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
 
 
@@ -272,6 +275,16 @@ def reduce_in_place(
 def broadcast_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, owner: int) -> dist.Work | None:
     """Give every rank of the group what ``owner`` has in ``tensor``."""
     return dist.broadcast(_movable(tensor), group=group, group_src=owner, async_op=True)
+
+
+def send_async(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work | None:
+    """Send a contiguous tensor to a rank of the group, which calls `receive_async`."""
+    return dist.isend(_movable(tensor), group=group, group_dst=to, tag=_MESSAGE_TAG)
+
+
+def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work | None:
+    """Fill a contiguous tensor with what a rank of the group sends; of one rank in the order in which it sends."""
+    return dist.irecv(_movable(tensor), group=group, group_src=source, tag=_MESSAGE_TAG)
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

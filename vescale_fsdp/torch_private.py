@@ -40,8 +40,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets.
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+# torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets; and how a group
+# is made over a store, the only way to one that reaches beyond the default group.
+from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
 
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -100,9 +101,9 @@ __all__ = [
     "foreach_zero_",
     "fqn_of",
     "grad_dtype_of",
+    "group_over_store",
     "groups_as_patient_as",
     "in_functorch",
-    "is_cut_by_state_dict",
     "is_fake",
     "is_noted_sharded",
     "is_replicated",
@@ -121,6 +122,7 @@ __all__ = [
     "pytree",
     "reduce_scatter_single",
     "refuse_fsdp2",
+    "refuse_set_state_dict",
     "register_foreach_type",
     "restore_version",
     "set_local",
@@ -286,6 +288,28 @@ def groups_as_patient_as(base: dist.ProcessGroup) -> Iterator[None]:
             _set_pg_timeout(timeout, group)
 
 
+def group_over_store(
+    store: dist.Store, rank: int, world_size: int, *, first_own: int, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A gloo group of whoever meets at a store, beside the default group (torch 2.11-2.13).
+
+    Args:
+        first_own: number in the new group of rank 0 of this process's default group, whose other ranks follow.
+        name: the same for all, and new in this process.
+    """
+    # Any: newer torch has a type of its own for names, and another list of arguments.
+    make: Any = _new_process_group_helper
+    group, _ = make(world_size, rank, [], dist.Backend("gloo"), store, group_name=name, timeout=timeout)
+    # torch asks for a rank's number in a group by its number in the default group. The others have none there, and
+    # get numbers that no own rank has.
+    own = dist.get_world_size()
+    strangers = [*range(first_own), *range(first_own + own, world_size)]
+    numbers = {own_rank: first_own + own_rank for own_rank in range(own)}
+    numbers |= {own + place: number for place, number in enumerate(strangers)}
+    _world.pg_group_ranks[group] = numbers
+    return group  # type: ignore[no-any-return]
+
+
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Point a DTensor at other memory of the same shape (torch 2.11-2.13)."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -351,6 +375,27 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
 
 
+def fqn_of(model: torch.nn.Module, name: str) -> str:
+    """The name that torch's state dicts give to what a model's own calls ``name`` (torch 2.11-2.15)."""
+    return next(iter(_get_fqns(model, name)))
+
+
+def refuse_set_state_dict(what: str) -> None:
+    """Raise if the caller's caller is what cuts full tensors in torch's ``set_*_state_dict`` (torch 2.11-2.15).
+
+    Left alone it would copy ranges of its own making: an error where sizes differ, and the other ranks wait.
+    """
+    if sys._getframe(2).f_code is _distribute_tensors.__code__:
+        raise UnsupportedOpError(
+            "torch's set_*_state_dict cannot cut full tensors for ragged parameters.",
+            expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
+            got="the function of that name of torch.distributed.checkpoint.state_dict",
+            where=what,
+            todo="import them from vescale_fsdp.checkpoint: same arguments, full_state_dict and broadcast_from_rank0 "
+            "included",
+        )
+
+
 def is_noted_sharded(module: torch.nn.Module) -> bool:
     """Whether a ``fully_shard``, ours or torch's, has been called on a module (torch 2.11-2.13)."""
     return "fully_shard" in (composable_apis(module) or ())
@@ -365,16 +410,6 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
     loader = type(module)._load_from_state_dict
     hooks = len(module._load_state_dict_pre_hooks)
     return hooks <= num_own_hooks and loader is torch.nn.Module._load_from_state_dict
-
-
-def fqn_of(model: torch.nn.Module, name: str) -> str:
-    """The name that torch's state dicts give to what a model's own calls ``name`` (torch 2.11-2.15)."""
-    return next(iter(_get_fqns(model, name)))
-
-
-def is_cut_by_state_dict() -> bool:
-    """Whether our caller was called where torch's ``set_*_state_dict`` cut full tensors (torch 2.11-2.15)."""
-    return sys._getframe(2).f_code is _distribute_tensors.__code__
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

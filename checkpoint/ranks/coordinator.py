@@ -166,6 +166,9 @@ class Coordinator:
         """Fill a contiguous CPU tensor with what a rank sends."""
         raise AssertionError("one process alone receives nothing")
 
+    def raise_to_largest(self, numbers: torch.Tensor) -> None:
+        """Raise each number of an integer CPU tensor to the largest that any rank has there. A collective."""
+
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
@@ -189,10 +192,15 @@ class SoloCoordinator(Coordinator):
 
 
 class GroupCoordinator(Coordinator):
-    """The ranks of a process group, over a gloo group of their own."""
+    """The ranks of a process group, over a gloo group of their own.
+
+    Args:
+        group: the gloo group.
+        rank_of: number in it of each global rank, where they differ.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int] | None) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
@@ -200,14 +208,14 @@ class GroupCoordinator(Coordinator):
     def _max(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
         with self._reaching("meeting"):
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor.tolist()
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._reaching("comparing structures"):
-            dist.all_gather(rows, mine, group=self._group)
+            dist.all_gather(rows, mine, group=self.group)
         owners: dict[tuple[int, ...], list[int]] = {}
         for rank, row in enumerate(rows):
             owners.setdefault(tuple(row.tolist()), []).append(rank)
@@ -220,7 +228,7 @@ class GroupCoordinator(Coordinator):
             ]
         with self._reaching("exchanging structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
-                dist.broadcast(document, group=self._group, group_src=ranks[0])
+                dist.broadcast(document, group=self.group, group_src=ranks[0])
         classes = []
         with self.together("reading other ranks' structures"):
             for document, ranks in zip(documents, owners.values(), strict=True):
@@ -277,18 +285,22 @@ class GroupCoordinator(Coordinator):
 
     def send(self, tensor: torch.Tensor, to_rank: int) -> None:
         with self._reaching(f"sending to rank {to_rank}"):
-            dist.send(tensor, group=self._group, group_dst=to_rank)
+            dist.send(tensor, group=self.group, group_dst=to_rank)
 
     def receive(self, tensor: torch.Tensor, from_rank: int) -> None:
         with self._reaching(f"receiving from rank {from_rank}"):
-            dist.recv(tensor, group=self._group, group_src=from_rank)
+            dist.recv(tensor, group=self.group, group_src=from_rank)
+
+    def raise_to_largest(self, numbers: torch.Tensor) -> None:
+        with self._reaching("comparing numbers"):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
         with self._reaching("exchanging files with other ranks"):
-            works = [dist.irecv(tensor, group=self._group, group_src=rank) for tensor, rank in incoming]
-            works += [dist.isend(tensor, group=self._group, group_dst=rank) for tensor, rank in outgoing]
+            works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in incoming]
+            works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in outgoing]
             for work in works:
                 assert work is not None  # this rank is in the group
                 work.wait()
@@ -303,7 +315,7 @@ class GroupCoordinator(Coordinator):
     def _gathered(self, item: T, doing: str) -> list[T]:
         found = [item] * self.world_size
         with self._reaching(doing):
-            dist.all_gather_object(found, item, group=self._group)
+            dist.all_gather_object(found, item, group=self.group)
         return found
 
 

@@ -26,7 +26,7 @@ from vescale_fsdp.integrations.lightning import VescaleFabricStrategy
 __all__ = ["Run", "main", "parallelize"]
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Shard the blocks and the root, as a Fabric user writes it for FSDP2."""
     from torch.distributed.fsdp import fully_shard
 

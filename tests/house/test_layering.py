@@ -34,7 +34,14 @@ LEVELS = (
         "checkpoint.state",
         "conversion.views",
     ),
-    ("runtime", "checkpoint.saving", "checkpoint.loading", "conversion.state", "conversion.output"),
+    (
+        "runtime",
+        "checkpoint.saving",
+        "checkpoint.loading",
+        "checkpoint.transfer.planning",
+        "conversion.state",
+        "conversion.output",
+    ),
     (
         "optim",
         "checkpoint.dcp",

@@ -12,13 +12,14 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.optim_cases import as_fsdp2, as_ragged, full_tensors, full_value
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element
-from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Mxfp8, Quantized, quantize
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, Quantized, quantize
 
 CODECS = {
     "fp8-128x128": Fp8Blocks(),
     "fp8-1x128": Fp8Blocks(1, 128),
     "mxfp8": Mxfp8(),
     "mx-32x32": Mxfp8(32, 32),
+    "int8": Int8Rows(),
 }
 # Whole blocks, ragged edges both ways, a stack, a vector.
 SHAPES = ((640, 400), (300, 200), (130, 70), (4, 128, 64), (1000,))
@@ -48,6 +49,20 @@ def test_fp8_is_the_definition(shape: tuple[int, int], block: tuple[int, int]) -
 
     assert torch.equal(got.codes, expected_codes.view(torch.uint8))
     assert torch.equal(got.scales.view(-1), expected_scales)
+
+
+def test_int8_rows_are_the_definition() -> None:
+    """One scale per row, codes rounded to the nearest, ties to even; a row with a NaN stays visible."""
+    x = full_tensors([(5, 70)], 0)["p0_5x70"]
+    got = quantize(x, Int8Rows())
+
+    scales = (1 / (127 / x.abs().amax(1).double()).float()).float()
+    assert torch.equal(got.scales.view(-1), scales)
+    assert torch.equal(got.codes.view(torch.int8), (x / scales[:, None]).round().to(torch.int8))
+    assert (got.dequantize() - x).abs().max() <= scales.max() / 2 * 1.001
+    x[3, 4] = torch.nan
+    assert quantize(x, Int8Rows()).dequantize()[3].isnan().all()
+    assert quantize(x, Int8Rows(1, 32)).scales.shape == (5, 3)
 
 
 def test_mxfp8_is_torchaos() -> None:

@@ -43,10 +43,10 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
-    is_cut_by_state_dict,
     local_of,
     printoptions,
     refuse_fsdp2,
+    refuse_set_state_dict,
     register_foreach_type,
     takes_address_for_memory,
 )
@@ -126,17 +126,8 @@ class RaggedDTensor(DTensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""
-        if is_cut_by_state_dict():
-            # It asks for the mesh first, on all ranks. Left alone it would copy ranges of its own making: an error
-            # on ranks where the sizes differ, and the others wait for them.
-            raise UnsupportedOpError(
-                "torch's set_*_state_dict cannot cut full tensors for ragged parameters.",
-                expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
-                got="the function of that name of torch.distributed.checkpoint.state_dict",
-                where=f"a tensor of shape {tuple(self.shape)}",
-                todo="import them from vescale_fsdp.checkpoint: same arguments, full_state_dict and "
-                "broadcast_from_rank0 included",
-            )
+        # torch's set_*_state_dict asks for it first, on all ranks.
+        refuse_set_state_dict(f"a tensor of shape {tuple(self.shape)}")
         return self._spec.mesh
 
     @property

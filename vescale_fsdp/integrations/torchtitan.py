@@ -45,7 +45,7 @@ from vescale_fsdp.integrations.within_package import ours_within
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
-__all__ = ["CheckpointManager", "parallelize_with", "with_vescale"]
+__all__ = ["VescaleCheckpoints", "parallelize_with", "with_vescale"]
 
 _STEP = re.compile(r"step-(\d+)")
 # torchtitan's name of a model -> the converter's rules; with experts and without
@@ -95,7 +95,7 @@ def with_vescale(
                 spec.parallelize_fn, granularity=granularity, padding_policy=padding_policy
             ),
         ),
-        checkpoint=CheckpointManager.Config(**given, hf_rules=_rules_of(spec)),
+        checkpoint=VescaleCheckpoints.Config(**given, hf_rules=_rules_of(spec)),
     )
 
 
@@ -153,7 +153,7 @@ class _SaveFuture(Future[None]):
         return self._handle.done()
 
 
-class CheckpointManager(TitanCheckpointManager):
+class VescaleCheckpoints(TitanCheckpointManager):
     """torchtitan's manager, with our checkpoints in its steps."""
 
     @dataclass(kw_only=True, slots=True)

@@ -4,10 +4,11 @@
     Fp8Blocks(128,128)  128 x 128  fp32, amax / 448             code * scale      DeepSeek's weights
     Fp8Blocks(1, 128)   1 x 128    fp32                         code * scale      its activations
     Mxfp8()             1 x 32     E8M0, 2^(floor(log2 amax)-8) code * scale      OCP Microscaling 1.0
+    Int8Rows()          one row    fp32, amax / 127             code * scale      int8 weights of matrix units
 
-Codes are e4m3 (``float8_e4m3fn``), kept as uint8 so that every collective carries them; ``.view(torch.float8_e4m3fn)``
-is what kernels want, as ``.view(torch.float8_e8m0fnu)`` is for MX scales. Both formats were checked against torchao's
-reference functions. Short blocks at the edges are quantised as they are.
+Codes are e4m3 (``float8_e4m3fn``) or int8, kept as uint8 so that every collective carries them;
+``.view(codec.code_dtype)`` is what kernels want, as ``.view(torch.float8_e8m0fnu)`` is for MX scales. The 8-bit floats
+were checked against torchao's reference functions. Short blocks at the edges are quantised as they are.
 
 A block that holds a NaN or an infinity decodes to NaN: a broken weight stays visible.
 """
@@ -24,11 +25,13 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Tiles
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 
-__all__ = ["BlockCodec", "Fp8Blocks", "Mxfp8"]
+__all__ = ["BlockCodec", "Fp8Blocks", "Int8Rows", "Mxfp8"]
 
 _E4M3_MAX = 448.0
 _E4M3_MAX_EXPONENT = 8  # of 256, the largest power of two in e4m3
+_INT8_MAX = 127.0
 _LEAST_AMAX = 1e-12
+_WHOLE_ROW = 1 << 40  # columns: more than any row has
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 _HALF_LEAST_NORMAL_BITS = 0x00400000  # of 2^-127, which has no exponent field of its own
@@ -44,6 +47,9 @@ class BlockCodec(ABC):
 
     rows: int
     cols: int
+
+    code_dtype: ClassVar[torch.dtype]
+    """dtype of codes, which are kept as uint8."""
 
     scale_dtype: ClassVar[torch.dtype]
     """dtype in which scales are stored and sent."""
@@ -64,7 +70,12 @@ class BlockCodec(ABC):
 
     def grid(self, shape: tuple[int, ...]) -> BlockGrid:
         """The blocks of a tensor of this shape."""
-        return grid_of(shape, self.granularity)
+        line_numel = shape[-1] if shape else 1
+        return grid_of(shape, Tiles(self.rows, min(self.cols, max(line_numel, 1))))
+
+    @abstractmethod
+    def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """uint8 codes of values (fp32) under the factors of their blocks: item by item, so parts of blocks will do."""
 
     @abstractmethod
     def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,21 +97,30 @@ class BlockCodec(ABC):
         """
         tiles = grid.tiled(flat).float()
         factors, scales = self.scales_of(tiles.abs().amax((1, 3)))
-        scaled = (tiles * factors[:, None, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX)
-        codes = grid.untiled(scaled, flat.numel()).to(torch.float8_e4m3fn).view(torch.uint8)
-        return codes, scales.reshape(-1)
+        codes = self.codes_of(tiles, factors[:, None, :, None])
+        return grid.untiled(codes, flat.numel()), scales.reshape(-1)
 
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, grid: BlockGrid, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """Inverse of `encode`, up to rounding: 1-D, of ``dtype``."""
         factors = self.factors_of(scales.view(-1, grid.scales_per_band))
-        tiles = grid.tiled(codes.view(torch.float8_e4m3fn).float())
+        tiles = grid.tiled(codes.view(self.code_dtype).float())
         return grid.untiled(tiles * factors[:, None, :, None], codes.numel()).to(dtype)
 
 
+class _E4m3Codec(BlockCodec):
+    """A codec whose codes are e4m3."""
+
+    code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+
+    def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        scaled = (values * factors).clamp(-_E4M3_MAX, _E4M3_MAX)
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
 @dataclass(frozen=True)
-class Fp8Blocks(BlockCodec):
+class Fp8Blocks(_E4m3Codec):
     """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations."""
 
     rows: int = 128
@@ -118,7 +138,7 @@ class Fp8Blocks(BlockCodec):
 
 
 @dataclass(frozen=True)
-class Mxfp8(BlockCodec):
+class Mxfp8(_E4m3Codec):
     """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down)."""
 
     rows: int = 1
@@ -136,6 +156,29 @@ class Mxfp8(BlockCodec):
 
     def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
         return _power_of_two(scales)
+
+
+@dataclass(frozen=True)
+class Int8Rows(BlockCodec):
+    """int8 codes and one fp32 scale per row, or per so many columns of it."""
+
+    rows: int = 1
+    cols: int = _WHOLE_ROW
+
+    code_dtype: ClassVar[torch.dtype] = torch.int8
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def codes_of(self, values: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        # Of a block with a NaN the scale tells: an integer cannot.
+        scaled = (values * factors).nan_to_num(0.0).round().clamp(-_INT8_MAX, _INT8_MAX)
+        return scaled.to(torch.int8).view(torch.uint8)
+
+    def scales_of(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        factors = (_INT8_MAX / amax.clamp(min=_LEAST_AMAX).double()).float()
+        return factors, factors.reciprocal()
+
+    def factors_of(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales
 
 
 def _power_of_two(biased: torch.Tensor) -> torch.Tensor:

@@ -33,18 +33,15 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
     Raises:
         UnsupportedOpError: for a kind of policy, or a field that holds another value than its default.
     """
-    for argument, policy, known in (
-        ("mp_policy", mp_policy, (MixedPrecisionPolicy,)),
-        ("offload_policy", offload_policy, (CPUOffloadPolicy, OffloadPolicy)),
-    ):
-        kind = next((each for each in known if isinstance(policy, each)), None)
-        if kind is None or (kind is OffloadPolicy and type(policy) is not OffloadPolicy):
-            raise UnsupportedOpError(
-                f"This {argument} is of a kind that is not supported.",
-                expected=" or ".join(each.__name__ for each in known),
-                got=f"{type(policy).__module__}.{type(policy).__name__}",
-            )
-        _check_fields(argument, policy, kind)
+    offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
+    if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedOpError(
+            "This offload_policy is of a kind that is not supported.",
+            expected="OffloadPolicy or CPUOffloadPolicy",
+            got=f"{type(offload_policy).__module__}.{type(offload_policy).__name__}",
+        )
+    _check_fields("mp_policy", mp_policy, MixedPrecisionPolicy)
+    _check_fields("offload_policy", offload_policy, offload)
 
 
 def _check_fields(argument: str, policy: Any, kind: type) -> None:

@@ -1,0 +1,253 @@
+"""Transfer: a plan carried out between running ranks, as often as one likes, in bounded memory.
+
+    transfer = Transfer(plan)                    once, on all ranks
+    transfer.run(state, into)                    every step; plans nothing
+    handle = transfer.start(state, into)         likewise, behind the caller's back
+
+One transfer, on every rank:
+
+    1  meet      the states are those that were planned for; all ranks have one plan
+    2  agree     on the magnitudes of quantisation blocks that are cut, where there are any
+    3  exchange  messages, see `exchange`
+    4  meet      whatever a rank has met, all raise
+    5  commit    what was filled beside the target (``keep_old``); else a failure spoils it
+
+Alternatives considered for what a failure leaves: to fill a second copy of the target always (twice the memory of an
+engine that has none to spare), or to fill in place and leave the mixture (old and new weights look alike, and answers
+are merely bad). So the caller chooses between a copy and memory, and a mixture is never left.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.transfer.coding import CutBlocks, coded_here
+from vescale_fsdp.checkpoint.transfer.exchange import Exchange, Rooms
+from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, local_parts, parts_of
+from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription, named_tensors
+from vescale_fsdp.checkpoint.transfer.planning.description import describe_states as _describe
+from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
+from vescale_fsdp.checkpoint.transfer.planning.schedule import messages_of
+from vescale_fsdp.errors import CheckpointError, LifecycleError
+from vescale_fsdp.torch_private import local_of
+
+__all__ = ["Transfer", "TransferHandle", "describe_states"]
+
+_UNTOUCHED = "nothing was moved; the target has its old weights"
+_KEPT = "the target has its old weights"
+_SPOILT = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
+
+Ranks = Coordinator | dist.ProcessGroup | None
+
+
+def _coordinator(ranks: Ranks) -> Coordinator:
+    return ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
+
+
+def describe_states(
+    source: Any | None, target: Any | None, *, ranks: Ranks = None
+) -> tuple[StateDescription, StateDescription]:
+    """Who holds what of a state that is read and of one that is filled. A collective of all ranks of both.
+
+    Args:
+        source: nested dicts and lists of tensors and DTensors; None on ranks that hold nothing of it. A plain tensor
+            is taken to be the same on all ranks that have it; shards that are plain are wrapped by
+            ``DTensor.from_local``.
+        target: likewise.
+        ranks: those of both states: a process group (default: all ranks), or what `joint_ranks` gives. Rank
+            numbers of the descriptions are places in it.
+
+    Raises:
+        CheckpointError: on all ranks, if a state cannot be described or ranks disagree about one.
+    """
+    return _describe(source, target, _coordinator(ranks))
+
+
+def _named(state: Any | None) -> dict[str, torch.Tensor]:
+    return {} if state is None else dict(named_tensors(state))
+
+
+class TransferHandle:
+    """A transfer under way."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the target has its new weights.
+
+        Raises:
+            CheckpointError: on all ranks, if one failed. What has become of the target is said.
+            TimeoutError: if it takes longer than ``timeout_s``.
+        """
+        self._future.result(timeout_s)
+
+
+class Transfer:
+    """A plan that ranks carry out. Made on all of them together.
+
+    Args:
+        plan: the same on all ranks.
+        ranks: as for `describe_states`.
+        keep_old: fill memory beside the target, and bring it in when all ranks have all: a failure leaves the old
+            weights whole. Otherwise the target is filled in place, and a failure spoils all of it: NaN.
+        verify: compare checksums of every message as it was packed with what was filled.
+        group: over which messages go, where tensors are on an accelerator: nothing else may use it meanwhile.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        *,
+        ranks: Ranks = None,
+        keep_old: bool = False,
+        verify: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.plan = plan
+        self._coordinator = _coordinator(ranks)
+        self._keep_old = keep_old
+        self._verify = verify
+        own = self._coordinator
+        self._on_cpu_only = group is None
+        self._group = group or (own.group if isinstance(own, GroupCoordinator) else None)
+        self._alike = {"plan": plan.digest, "keep_old": keep_old, "verify": verify}
+        with own.together("planning a transfer", _UNTOUCHED, self._alike):
+            self._transfers = RankTransfers(plan, own.rank)
+            self._messages = messages_of(self._transfers)
+            self._cut_blocks = CutBlocks(plan)
+            read = sorted({leaf.source.place for leaf in plan.leaves})
+            self._read_parts = parts_of(plan.source, read, own.rank)
+            self._filled_parts = parts_of(
+                plan.target, sorted({leaf.target for leaf in plan.leaves}), own.rank
+            )
+        self._rooms: Rooms | None = None
+        self._beside: dict[int, torch.Tensor] = {}
+        self._busy = Lock()
+        self._worker: ThreadPoolExecutor | None = None
+
+    def run(self, state: Any | None, into: Any | None) -> None:
+        """Move a state into another. A collective of all ranks of both.
+
+        Args:
+            state: what was described as the source; None on ranks that have nothing of it.
+            into: what was described as the target, filled in place; likewise.
+
+        Raises:
+            CheckpointError: on all ranks, if one failed, was lost, or came with another state. What has become of
+                the target is said.
+            LifecycleError: if the transfer is running already.
+        """
+        self._claim()
+        try:
+            self._run(state, into, watched=True)
+        finally:
+            self._busy.release()
+
+    def start(self, state: Any | None, into: Any | None, *, snapshot: bool = False) -> TransferHandle:
+        """Like `run`, but returns at once.
+
+        Until the handle's ``wait()`` has returned, the source must not change: a write that torch counts (an
+        optimizer's step, ``copy_``) is noticed and fails the transfer on all ranks.
+
+        Args:
+            snapshot: copy what this rank reads first, so that the source may change as soon as this returns.
+        """
+        self._claim()
+        try:
+            taken = self._copied(state) if snapshot else state
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+            future = self._worker.submit(self._run, taken, into, watched=not snapshot)
+        except BaseException:
+            self._busy.release()
+            raise
+        future.add_done_callback(lambda _: self._busy.release())
+        return TransferHandle(future)
+
+    def _claim(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise LifecycleError(
+                "This transfer is running.",
+                expected="one run at a time",
+                got="another one",
+                todo="wait for its handle, or make a second Transfer",
+            )
+
+    @torch.no_grad()
+    def _copied(self, state: Any | None) -> dict[str, torch.Tensor]:
+        """The tensors of a state that this rank reads, their local parts copied."""
+        return {name: tensor.detach().clone() for name, tensor in self._read(state).items()}
+
+    def _read(self, state: Any | None) -> dict[str, torch.Tensor]:
+        names = {part.name for part in self._read_parts}
+        return {name: tensor for name, tensor in _named(state).items() if name in names}
+
+    @torch.no_grad()
+    def _run(self, state: Any | None, into: Any | None, *, watched: bool) -> None:
+        own = self._coordinator
+        with own.together("starting a transfer", _UNTOUCHED, self._alike):
+            origin, destination = self._bind(state, into, watched)
+            rooms = self._rooms_on(origin, destination)
+        is_whole = False
+        try:
+            self._cut_blocks.agree(origin.coded, own)
+            with own.together("moving a state", _KEPT if self._keep_old else _SPOILT):
+                exchange = Exchange(
+                    self.plan,
+                    own.rank,
+                    origin,
+                    destination,
+                    group=self._group,
+                    rooms=rooms,
+                    verify=self._verify,
+                )
+                exchange.run(self._messages, self._transfers.kept)
+                if exchange.error is not None:
+                    raise exchange.error
+                origin.prove_unchanged()
+            destination.commit()
+            is_whole = True
+        finally:
+            if not is_whole:
+                destination.spoil()
+
+    def _bind(self, state: Any | None, into: Any | None, watched: bool) -> tuple[Origin, Destination]:
+        """This rank's memories, proven to be those that were described."""
+        plan, rank = self.plan, self._coordinator.rank
+        read = self._read(state)
+        written = [item for tensor in read.values() for item in (tensor, local_of(tensor))] if watched else []
+        origin = Origin(plan, local_parts(read, self._read_parts, rank), written)
+        filled = local_parts(_named(into), self._filled_parts, rank)
+        destination = Destination(plan, filled, keep_old=self._keep_old, beside=self._beside)
+        destination.prove_apart(origin)
+        origin.coded = coded_here(plan, rank, origin.by_name)
+        return origin, destination
+
+    def _rooms_on(self, origin: Origin, destination: Destination) -> Rooms:
+        """Memory for messages on the device of the tensors, kept."""
+        devices = {*origin.devices, *destination.devices} or {torch.device("cpu")}
+        if len(devices) > 1 or (self._on_cpu_only and devices != {torch.device("cpu")}):
+            raise CheckpointError(
+                "A transfer moves tensors of one device.",
+                expected="tensors on one device, and a group whose backend moves them (on a CPU: none is needed)",
+                got=sorted(map(str, devices)),
+                where=f"rank {self._coordinator.rank}",
+                todo="Transfer(..., group=dist.new_group(backend='nccl'))",
+            )
+        device = devices.pop()
+        if self._rooms is None or self._rooms.device != device:
+            largest = max((message.nbytes for message in self._messages if not message.lies_whole), default=0)
+            self._rooms = Rooms(max(largest, self.plan.message_bytes if self._transfers.kept else 0), device)
+        return self._rooms

@@ -1,0 +1,250 @@
+"""Transfers that go wrong: all ranks hear of it, and the target is whole or plainly unusable, never mixed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import distribute_tensor as distribute_stock
+
+from tests.support.distributed import RankError, run_ranks
+from vescale_fsdp.checkpoint.transfer.exchange import Exchange
+from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
+from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
+from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.torch_private import local_of
+
+Pair = tuple[dict[str, Any] | None, dict[str, Any] | None]
+
+
+def pair() -> tuple[TransferPlan, Pair]:
+    """Two ranks that train and two that serve, float and integer tensors, many small messages."""
+    trainer, engine = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+    full = {f"w{n}": torch.randn(32, 32) for n in range(4)} | {"steps": torch.arange(64).view(8, 8)}
+    state = into = None
+    if dist.get_rank() < 2:
+        cut = [RaggedShard((0,), (1, 3))]
+        state = {name: distribute_tensor(value, trainer, cut) for name, value in full.items()}
+    else:
+        into = {
+            name: distribute_stock(value * 0 + 7, engine, [Shard(1)], src_data_rank=None)
+            for name, value in full.items()
+        }
+    plan = plan_transfer(*describe_states(state, into), budget_bytes=4096)
+    return plan, (state, into)
+
+
+def met(work: Callable[[], object]) -> BaseException | None:
+    """What was raised."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  the caller looks at it
+        return error
+    return None
+
+
+def is_old(into: dict[str, Any] | None) -> bool:
+    """Whether a target has the weights it began with."""
+    return into is None or all((local_of(tensor) == 7).all() for tensor in into.values())
+
+
+def is_unusable(into: dict[str, Any] | None) -> bool:
+    """Whether no item of a target can be taken for a weight."""
+    locals_ = [] if into is None else [local_of(tensor) for tensor in into.values()]
+    return all((local.isnan() if local.is_floating_point() else local == -1).all() for local in locals_)
+
+
+def fails_at(kind: type, method: str, calls: int) -> None:
+    """Make a method fail after so many calls, on this rank."""
+    real: Any = getattr(kind, method)
+    seen: list[int] = []
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        if len(seen) > calls:
+            raise ValueError("made to fail")
+        return real(*args, **kwargs)
+
+    setattr(kind, method, failing)
+
+
+def one_rank_fails() -> None:
+    """A rank that cannot pack, or cannot unpack: each way of filling."""
+    plan, (state, into) = pair()
+    rank = dist.get_rank()
+    for kind, method, where in ((Origin, "pack", 1), (Destination, "unpack", 2)):
+        for keep_old in (True, False):
+            transfer, real = Transfer(plan, keep_old=keep_old), getattr(kind, method)
+            for local in map(local_of, (into or {}).values()):
+                local.fill_(7)
+            if rank == where:
+                fails_at(kind, method, 3)
+            error = met(lambda: transfer.run(state, into))  # noqa: B023  called at once
+            setattr(kind, method, real)
+            assert isinstance(error, ValueError if rank == where else CheckpointError), error
+            if rank != where:
+                assert "made to fail" in str(error) and f"ranks [{where}]" in str(error)
+                assert ("has its old weights" if keep_old else "is unusable") in str(error)
+            assert is_old(into) if keep_old else is_unusable(into)
+            assert into is None or not (is_old(into) if not keep_old else is_unusable(into))
+            transfer.run(state, into)
+            assert into is None or not (is_old(into) or is_unusable(into))
+
+
+def bits_flip() -> None:
+    """A message that arrives changed is found if one asks, on all ranks; else nobody knows."""
+    plan, (state, into) = pair()
+    real = Destination.unpack
+
+    def flipping(self: Destination, share: Any, data: torch.Tensor) -> None:
+        if dist.get_rank() == 3:
+            data = data.clone()
+            data[0] ^= 1
+        real(self, share, data)
+
+    Destination.unpack = flipping  # type: ignore[method-assign]
+    try:
+        error = met(lambda: Transfer(plan, verify=True).run(state, into))
+        assert isinstance(error, CorruptCheckpointError) and is_unusable(into)
+        assert "from rank" in str(error) and "to rank 3" in str(error)
+        Transfer(plan).run(state, into)
+    finally:
+        Destination.unpack = real  # type: ignore[method-assign]
+    Transfer(plan, verify=True).run(state, into)
+
+
+def trainer_steps() -> None:
+    """A source that changes while it is sent is refused; a snapshot of it goes as it was."""
+    plan, (state, into) = pair()
+    transfer = Transfer(plan, keep_old=True)
+    real = Exchange.run
+
+    def stepping(self: Exchange, *args: Any) -> None:
+        for tensor in (state or {}).values():
+            if dist.get_rank() == 1:
+                tensor.add_(1)  # as an optimizer does
+        real(self, *args)
+
+    Exchange.run = stepping  # type: ignore[method-assign]
+    try:
+        error = met(lambda: transfer.run(state, into))
+        assert isinstance(error, CheckpointError) and "was written to" in str(error) and is_old(into)
+        before = {name: local_of(tensor).clone() for name, tensor in (state or {}).items()}
+        transfer.start(state, into, snapshot=True).wait(60)
+    finally:
+        Exchange.run = real  # type: ignore[method-assign]
+    got = {name: local_of(tensor).clone() for name, tensor in (into or {}).items()}
+    for name, tensor in (state or {}).items():  # back to what it was at the snapshot
+        local_of(tensor).copy_(before[name])
+    transfer.run(state, into)
+    for name, tensor in (into or {}).items():
+        assert torch.equal(got[name], local_of(tensor)) and not (got[name] == 7).all()
+
+
+def misuse() -> None:
+    """Other states than those planned for, plans that differ, two runs at once, one memory on both sides."""
+    plan, (state, into) = pair()
+    transfer = Transfer(plan)
+    wrong = None if state is None else {**state, "w0": state["w1"].to(torch.float64)}
+    error = met(lambda: transfer.run(wrong if dist.get_rank() == 0 else state, into))
+    assert isinstance(error, CheckpointError) and "float64" in str(error) and is_old(into)
+    missing = None if into is None else {name: into[name] for name in list(into)[1:]}
+    error = met(lambda: transfer.run(state, missing if dist.get_rank() == 3 else into))
+    assert isinstance(error, CheckpointError) and "no such tensor" in str(error) and is_old(into)
+    error = met(lambda: Transfer(plan, verify=dist.get_rank() == 0))
+    assert isinstance(error, CheckpointError) and "verify" in str(error)
+    transfer._claim()
+    error = met(lambda: transfer.run(state, into))
+    assert isinstance(error, LifecycleError)
+    transfer._busy.release()
+    own = {"w": torch.arange(6.0)}
+    alone = plan_transfer(*describe_states(own, own))
+    error = met(lambda: Transfer(alone).run(own, own))
+    assert isinstance(error, CheckpointError) and "share memory" in str(error)
+    Transfer(alone, keep_old=True).run(own, own)
+    assert own["w"].equal(torch.arange(6.0))
+
+
+def plans_once() -> None:
+    """A second transfer asks nothing of the plan, and takes no more memory for messages."""
+    plan, (state, into) = pair()
+    transfer = Transfer(plan)
+    transfer.run(state, into)
+    rooms = transfer._rooms
+    assert rooms is not None and len(rooms._free) <= 8
+    assert sum(len(room) for room in rooms._free) <= plan.budget_bytes
+    known = [room.data_ptr() for room in rooms._free]
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("planned again")
+
+    real = rank_transfers.shares_between
+    rank_transfers.shares_between = refuse  # type: ignore[assignment]
+    try:
+        transfer.run(state, into)
+        handle = transfer.start(state, into)
+        handle.wait(60)
+        assert handle.done()
+    finally:
+        rank_transfers.shares_between = real
+    assert sorted(known) == sorted(room.data_ptr() for room in rooms._free)
+
+
+def all_faults() -> None:
+    """What can be told from within."""
+    for check in (one_rank_fails, bits_flip, trainer_steps, misuse, plans_once):
+        torch.manual_seed(0)
+        check()
+
+
+def test_faults_are_heard_of_on_all_ranks() -> None:
+    """Failures of one rank, changed bits, a trainer that steps, wrong states: refused on all ranks, nothing mixed."""
+    run_ranks(4, all_faults, timeout_s=120)
+
+
+def dies(folder: str, victim: int, keep_old: bool) -> None:
+    """A rank dies in the middle; the others write down what they see."""
+    plan, (state, into) = pair()
+    transfer = Transfer(plan, keep_old=keep_old)
+    if dist.get_rank() == victim:
+        for kind, method in ((Origin, "pack"), (Destination, "unpack")):
+            real: Any = getattr(kind, method)
+            seen: list[int] = []
+
+            def dying(*args: Any, real: Any = real, seen: list[int] = seen) -> Any:
+                seen.append(1)
+                if len(seen) > 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args)
+
+            setattr(kind, method, dying)
+    error = met(lambda: transfer.run(state, into))
+    verdict = "old" if is_old(into) else "unusable" if is_unusable(into) else "mixed"
+    Path(folder, str(dist.get_rank())).write_text(
+        f"{type(error).__name__} {'-' if into is None else verdict}"
+    )
+
+
+@pytest.mark.parametrize(("victim", "keep_old"), [(0, True), (1, False), (3, False)])
+def test_a_rank_dies(tmp_path: Path, victim: int, keep_old: bool) -> None:
+    """SIGKILL of a sender or a receiver: the others raise, and no target is mixed."""
+    with pytest.raises(RankError, match="died"):
+        run_ranks(4, dies, str(tmp_path), victim, keep_old, timeout_s=60)
+
+    told = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert set(told) == {str(rank) for rank in range(4) if rank != victim}
+    verdict = "old" if keep_old else "unusable"
+    for rank, text in told.items():
+        assert text == f"CheckpointError {'-' if int(rank) < 2 else verdict}"

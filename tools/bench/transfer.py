@@ -1,0 +1,321 @@
+"""Weights from a trainer on 2 ranks to an engine, tensor-parallel over 2: ours beside what else moves them.
+
+    python tools/bench/transfer.py                          100 million parameters, bf16, gloo
+    python tools/bench/transfer.py --layers 2 --rounds 3    smaller
+
+Rivals: raw `dist.send` of the same bytes between the same pairs of ranks; gathering each tensor on rank 0 and
+broadcasting it to the engine, which takes its shard; saving to memory (``/dev/shm``) and loading from there. Medians
+over alternating rounds, of the slowest rank. Extra memory is the growth of the resident set's high-water mark.
+The last rows plan for ranks that do not exist: 4,096 to 1,024.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench.rows import Row, print_table, write_json
+from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_bytes
+from vescale_fsdp.checkpoint import load, save
+from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.transfer.planning.description import HeldTensor, StateDescription
+from vescale_fsdp.checkpoint.transfer.planning.links import Linkable, codes, scales
+from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
+from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.layout.granularity import Element, Granularity, Tiles
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.quantize import Fp8Blocks
+
+HIDDEN, INTER, VOCAB = 1024, 2816, 16384
+RANKS, TRAINERS = 4, 2
+MIB = 1 << 20
+State = dict[str, Any]
+
+
+def groups(layers: int) -> list[dict[str, tuple[tuple[int, ...], Placement]]]:
+    """Names, shapes and the engine's placements of a llama's tensors, unit by unit."""
+    found: list[dict[str, tuple[tuple[int, ...], Placement]]] = [{"embed": ((VOCAB, HIDDEN), Shard(0))}]
+    for layer in range(layers):
+        unit: dict[str, tuple[tuple[int, ...], Placement]] = {}
+        for name in ("q", "k", "v"):
+            unit[f"{layer}.{name}"] = ((HIDDEN, HIDDEN), Shard(0))
+        unit[f"{layer}.o"] = ((HIDDEN, HIDDEN), Shard(1))
+        for name in ("gate", "up"):
+            unit[f"{layer}.{name}"] = ((INTER, HIDDEN), Shard(0))
+        unit[f"{layer}.down"] = ((HIDDEN, INTER), Shard(1))
+        unit[f"{layer}.norm1"] = unit[f"{layer}.norm2"] = ((HIDDEN,), Replicate())
+        found.append(unit)
+    return found
+
+
+def trainer_state(units: list[dict[str, Any]], mesh: DeviceMesh, block: Granularity) -> State:
+    """The trainer's shards, as the planner cuts them."""
+    state: State = {}
+    for unit in units:
+        specs = [
+            TensorSpec(name, shape, "bfloat16", block.block_numel(shape)) for name, (shape, _) in unit.items()
+        ]
+        layout = plan_group(specs, TRAINERS)
+        for slot in layout.slots:
+            cut = RaggedShard.from_piece_numels(slot.shape, list(layout.piece_numels(slot)))
+            full = torch.randn(slot.shape, dtype=torch.bfloat16)
+            state[slot.fqn] = distribute_tensor(full, mesh, [cut])
+    return state
+
+
+def engine_state(
+    units: list[dict[str, Any]], mesh: DeviceMesh, *, coded: bool
+) -> tuple[State, dict[str, Linkable]]:
+    """The engine's empty shards, and what they are made of."""
+    state: State = {}
+    links: dict[str, Linkable] = {}
+    codec = Fp8Blocks()
+
+    def add(name: str, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> None:
+        sizes = list(shape)
+        if isinstance(placement, Shard):
+            sizes[placement.dim] //= 2
+        state[name] = DTensor.from_local(torch.zeros(sizes, dtype=dtype), mesh, [placement], run_check=False)
+
+    for unit in units:
+        for name, (shape, placement) in unit.items():
+            if coded and len(shape) == 2:
+                links[name], links[f"{name}.scale"] = codes(name, codec), scales(name, codec)
+                add(name, shape, torch.float8_e4m3fn, placement)
+                add(f"{name}.scale", codec.grid(shape).scales_shape, torch.float32, placement)
+            else:
+                add(name, shape, torch.bfloat16, placement)
+    return state, links
+
+
+class Bench:
+    """One rank of the benchmark."""
+
+    def __init__(self, rank: int, layers: int, folder: str) -> None:
+        self.rank = rank
+        self.is_trainer = rank < TRAINERS
+        self.folder = folder
+        units = groups(layers)
+        self.trainers, self.engines = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        self.mesh = self.trainers if self.is_trainer else self.engines
+        # Rank 1 gets one too: torch names later groups by how many a process has (2.13), and other names never meet.
+        self.relay, _ = dist.new_group([0, 2, 3]), dist.new_group([1])
+        self.units = units
+        links: dict[str, Linkable] = {}
+        self.state: State | None = None
+        self.tiled: State | None = None
+        self.into: State | None = None
+        self.into_coded: State | None = None
+        _, links = engine_state(units, self.trainers, coded=True) if self.is_trainer else ({}, {})
+        if self.is_trainer:
+            self.state = trainer_state(units, self.trainers, Element())
+            self.tiled = trainer_state(units, self.trainers, Tiles(128, 128))
+        else:
+            self.into, _ = engine_state(units, self.engines, coded=False)
+            self.into_coded, links = engine_state(units, self.engines, coded=True)
+        start_s = time.perf_counter()
+        self.plan = plan_transfer(*describe_states(self.state, self.into))
+        self.transfer = Transfer(self.plan)
+        self.planning_s = time.perf_counter() - start_s
+        self.coded = Transfer(plan_transfer(*describe_states(self.tiled, self.into_coded), links=links))
+        part = RankTransfers(self.plan, rank)
+        self.pairs = {peer: stream.nbytes for peer, stream in (part.sends or part.receives).items()}
+        self.raw = {peer: torch.ones(nbytes, dtype=torch.uint8) for peer, nbytes in self.pairs.items()}
+
+    def ours(self) -> None:
+        """A transfer of bf16."""
+        self.transfer.run(self.state, self.into)
+
+    def fp8(self) -> None:
+        """A transfer of codes and scales."""
+        self.coded.run(self.tiled, self.into_coded)
+
+    def sends(self) -> None:
+        """The same bytes between the same ranks, from memory that has them in order."""
+        for turn in range(2):
+            other = (self.rank + turn) % 2
+            if self.is_trainer:
+                dist.send(self.raw[TRAINERS + other], TRAINERS + other)
+            else:
+                source = (self.rank - turn) % 2
+                dist.recv(self.raw[source], source)
+
+    def gathers(self) -> None:
+        """Every tensor on rank 0, and from there to all of the engine."""
+        for unit in self.units:
+            for name, (shape, placement) in unit.items():
+                full = torch.empty(shape, dtype=torch.bfloat16)
+                if self.state is not None:
+                    gathered = self.state[name].full_tensor()
+                    full = gathered
+                if self.rank != 1:
+                    dist.broadcast(full, 0, group=self.relay)
+                if self.into is not None:
+                    own = full
+                    if isinstance(placement, Shard):
+                        own = full.chunk(2, placement.dim)[self.rank - TRAINERS]
+                    self.into[name].to_local().copy_(own)
+
+    def files(self) -> None:
+        """Saved to memory by the trainer, loaded by the engine."""
+        path = f"{self.folder}/state"
+        if self.state is not None:
+            save(path, self.state, overwrite=True, process_group=self.trainers.get_group())
+        dist.barrier()
+        if self.into is not None:
+            load(path, self.into, process_group=self.engines.get_group())
+
+
+def measure(rank: int, layers: int, rounds: int, port: int, folder: str) -> None:
+    """Worker: every way takes its turn."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    bench = Bench(rank, layers, folder)
+    ways: dict[str, Callable[[], None]] = {
+        "ours": bench.ours,
+        "sends": bench.sends,
+        "gathers": bench.gathers,
+        "fp8": bench.fp8,
+        "files": bench.files,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    extra = dict.fromkeys(ways, 0)
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            _reset_high_water()
+            before, start_s = _resident_bytes(), time.perf_counter()
+            way()
+            took_s = time.perf_counter() - start_s
+            extra[name] = max(extra[name], _high_water_bytes() - before)
+            if turn:
+                seconds[name].append(took_s)
+    sent = [int(plan.demand.sent.sum()) for plan in (bench.plan, bench.coded.plan)]
+    torch.save((seconds, extra, sent, needed(bench), bench.planning_s), f"{folder}/rank{rank}")
+    dist.destroy_process_group()
+
+
+def needed(bench: Bench) -> int:
+    """Bytes of the engine's shards, of which it holds nothing."""
+    return sum(
+        2 * (tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel())
+        for tensor in (bench.into or {}).values()
+    )
+
+
+def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferPlan:
+    """Ragged shards of groups of ten tensors, no two alike, to tensor parallelism over 8 in as many replicas."""
+    layouts, source, target = [], [], []
+    for group in range(num_tensors // 10):
+        specs = [
+            TensorSpec(f"{group}.{n}", (1024 + (group * 10 + n) % 97 * 8, 1024), "bfloat16", 1)
+            for n in range(10)
+        ]
+        layouts.append(plan_group(specs, num_sources))
+        for place, slot in enumerate(layouts[-1].slots):
+            pieces = Distribution((Axis(num_sources, 1),), (LayoutCut(group, place),))
+            columns = Distribution((Axis(8, 1),), (ShardCut(place % 2),))
+            ranks = RankSet.of(range(num_sources, num_sources + num_targets))
+            source.append(HeldTensor(slot.fqn, "bfloat16", slot.shape, pieces, RankSet.world(num_sources)))
+            target.append(HeldTensor(slot.fqn, "bfloat16", slot.shape, columns, ranks))
+    return plan_transfer(StateDescription.of(source, layouts), StateDescription.of(target))
+
+
+def simulate(out: str) -> None:
+    """CPU time and memory of a plan and all ranks' totals, in a process of its own."""
+    simulated(32, 16, 10)  # what is imported on the way is not the plan's
+    before, start_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    assert simulated(4096, 1024, 1000).demand.sent.sum() > 0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    torch.save((time.process_time() - start_s, grown / 1024), out)
+
+
+def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
+    """The table of what ranks measured."""
+    seconds = {
+        name: statistics.median(
+            max(rank[0][name][turn] for rank in ranks) for turn in range(len(ranks[0][0][name]))
+        )
+        for name in ranks[0][0]
+    }
+    extra = {name: max(rank[1][name] for rank in ranks) for name in ranks[0][1]}
+    (sent, coded), need = ranks[0][2], sum(rank[3] for rank in ranks)
+    case = f"2 to TP 2, {sent / 1e6:.0f} MB"
+    ms = {name: 1000 * value for name, value in seconds.items()}
+    allowed = (budget_bytes + 32 * MIB) / MIB
+    return [
+        Row(case, "bytes sent, bf16", "MB", sent / 1e6, need / 1e6, "needed", "<= 1.0"),
+        Row(case, "bytes sent, fp8", "MB", coded / 1e6, need / 1e6, "needed in bf16", "<= 0.51"),
+        Row(case, "time, bf16", "ms", ms["ours"], ms["sends"], "raw dist.send", "<= 1.3"),
+        Row(case, "time, bf16", "ms", ms["ours"], ms["gathers"], "gather and broadcast", "<= 0.55"),
+        Row(case, "time, bf16", "ms", ms["ours"], ms["files"], "save to memory and load"),
+        Row(case, "time, fp8", "ms", ms["fp8"], ms["sends"], "raw dist.send of bf16"),
+        Row(case, "extra memory, bf16", "MiB", extra["ours"] / MIB, None, None, f"<= {allowed:.0f}"),
+        Row(case, "extra memory, fp8", "MiB", extra["fp8"] / MIB, None, None, f"<= {allowed:.0f}"),
+        Row(case, "extra memory, gather", "MiB", extra["gathers"] / MIB),
+        Row(case, "planning, once", "ms", 1000 * max(rank[4] for rank in ranks)),
+    ]
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description="weights between running jobs")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = tempfile.mkdtemp(dir=memory)
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        # forked: what is imported once need not be imported five times
+        mp.start_processes(
+            measure, (given.layers, given.rounds, port, folder), nprocs=RANKS, start_method="fork"
+        )
+        ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+        process = mp.get_context("fork").Process(target=simulate, args=(f"{folder}/plan",))
+        process.start()
+        process.join()
+        plan_s, plan_mib = torch.load(f"{folder}/plan")
+    finally:
+        shutil.rmtree(folder)
+    case = "4096 to 1024 ranks, 1000 tensors"
+    rows = rows_of(ranks, 64 * MIB)
+    rows.append(Row(case, "plan and totals", "CPU s", plan_s, None, None, "<= 10"))
+    rows.append(Row(case, "plan and totals", "MiB", plan_mib, None, None, "<= 1024"))
+    print_table(rows)
+    if given.json:
+        write_json(given.json, rows)
+
+
+if __name__ == "__main__":
+    main()
