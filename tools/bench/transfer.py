@@ -38,10 +38,10 @@ from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_byt
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.transfer.planning.description import HeldTensor, StateDescription
+from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.links import Linkable, codes, scales
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.granularity import Element, Granularity, Tiles
@@ -241,8 +241,10 @@ def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferP
             pieces = Distribution((Axis(num_sources, 1),), (LayoutCut(group, place),))
             columns = Distribution((Axis(8, 1),), (ShardCut(place % 2),))
             ranks = RankSet.of(range(num_sources, num_sources + num_targets))
-            source.append(HeldTensor(slot.fqn, "bfloat16", slot.shape, pieces, RankSet.world(num_sources)))
-            target.append(HeldTensor(slot.fqn, "bfloat16", slot.shape, columns, ranks))
+            source.append(
+                DescribedTensor(slot.fqn, "bfloat16", slot.shape, pieces, RankSet.world(num_sources))
+            )
+            target.append(DescribedTensor(slot.fqn, "bfloat16", slot.shape, columns, ranks))
     return plan_transfer(StateDescription.of(source, layouts), StateDescription.of(target))
 
 
