@@ -284,6 +284,15 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
     ]
 
 
+def _measured(layers: int, rounds: int, folder: str, start_method: str) -> list[Any]:
+    """What the ranks of one run measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(measure, (layers, rounds, port, folder), nprocs=RANKS, start_method=start_method)
+    return [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description="weights between running jobs")
@@ -291,19 +300,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = tempfile.mkdtemp(dir=memory)
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        # forked: what is imported once need not be imported five times
-        mp.start_processes(
-            measure, (given.layers, given.rounds, port, folder), nprocs=RANKS, start_method="fork"
-        )
-        ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+        # Forked: what is imported once need not be imported five times.
+        ranks = _measured(given.layers, given.rounds, folder, "fork")
+        # Freed blocks must leave the resident set to be seen when taken anew; which makes every one of them slow, so
+        # memory is measured apart. malloc reads this when a process starts.
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
+        extra = [rank[1] for rank in _measured(given.layers, 1, folder, "spawn")]
+        ranks = [(rank[0], own, *rank[2:]) for rank, own in zip(ranks, extra, strict=True)]
         process = mp.get_context("fork").Process(target=simulate, args=(f"{folder}/plan",))
         process.start()
         process.join()
