@@ -1,6 +1,8 @@
 # make test   the gate and all tests
+# make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
+#                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
-# make test-stacks   the examples on accelerate, transformers and TRL, which it installs first
+# make test-stacks   the examples on training stacks, which it installs first
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
@@ -16,6 +18,9 @@ IN_VENV := $(VENV)/bin/python
 # up to find PyTorch's CPU builds, name their index: make venv TORCH_INDEX="--extra-index-url <index of CPU wheels>"
 TORCH_INDEX ?=
 
+TORCH      ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+
 # Not compiled: of all that is installed the tests import a part, which Python compiles at its first import, and keeps
 # also where the caller's shell says otherwise: hundreds of processes would compile the same again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -25,7 +30,7 @@ INSTALL := $(IN_VENV) -m pip install --quiet --no-compile --constraint constrain
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv test test-faults test-stacks demo check clean
+.PHONY: venv test test-torch test-faults test-stacks demo check clean
 
 venv: $(STAMP)
 
@@ -38,6 +43,13 @@ $(STAMP): pyproject.toml constraints.txt
 test: venv
 	$(IN_VENV) tools/check.py --skip fast-tests --skip layering  # both are among all tests
 	$(IN_VENV) -m pytest $(TOGETHER)
+
+# Torch first and by version: what is installed behind it finds it there and leaves it.
+test-torch:
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
+	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
+	$(TORCH_VENV)/bin/python -m pytest
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
@@ -53,4 +65,4 @@ check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,8 +30,14 @@ from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
 from torch.distributed._composable.contract import RegistryItem
 from torch.distributed._composable.contract import _get_registry as composable_apis
 
+# torch 2.11-2.15: what cuts full tensors inside torch's set_*_state_dict; it knows no foreign placements.
+from torch.distributed._state_dict_utils import _distribute_tensors
+
 # torch 2.11-2.13: how DCP names the leaves of a nested state; its planners take no other names.
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+
+# torch 2.11-2.15: names of parameters without what torch's wrappers add.
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets; and how a group
@@ -75,6 +81,8 @@ __all__ = [
     "MUON_COEFFICIENTS",
     "MUON_EPS",
     "MUON_STEPS",
+    "REDUCES_AS_STORED",
+    "SUMS_HALVES_AS_REDUCED",
     "DTensorSpec",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
@@ -91,6 +99,8 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "fqn_of",
+    "grad_dtype_of",
     "group_over_store",
     "groups_as_patient_as",
     "in_functorch",
@@ -112,6 +122,7 @@ __all__ = [
     "pytree",
     "reduce_scatter_single",
     "refuse_fsdp2",
+    "refuse_set_state_dict",
     "register_foreach_type",
     "restore_version",
     "set_local",
@@ -160,6 +171,13 @@ DataParallelMeshDims: Any = newer_class(
     "DataParallelMeshDims",
     'give the data-parallel axes as mesh=full_mesh["replicate", "shard"]',
 )
+
+# torch 2.15 reduces gradients in the dtype that parameters are stored in, unless a policy says ``reduce_dtype``;
+# before, in the one they compute in.
+REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+# Since the same version gradients of the weights' half of a pipeline's backward add up in the reduction's dtype too.
+SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -302,6 +320,11 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
     return tensor._spec  # type: ignore[attr-defined, no-any-return]
 
 
+def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autograd gives a parameter's gradient; torch 2.11 has no such attribute (2.13-2.15)."""
+    return param.grad_dtype if "grad_dtype" in vars(torch._C.TensorBase) else param.dtype
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two living tensors share if they share memory (torch 2.11-2.13)."""
     # Not the address: that is 0 for every storage without memory.
@@ -350,6 +373,27 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     attributes = vars(module)
     attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
+
+
+def fqn_of(model: torch.nn.Module, name: str) -> str:
+    """The name that torch's state dicts give to what a model's own calls ``name`` (torch 2.11-2.15)."""
+    return next(iter(_get_fqns(model, name)))
+
+
+def refuse_set_state_dict(what: str) -> None:
+    """Raise if the caller's caller is what cuts full tensors in torch's ``set_*_state_dict`` (torch 2.11-2.15).
+
+    Left alone it would copy ranges of its own making: an error where sizes differ, and the other ranks wait.
+    """
+    if sys._getframe(2).f_code is _distribute_tensors.__code__:
+        raise UnsupportedOpError(
+            "torch's set_*_state_dict cannot cut full tensors for ragged parameters.",
+            expected="set_model_state_dict, set_optimizer_state_dict or set_state_dict of vescale_fsdp.checkpoint",
+            got="the function of that name of torch.distributed.checkpoint.state_dict",
+            where=what,
+            todo="import them from vescale_fsdp.checkpoint: same arguments, full_state_dict and broadcast_from_rank0 "
+            "included",
+        )
 
 
 def is_noted_sharded(module: torch.nn.Module) -> bool:

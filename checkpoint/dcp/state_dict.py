@@ -8,6 +8,9 @@ tensor, and hand torch a state that is sharded already. Signatures are torch's.
     full_state_dict                        the whole state                   nothing
     full_state_dict, broadcast_from_rank0  rank 0: the whole state           one tensor at a time
     neither                                a sharded state                   nothing
+
+A full state also fills a model on the meta device, as with torch's: what it names is made, in the model's dtypes, and
+the rest stays meta.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.torch_private import fqn_of, local_of, spec_of
 
 __all__ = [
     "StateDictOptions",
@@ -55,8 +60,38 @@ def set_model_state_dict(
     """
     plain, full = _split_options(options)
     if full is not None:
-        model_state_dict = _cut(model.state_dict(), model_state_dict, full.broadcast_from_rank0)
+        template = get_model_state_dict(model)
+        model_state_dict = _cut(template, model_state_dict, full.broadcast_from_rank0)
+        _materialise(model, template, model_state_dict)
     return _torch_set_model(model, model_state_dict, options=plain)
+
+
+def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, Any]) -> None:
+    """Put what the state has in place of tensors on the meta device."""
+    missing = {fqn for fqn, held in template.items() if isinstance(held, torch.Tensor) and held.is_meta}
+    found = {}
+    for name in model.state_dict() if missing else ():
+        fqn = fqn_of(model, name)
+        if fqn in missing and fqn in state:
+            value = state[fqn]
+            # A plain one is the caller's own.
+            found[name] = value if isinstance(value, DTensor) else _copy_at_home(template, fqn, value)
+    if found:
+        model.load_state_dict(found, strict=False, assign=True)
+
+
+def _copy_at_home(template: dict[str, Any], fqn: str, value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(_home(template), template[fqn].dtype, copy=True)
+
+
+def _home(template: Any) -> torch.device:
+    """Where a state's tensors lie, or will lie once they are made."""
+    tensors = [value for value in template.values() if isinstance(value, torch.Tensor) and value.ndim]
+    there = [tensor.device for tensor in tensors if not tensor.is_meta]
+    if there:
+        return there[0]
+    kind = next((tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor)), "cpu")
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def set_optimizer_state_dict(
@@ -87,10 +122,14 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Load the state of a model and its optimizers; see the two functions above."""
-    result = set_model_state_dict(model, model_state_dict, options=options)
+    """Load the state of a model and its optimizers; see the two functions above. An empty model state is no state."""
+    has_model = [bool(model_state_dict)]
+    if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
+        dist.broadcast_object_list(has_model, src=0)  # the others bring nothing
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return result
+    if has_model[0]:
+        return set_model_state_dict(model, model_state_dict, options=options)
+    return _torch_set_model(model, {}, options=StateDictOptions(strict=False))  # loads nothing
 
 
 def _split_options(options: StateDictOptions | None) -> tuple[StateDictOptions, StateDictOptions | None]:
@@ -112,11 +151,13 @@ class _Stub(NamedTuple):
 def _cut(template: Any, full: Any, broadcast: bool) -> Any:
     """The full state with every tensor cut as the template's is."""
     describer = Describer()
+    home = _home(template)
     if not broadcast or not dist.is_initialized() or dist.get_world_size() == 1:
-        return _walk(describer, template, full, full, "", broadcast=False)
+        return _walk(describer, home, template, full, full, "", broadcast=False)
     skeleton = [_stubs(full) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(skeleton, src=0)
-    return _walk(describer, template, skeleton[0], full if dist.get_rank() == 0 else None, "", broadcast=True)
+    values = full if dist.get_rank() == 0 else None
+    return _walk(describer, home, template, skeleton[0], values, "", broadcast=True)
 
 
 def _stubs(value: Any) -> Any:
@@ -130,13 +171,21 @@ def _stubs(value: Any) -> Any:
 
 
 def _walk(
-    describer: Describer, template: Any, skeleton: Any, full: Any, name: str, *, broadcast: bool
+    describer: Describer,
+    home: torch.device,
+    template: Any,
+    skeleton: Any,
+    full: Any,
+    name: str,
+    *,
+    broadcast: bool,
 ) -> Any:
     if isinstance(skeleton, Mapping):
         known = template if isinstance(template, Mapping) else {}
         return {
             key: _walk(
                 describer,
+                home,
                 known.get(key),
                 item,
                 None if full is None else full[key],
@@ -149,6 +198,8 @@ def _walk(
         return skeleton
     if broadcast:
         device = template.device if isinstance(template, torch.Tensor) else torch.device("cpu")
+        if device.type == "meta":
+            device = home
         if device.type == "cpu" and dist.get_backend() == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
         value = (
@@ -161,11 +212,13 @@ def _walk(
     else:
         value = full
     if isinstance(template, DTensor) and not isinstance(value, DTensor):
-        return _cut_tensor(describer, template, value, name)
+        return _cut_tensor(describer, home, template, value, name)
     return value
 
 
-def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, name: str) -> torch.Tensor:
+def _cut_tensor(
+    describer: Describer, home: torch.device, template: DTensor, full: torch.Tensor, name: str
+) -> torch.Tensor:
     """A tensor sharded like the template, with this rank's region of the full values."""
     if tuple(template.shape) != tuple(full.shape):
         raise CheckpointError(
@@ -175,7 +228,11 @@ def _cut_tensor(describer: Describer, template: DTensor, full: torch.Tensor, nam
             where=name,
             todo="load the state of the same model",
         )
-    result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
+    if template.is_meta:
+        local = torch.empty_like(local_of(template), device=home, requires_grad=False)
+        result: torch.Tensor = wrap_like(local, spec_of(template), like=template)
+    else:
+        result = torch.empty_like(template, dtype=full.dtype, requires_grad=False)
     described = describer.describe(name, result)
     if described.local is None:
         return result

@@ -27,6 +27,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides, whole_box
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+from vescale_fsdp.layout.run_lengths import RunLengths
 
 if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard
@@ -226,7 +227,7 @@ class UnitsCut(_FlatCut):
         """The placement itself."""
         from vescale_fsdp.layout.placement import RaggedShard  # a class of torch's, which no other cut needs
 
-        return RaggedShard(self.dims, tuple(units for count, units in self.runs for _ in range(count)))
+        return RaggedShard.of_runs(self.dims, RunLengths(self.runs))
 
     def flat_range(
         self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]
@@ -236,9 +237,7 @@ class UnitsCut(_FlatCut):
     def coordinates_of(
         self, region: Region, size: int, flat: FlatRange, layouts: Sequence[GroupLayout]
     ) -> Iterator[int]:
-        for coordinate in range(size):
-            if self.placement.piece(region.box.sizes, coordinate).intersect(flat).numel:
-                yield coordinate
+        yield from self.placement.piece_lengths(region.box.sizes).holders(*flat)
 
     def to_json(self) -> list[Any]:
         return ["units", list(self.dims), [list(run) for run in self.runs]]

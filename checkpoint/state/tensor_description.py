@@ -197,13 +197,7 @@ class Describer:
             place = slots.get(fqn)
             if place is not None and _agrees(known, place, tensor, placement, coordinate):
                 return LayoutCut(number, place)
-        runs: list[tuple[int, int]] = []
-        for units in placement.local_units:
-            if runs and runs[-1][1] == units:
-                runs[-1] = (runs[-1][0] + 1, units)
-            else:
-                runs.append((1, units))
-        return UnitsCut(placement.dims, tuple(runs))
+        return UnitsCut(placement.dims, placement.units.runs)
 
     def _layout(self, layout: GroupLayout) -> tuple[GroupLayout, int, dict[str, int]]:
         known = self._by_identity.get(id(layout))

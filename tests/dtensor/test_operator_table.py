@@ -80,7 +80,7 @@ def refusals() -> list[str]:
         lambda: x @ whole.t(),
         lambda: x.t(),
         lambda: x[1:3],
-        lambda: x.sum(dim=1),
+        lambda: x.sort(dim=1),
         lambda: x + whole,
         lambda: whole.add_(x),
         lambda: torch.add(x, x, out=whole),
@@ -143,6 +143,39 @@ def partial_dims() -> list[str]:
         for fn in (lambda t: t.sum(dim=(0, 1)), lambda t: t.mean(dim=(0, 1)), lambda t: t.norm(dim=(0, 1))):
             torch.testing.assert_close(fn(x).full_tensor(), fn(full))
     return done
+
+
+def over_cut_dims() -> int:
+    """Sums, means and norms where pieces cut the dims in the middle: what every rank ends up with, against torch."""
+    full = plain((6, 4, 5), 3)
+    compared = 0
+    for cut in (
+        RaggedShard((0, 1, 2), (13, 0, 107)),
+        RaggedShard((0, 1), (7, 0, 17)),
+        RaggedShard((), (0, 1, 0)),
+    ):
+        x = distribute_tensor(full, cpu_mesh(), [cut])
+        for dims in ((0,), (1,), (2,), (-1, 0), (1, 2), (0, 1)):
+            for keepdim in (False, True):
+                for fn in (
+                    lambda t, d, k: (
+                        torch.linalg.norm(t, dim=d, keepdim=k) if len(d) == 1 else t.norm(2, d, k)
+                    ),
+                    lambda t, d, k: torch.linalg.vector_norm(t, 3, dim=d, keepdim=k, dtype=torch.float64),
+                    lambda t, d, k: t.sum(d, k, dtype=torch.float64),
+                    lambda t, d, k: t.mean(d, k),
+                ):
+                    torch.testing.assert_close(fn(x, dims, keepdim).full_tensor(), fn(full, dims, keepdim))
+                    compared += 1
+        whole = (full * 10).to(torch.int32)
+        counted = distribute_tensor(whole, cpu_mesh(), [cut]).sum(dim=2).full_tensor()
+        assert counted.dtype == torch.int64 and torch.equal(counted, whole.sum(dim=2))
+    return compared
+
+
+def test_sums_and_norms_over_cut_dims() -> None:
+    """Init code of weight norm and DoRA takes norms over dims, whatever the granularity."""
+    assert run_ranks(3, over_cut_dims) == [144] * 3
 
 
 def test_reductions_along_whole_dims() -> None:

@@ -16,7 +16,8 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
 from vescale_fsdp import fully_shard
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, _axis_text, distribute_tensor, is_ragged
+from vescale_fsdp.dtensor.printed_parts import axis_text
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, is_ragged
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 
@@ -63,9 +64,9 @@ def test_repr_tells_what_is_here() -> None:
 
 def test_cuts_over_many_ranks_are_shortened() -> None:
     """A line does not grow with the job."""
-    wide = _axis_text("'shards'", 16_384, RaggedShard((0,), (1,) * 16_384))
+    wide = axis_text("'shards'", 16_384, RaggedShard((0,), (1,) * 16_384))
     assert wide == "dim 0 cut 1:1:1:1:..:1:1:1 over the 16384 ranks of mesh axis 'shards'"
-    assert _axis_text("0", 2, RaggedShard((), (0, 1))) == "the whole cut 0:1 over the 2 ranks of mesh axis 0"
+    assert axis_text("0", 2, RaggedShard((), (0, 1))) == "the whole cut 0:1 over the 2 ranks of mesh axis 0"
 
 
 def addresses() -> tuple[int, int]:

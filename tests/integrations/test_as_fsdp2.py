@@ -27,6 +27,7 @@ from vescale_fsdp.integrations.installation import Installation
 NAMES = {
     "fully_shard": torch_fsdp,
     "register_fsdp_forward_method": torch_fsdp,
+    "share_comm_ctx": torch_fsdp,
     "distribute_tensor": torch_tensor,
     "set_model_state_dict": torch_state_dict,
     "set_optimizer_state_dict": torch_state_dict,
@@ -157,13 +158,14 @@ def _on_ranks() -> dict[str, Any]:
     with as_fsdp2(granularity={"*weight": Rows(4)}, padding_policy=PaddingPolicy(warn_above=9.0)):
         from torch.distributed.fsdp import fully_shard as kept
 
-        ours = _stack_shards(_model())
+        ours: Any = _stack_shards(_model())
         weight = ours[0].weight
         mesh, placements = weight.device_mesh, weight.placements
         again = torch_tensor.distribute_tensor(plain[0].weight.detach(), mesh, placements)
         stock = torch_tensor.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
         torch_state_dict.set_model_state_dict(ours, full, options=options)
         torch_state_dict.set_model_state_dict(plain, full)  # not ours: torch's own
+        torch_fsdp.share_comm_ctx([ours])
         same = torch_tensor.distribute_tensor(weight, mesh, placements) is weight
     stock_model = _model()
     kept(stock_model)  # bound while it stood, called after it went

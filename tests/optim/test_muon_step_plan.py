@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.run_lengths import RunLengths
 from vescale_fsdp.optim.muon.matrices import Matrix, matrices_of
 from vescale_fsdp.optim.muon.step_plan import SteppedParam, assign_owners, newton_schulz_flops, plan_step
 
@@ -32,7 +33,7 @@ def llama_3_8b_matrices() -> list[tuple[int, int]]:
 def test_llama_is_balanced(num_ranks: int, most: float) -> None:
     """Llama-3-8B's iterations are spread evenly up to 32 ranks, and within 6 % up to 128."""
     flops = [newton_schulz_flops(rows, cols, 5) for rows, cols in llama_3_8b_matrices()]
-    owners = assign_owners(flops, [[0] * num_ranks] * len(flops), [0] * num_ranks)
+    owners = assign_owners(flops, [{}] * len(flops), [0] * num_ranks)
     loads = [sum(f for f, o in zip(flops, owners, strict=True) if o == rank) for rank in range(num_ranks)]
 
     assert sum(flops) == pytest.approx(666e12, rel=0.01)
@@ -45,7 +46,7 @@ def test_llama_is_balanced(num_ranks: int, most: float) -> None:
 )
 def test_owners_are_within_the_bound(flops: list[int], num_ranks: int) -> None:
     """Longest processing time first: no rank has more than the mean plus one matrix."""
-    owners = assign_owners(flops, [[0] * num_ranks] * len(flops), [0] * num_ranks)
+    owners = assign_owners(flops, [{}] * len(flops), [0] * num_ranks)
     loads = [sum(f for f, o in zip(flops, owners, strict=True) if o == rank) for rank in range(num_ranks)]
 
     assert max(loads) <= sum(flops) / num_ranks + max(flops)
@@ -53,8 +54,23 @@ def test_owners_are_within_the_bound(flops: list[int], num_ranks: int) -> None:
 
 def test_owners_take_what_they_hold_and_respect_fixed_work() -> None:
     """Among idle ranks the one that holds most of a matrix takes it; a busy rank is passed over."""
-    assert assign_owners([5], [[1, 3, 2]], [0, 0, 0]) == [1]
-    assert assign_owners([5], [[1, 3, 2]], [0, 9, 0]) == [2]
+    assert assign_owners([5], [{0: 1, 1: 3, 2: 2}], [0, 0, 0]) == [1]
+    assert assign_owners([5], [{0: 1, 1: 3, 2: 2}], [0, 9, 0]) == [2]
+
+
+@given(st.data())
+def test_the_rank_with_the_least_work_takes_the_next_matrix(data: st.DataObject) -> None:
+    """The owners are those of the rule's plain words, asked of every rank for every matrix."""
+    num_ranks = data.draw(st.integers(1, 6))
+    ranks = range(num_ranks)
+    flops = data.draw(st.lists(st.integers(0, 4), max_size=20))
+    held = [data.draw(st.dictionaries(st.sampled_from(ranks), st.integers(1, 5), max_size=3)) for _ in flops]
+    loads = data.draw(st.lists(st.integers(0, 5), min_size=num_ranks, max_size=num_ranks))
+    owners = assign_owners(flops, held, loads)
+
+    for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
+        assert owners[index] == min(ranks, key=lambda r: (loads[r], -held[index].get(r, 0), r))
+        loads[owners[index]] += flops[index]
 
 
 def test_work_of_a_matrix() -> None:
@@ -79,7 +95,7 @@ def test_matrices_are_flat_ranges() -> None:
 
 def test_a_matrix_on_one_rank_stays_there() -> None:
     """Plain tensors and whole matrices are planned where they lie; nothing travels."""
-    plain = SteppedParam(PieceMap((4, 3), (0, 12)), matrices_of((4, 3)), 5)
+    plain = SteppedParam(PieceMap((4, 3), RunLengths.of([12])), matrices_of((4, 3)), 5)
     plan = plan_step([plain, plain], 1 << 20, {})
 
     assert plan.here == ((0, Matrix(0, 4, 3)), (1, Matrix(0, 4, 3)))
@@ -89,7 +105,8 @@ def test_a_matrix_on_one_rank_stays_there() -> None:
 
 def test_holder_of_a_range() -> None:
     """A range inside one piece has a holder; one that crosses a cut has none; empty pieces hold nothing."""
-    pieces = PieceMap((4, 3), (0, 6, 6, 12))
+    pieces = PieceMap((4, 3), RunLengths.of([6, 0, 6]))
     assert pieces.holder_of(Matrix(0, 2, 3).range) == 0
     assert pieces.holder_of(Matrix(6, 2, 3).range) == 2
     assert pieces.holder_of(Matrix(3, 2, 3).range) is None
+    assert list(pieces.holders_of(Matrix(3, 2, 3).range)) == [0, 2]

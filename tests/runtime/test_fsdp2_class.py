@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor
 
 import vescale_fsdp
@@ -96,24 +95,6 @@ def registered_with_torch() -> None:
 def test_torchs_own_register_fsdp_forward_method() -> None:
     """HF's Trainer registers generate with it: a no-op for modules that are not FSDP2's, and not for ours."""
     run_ranks(2, registered_with_torch)
-
-
-def replicated_around() -> None:
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-    fully_shard(model[1], mesh=cpu_mesh())
-    with pytest.raises(RuntimeError, match="fully_shard"):
-        replicate(model[1])
-    replicate(model)
-    model(torch.randn(2, 8)).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-    seen = [torch.zeros(8) for _ in range(2)]
-    dist.all_gather(seen, model[0].bias.grad)
-    assert torch.equal(*seen)
-
-
-def test_replicate_leaves_sharded_modules_alone() -> None:
-    """torch's composable replicate sees "fully_shard" on ours as on FSDP2's."""
-    run_ranks(2, replicated_around)
 
 
 def finalized_by_hand() -> None:

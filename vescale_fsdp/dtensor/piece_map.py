@@ -13,10 +13,8 @@ Replicate on every other mesh axis is allowed (HSDP): those ranks are *replicas*
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +25,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, chunk_of, numel_of
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.run_lengths import RunLengths
 from vescale_fsdp.torch_private import local_of
 
 __all__ = [
@@ -46,29 +45,29 @@ class PieceMap:
 
     Args:
         shape: global shape.
-        starts: flat start of each shard rank's piece, then the numel: ``num_shards + 1`` ints.
+        numels: elements of each shard rank's piece.
         shard_rank: this rank's number among the shards.
         cut_over: the mesh and its axis that shards the parameter; None if every rank holds all of it.
     """
 
     shape: tuple[int, ...]
-    starts: tuple[int, ...]
+    numels: RunLengths
     shard_rank: int = 0
     cut_over: tuple[DeviceMesh, int] | None = None
 
     @property
     def numel(self) -> int:
         """Elements of the full tensor."""
-        return self.starts[-1]
+        return self.numels.total
 
     @property
     def num_shards(self) -> int:
         """Ranks among which the tensor is cut."""
-        return len(self.starts) - 1
+        return len(self.numels)
 
     def piece(self, shard_rank: int) -> FlatRange:
         """The range that a shard rank holds."""
-        return FlatRange(self.starts[shard_rank], self.starts[shard_rank + 1])
+        return FlatRange(self.numels.start(shard_rank), self.numels.start(shard_rank + 1))
 
     @property
     def own_piece(self) -> FlatRange:
@@ -77,28 +76,55 @@ class PieceMap:
 
     def holder_of(self, wanted: FlatRange) -> int | None:
         """The shard rank that holds all of a non-empty range, or None if it is cut."""
-        rank = bisect_right(self.starts, wanted.start) - 1
-        return rank if wanted.stop <= self.starts[rank + 1] else None
+        holders = self.holders_of(wanted)
+        first = next(holders)
+        return first if next(holders, None) is None else None
+
+    def holders_of(self, wanted: FlatRange) -> Iterator[int]:
+        """The shard ranks that hold any element of a range, in order."""
+        return self.numels.holders(*wanted)
+
+    def count_in_blocks(self, period: int, count: Callable[[FlatRange], int]) -> RunLengths:
+        """How much of what there is once per block, such as scales, belongs to each piece.
+
+        Args:
+            period: a shift of the flat tensor by so many elements brings the ends of blocks to ends of blocks.
+            count: how much belongs to a piece; it refuses pieces that cut a block.
+        """
+        runs, first = [], 0
+        for num_ranks, numel in self.numels.runs:
+            # Pieces a whole period apart are alike: one stands for all.
+            asked = 1 if numel % period == 0 else num_ranks
+            counts = [count(self.piece(rank)) for rank in range(first, first + asked)]
+            runs += [(num_ranks // asked, number) for number in counts]
+            first += num_ranks
+        return RunLengths(tuple(runs))
 
 
 def pieces_of(tensor: torch.Tensor) -> PieceMap | None:
     """The pieces of a parameter, or None if ranks do not hold contiguous flat ranges of it."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements):
-        return PieceMap(shape, (0, numel_of(shape)))
+        return PieceMap(shape, RunLengths.of([numel_of(shape)]))
     mesh = tensor.device_mesh
     sharded = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
     if len(sharded) != 1:
         return None
     axis, placement = sharded[0], tensor.placements[sharded[0]]
     if type(placement) is RaggedShard:  # a strided one has a run per chunk
-        numels = placement.piece_numels(shape)
+        numels = placement.piece_lengths(shape)
     elif type(placement) is Shard and placement.dim == 0:
-        num_shards, row_numel = mesh.size(axis), numel_of(shape[1:])
-        numels = tuple(chunk_of(shape[0], num_shards, r).numel * row_numel for r in range(num_shards))
+        numels = _chunks(shape[0], mesh.size(axis)).map(lambda rows: rows * numel_of(shape[1:]))
     else:
         return None
-    return PieceMap(shape, (0, *accumulate(numels)), mesh.get_local_rank(axis), (mesh, axis))
+    return PieceMap(shape, numels, mesh.get_local_rank(axis), (mesh, axis))
+
+
+def _chunks(size: int, num_chunks: int) -> RunLengths:
+    """torch's chunks of a dim: full ones, a shorter one, empty ones."""
+    chunk = chunk_of(size, num_chunks, 0).numel
+    full, rest = divmod(size, chunk) if chunk else (0, 0)
+    return RunLengths(((full, chunk), (int(rest > 0), rest), (num_chunks - full - int(rest > 0), 0)))
 
 
 def contiguous_pieces_of(param: torch.Tensor, otherwise: str) -> PieceMap:
@@ -128,7 +154,7 @@ def zeros_beside(
     param: torch.Tensor,
     pieces: PieceMap,
     shape: tuple[int, ...],
-    piece_numels: Sequence[int],
+    piece_numels: RunLengths,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Zeros of another shape than a parameter, cut where the parameter is cut: scales, factors, ...

@@ -24,6 +24,7 @@ from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
+from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, index_text
 from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local, start_redistribution
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
@@ -38,13 +39,14 @@ from vescale_fsdp.dtensor.spec import (
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
+from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
     local_of,
     printoptions,
     refuse_fsdp2,
+    refuse_set_state_dict,
     register_foreach_type,
     takes_address_for_memory,
 )
@@ -120,6 +122,13 @@ class RaggedDTensor(DTensor):
                 todo="flatten the piece: tensor.reshape(-1)[range]",
             )
         return _FromLocal.apply(local_tensor, spec)  # type: ignore[no-any-return]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        # torch's set_*_state_dict asks for it first, on all ranks.
+        refuse_set_state_dict(f"a tensor of shape {tuple(self.shape)}")
+        return self._spec.mesh
 
     @property
     def piece(self) -> FlatRange:
@@ -217,7 +226,7 @@ class RaggedDTensor(DTensor):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}{grad},\n"
-            f"  {'; '.join(map(_axis_text, *_axes_of(self.device_mesh), self.placements))},\n"
+            f"  {'; '.join(map(axis_text, *axes_of(self.device_mesh), self.placements))},\n"
             f"  {self._describe_piece()})"
         )
 
@@ -229,7 +238,7 @@ class RaggedDTensor(DTensor):
         start, stop = self.piece
         if start == stop:
             return f"{where} holds nothing"
-        boxes = ", ".join(map(_index_text, self.boxes))
+        boxes = ", ".join(map(index_text, self.boxes))
         with printoptions(threshold=6, edgeitems=3):
             values = " ".join(str(self._local_tensor.detach()).split())
         return f"{where} holds elements [{start}:{stop}) = {boxes},\n  local={values}"
@@ -309,30 +318,6 @@ def _rebuild(
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _axes_of(mesh: DeviceMesh) -> tuple[Sequence[str], Sequence[int]]:
-    """What to call the axes of a mesh, and their sizes."""
-    return [repr(name) for name in mesh.mesh_dim_names or range(mesh.ndim)], mesh.shape
-
-
-def _axis_text(axis: str, num_ranks: int, placement: Placement) -> str:
-    """What a placement does over a mesh axis, in words."""
-    over = f"over the {num_ranks} ranks of mesh axis {axis}"
-    if isinstance(placement, RaggedShard):
-        dims = f"dim {placement.dims[0]}" if len(placement.dims) == 1 else f"dims {placement.dims} as one"
-        units = placement.local_units
-        ratio = ":".join(map(str, units if len(units) <= 8 else (*units[:4], "..", *units[-3:])))
-        strided = (
-            f", each of {placement.split_factor} chunks" if isinstance(placement, StridedRaggedShard) else ""
-        )
-        return f"{dims if placement.dims else 'the whole'} cut {ratio}{strided} {over}"
-    return f"{'the same' if placement.is_replicate() else placement} {over}"
-
-
-def _index_text(box: Box) -> str:
-    parts = (f"{o}" if n == 1 else f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes, strict=True))
-    return f"[{', '.join(parts)}]"
-
-
 def _shape_of_piece(spec: DTensorSpec) -> tuple[int, ...]:
     axis, placement = ragged_axis(spec.placements)
     return local_shape(placement, inner_box(spec).sizes, spec.mesh.get_local_rank(axis))
@@ -388,7 +373,7 @@ def distribute_tensor(
         steps = exchange(
             part.view(-1)[: part.numel() * owner[device_mesh.get_local_rank(axis)]],
             RaggedShard((), owner),
-            RaggedShard(placement.dims, placement.local_units),
+            RaggedShard.of_runs(placement.dims, placement.units),
             inner.sizes,
             device_mesh.get_group(axis),
         )

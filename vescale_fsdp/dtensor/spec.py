@@ -123,7 +123,7 @@ def boxes_of(spec: DTensorSpec) -> tuple[Box, ...]:
 def local_shape(placement: RaggedShard, shape: Sequence[int], rank: int) -> tuple[int, ...]:
     """Shape of a rank's local tensor: 1-D, except that ``dims=()`` keeps the owner's tensor whole."""
     numel = placement.piece(shape, rank).numel
-    return tuple(shape) if not placement.dims and placement.local_units[rank] else (numel,)
+    return tuple(shape) if not placement.dims and placement.units[rank] else (numel,)
 
 
 def _canonical(

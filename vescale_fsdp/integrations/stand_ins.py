@@ -3,6 +3,7 @@
     torch's name                     ours when                                         settings used
     fully_shard                      an installation is in force                       the newest one's
     register_fsdp_forward_method     the module was sharded by ours
+    share_comm_ctx                   all modules were
     distribute_tensor                a placement is a RaggedShard
     set_model_state_dict             a parameter of the model is ragged
     set_optimizer_state_dict         likewise
@@ -44,6 +45,7 @@ from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_module import register_fsdp_forward_method as our_register
+from vescale_fsdp.runtime.fsdp_module import share_comm_ctx as our_share
 from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
 
 __all__ = ["IN_FORCE", "STAND_INS", "Settings"]
@@ -67,6 +69,7 @@ _LOADS_BEHIND = (
 
 _torch_fully_shard = torch_fsdp.fully_shard
 _torch_register = torch_fsdp.register_fsdp_forward_method
+_torch_share = torch_fsdp.share_comm_ctx
 _torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
 _torch_set_model = torch_state_dict.set_model_state_dict
 _torch_set_optimizer = torch_state_dict.set_optimizer_state_dict
@@ -89,13 +92,21 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
             todo="put the imports before the installation; Trainer and TRL work in both orders",
         )
     added = {"granularity": settings.granularity, "padding_policy": settings.padding_policy}
-    return our_fully_shard(module, **{**added, **kwargs})
+    # torch takes None for a policy that was not chosen.
+    chosen = {name: value for name, value in kwargs.items() if value is not None}
+    return our_fully_shard(module, **{**added, **chosen})
 
 
 @functools.wraps(_torch_register)
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Ours for modules that ours has sharded."""
     (our_register if isinstance(module, FSDPModule) else _torch_register)(module, method_name)
+
+
+@functools.wraps(_torch_share)
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Ours for modules that ours has sharded."""
+    (our_share if all(isinstance(module, FSDPModule) for module in modules) else _torch_share)(modules)
 
 
 @functools.wraps(torch_distribute_tensor)
@@ -191,6 +202,7 @@ _STATE_DICT_HOMES = ("torch.distributed.checkpoint.state_dict",)
 STAND_INS = (
     StandIn(_torch_fully_shard, fully_shard, (*_FSDP2_HOMES, _LOADS_BEHIND)),
     StandIn(_torch_register, register_fsdp_forward_method, _FSDP2_HOMES),
+    StandIn(_torch_share, share_comm_ctx, _FSDP2_HOMES),
     StandIn(
         torch_distribute_tensor,
         distribute_tensor,

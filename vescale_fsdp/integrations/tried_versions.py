@@ -16,7 +16,10 @@ __all__ = ["TRIED", "UntriedVersionWarning", "check_version"]
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
+        "lightning": ("2.6.6",),
+        "nemo_automodel": ("0.7.0",),
         "peft": ("0.21.2",),
+        "torchtitan": ("0.3.0",),
         "transformers": ("5.23.0",),
         "trl": ("1.16.0",),
     }

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.run_lengths import RunLengths
 
 __all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot", "runs_between"]
 
@@ -338,13 +339,17 @@ class GroupLayout:
         held = [(slot, self.piece(slot, rank)) for slot in self.slots]
         yield from sorted((pair for pair in held if pair[1].numel), key=lambda pair: pair[1].local_offset)
 
-    def piece_numels(self, slot: TensorSlot) -> tuple[int, ...]:
-        """Elements of a tensor on each rank, in rank order. Sums to the tensor's numel."""
-        numels: list[int] = []
+    def piece_lengths(self, slot: TensorSlot) -> RunLengths:
+        """Elements of a tensor on each rank, in rank order, as runs. Sums to the tensor's numel."""
+        runs, next_rank = [], 0
         for run in self.runs_of(slot):
-            numels.extend([0] * (run.first_rank - len(numels)))
-            numels.extend([run.piece_numel] * run.num_ranks)
-        return (*numels, *[0] * (self.num_shards - len(numels)))
+            runs += [(run.first_rank - next_rank, 0), (run.num_ranks, run.piece_numel)]
+            next_rank = run.ranks.stop
+        return RunLengths((*runs, (self.num_shards - next_rank, 0)))
+
+    def piece_numels(self, slot: TensorSlot) -> tuple[int, ...]:
+        """Elements of a tensor on each rank, in rank order; as long as the ranks."""
+        return tuple(self.piece_lengths(slot))
 
     def holders(self, slot: TensorSlot) -> Iterator[int]:
         """Ranks that hold at least one element of a tensor, in order."""

@@ -9,7 +9,8 @@ uncut on the one rank whose unit is not zero.
         rank 0: rows [0, 2)   rank 1: rows [2, 6)   rank 2: nothing   rank 3: rows [6, 8)
 
 What a rank holds is one flat range of the tensor (`RaggedShard.piece`); its local tensor is 1-D, of that
-many elements. A placement is a value: equal by content, hashable, picklable, deep-copyable.
+many elements. A placement is a value: equal by content, hashable, picklable, deep-copyable. It keeps the units as
+runs (`RunLengths`), whose size does not grow with the ranks; ``local_units`` is written out for who asks.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.run_lengths import RunLengths
 
 __all__ = ["RaggedShard", "StridedRaggedShard"]
 
+_INSTEAD = (
+    "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"
+)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class RaggedShard(Placement):
     """Shard a tensor by whole units over one mesh axis.
 
@@ -48,19 +52,19 @@ class RaggedShard(Placement):
         # torch's Placement is a C++ class: without this call its methods crash the process.
         super().__init__()
         object.__setattr__(self, "dims", tuple(self.dims))
-        object.__setattr__(self, "local_units", tuple(self.local_units))
+        self.__dict__["units"] = RunLengths.of(self.__dict__.pop("local_units"))
         if self.dims != tuple(range(len(self.dims))):
             raise PlacementError(
                 "Only leading dims can be cut.", expected="(), (0,), (0, 1), ...", got=self.dims
             )
-        if not self.local_units or min(self.local_units) < 0 or sum(self.local_units) == 0:
+        if not self.units or min(self.units.distinct) < 0 or self.units.total == 0:
             raise PlacementError(
                 "The units cannot be shared out.",
                 expected="one unit count >= 0 per rank, at least one of them > 0",
                 got=self.local_units,
                 where="RaggedShard(local_units=...)",
             )
-        if not self.dims and sum(1 for units in self.local_units if units) != 1:
+        if not self.dims and sum(count for count, units in self.units.runs if units) != 1:
             raise PlacementError(
                 "dims=() keeps the tensor on one rank.",
                 expected="exactly one rank with units > 0",
@@ -68,14 +72,43 @@ class RaggedShard(Placement):
                 todo="name the dims to cut, or give one owner",
             )
 
+    if not TYPE_CHECKING:  # a type checker knows the field
+
+        def __getattr__(self, name: str) -> Any:
+            """``local_units``, which is a field but not kept."""
+            if name == "local_units":
+                return tuple(self.units)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def units(self) -> RunLengths:
+        """``local_units`` as runs."""
+        units: RunLengths = self.__dict__["units"]
+        return units
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return type(self), self.dims, self.units
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (self.dims, self.local_units)
+        return RaggedShard, (self.dims, self.local_units)  # as it was published: any version reads it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
         return self
 
+    def __format__(self, spec: str) -> str:
+        # So torch's distribute_tensor puts it into the error by which it refuses foreign placements: it is the one
+        # thing there that a placement is asked.
+        return format(str(self), spec) if spec else f"{self!s} of vescale_fsdp ({_INSTEAD})"
+
     def __str__(self) -> str:
-        units = self.local_units
+        units = self.units
         text = ", ".join(map(str, units)) if len(units) <= 8 else f"{units[0]}, .., {units[-1]}"
         return f"RaggedShard(dims={self.dims}, units=({text}))"
 
@@ -91,35 +124,36 @@ class RaggedShard(Placement):
         Raises:
             PlacementError: if the pieces do not add up to the tensor.
         """
-        numel = numel_of(shape)
-        if sum(piece_numels) != numel:
+        numel, numels = numel_of(shape), RunLengths.of(piece_numels)
+        if numels.total != numel:
             raise PlacementError(
                 "The pieces do not add up to the tensor.",
                 expected=f"{numel} elements for shape {tuple(shape)}",
-                got=f"{sum(piece_numels)} in {tuple(piece_numels)}",
+                got=f"{numels.total} in {tuple(piece_numels)}",
             )
         if numel == 0:
-            return cls((0,), (1,) + (0,) * (len(piece_numels) - 1))
-        unit_numel = math.gcd(*piece_numels)
+            return cls.of_runs((0,), RunLengths(((1, 1), (len(numels) - 1, 0))))
+        unit_numel = math.gcd(*numels.distinct)
         depth = next(
             d for d in range(min(1, len(shape)), len(shape) + 1) if unit_numel % numel_of(shape[d:]) == 0
         )
-        return cls(tuple(range(depth)), tuple(n // unit_numel for n in piece_numels))
+        return cls.of_runs(tuple(range(depth)), numels.map(lambda numel: numel // unit_numel))
+
+    @classmethod
+    def of_runs(cls, dims: tuple[int, ...], units: RunLengths) -> RaggedShard:
+        """The placement with these units, which are not written out."""
+        return RaggedShard(dims, units)  # type: ignore[arg-type]  # the tuple they stand for
 
     def with_split_factor(self, split_factor: int) -> RaggedShard:
         """The same cut beside ``split_factor`` ranks that share dim 0 (1: a plain RaggedShard)."""
         if split_factor == 1:
-            return RaggedShard(self.dims, self.local_units)
-        return StridedRaggedShard(self.dims, self.local_units, split_factor)
+            return RaggedShard.of_runs(self.dims, self.units)
+        return StridedRaggedShard(self.dims, self.units, split_factor)  # type: ignore[arg-type]
 
     @property
     def num_shards(self) -> int:
         """Ranks of the mesh axis this placement is for."""
-        return len(self.local_units)
-
-    @cached_property
-    def _unit_starts(self) -> tuple[int, ...]:
-        return (0, *accumulate(self.local_units))
+        return len(self.units)
 
     def unit_numel(self, shape: Sequence[int]) -> int:
         """Elements per unit of a tensor of this shape.
@@ -127,7 +161,7 @@ class RaggedShard(Placement):
         Raises:
             PlacementError: if the shape has fewer dims, or its cut dims do not divide into the units.
         """
-        numel, units = numel_of(shape), self._unit_starts[-1]
+        numel, units = numel_of(shape), self.units.total
         run_numel = numel_of(shape[len(self.dims) :])  # right of the cut dims: never cut (0 if empty)
         whole_runs = not self.dims or run_numel == 0 or (numel // units) % run_numel == 0
         if len(shape) >= len(self.dims) and numel % units == 0 and whole_runs:
@@ -143,19 +177,23 @@ class RaggedShard(Placement):
     def piece(self, shape: Sequence[int], rank: int) -> FlatRange:
         """Half-open range of the flattened tensor that ``rank`` of the mesh axis holds."""
         unit = self.unit_numel(shape)
-        return FlatRange(self._unit_starts[rank] * unit, self._unit_starts[rank + 1] * unit)
+        return FlatRange(self.units.start(rank) * unit, self.units.start(rank + 1) * unit)
+
+    def piece_lengths(self, shape: Sequence[int]) -> RunLengths:
+        """Elements on each rank, in rank order, as runs."""
+        unit = self.unit_numel(shape)
+        return self.units.map(lambda units: units * unit)
 
     def piece_numels(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Elements on each rank, in rank order."""
-        unit = self.unit_numel(shape)
-        return tuple(units * unit for units in self.local_units)
+        """Elements on each rank, in rank order; as long as the ranks."""
+        return tuple(self.piece_lengths(shape))
 
     def owners(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Ranks that hold at least one element."""
-        return tuple(r for r, numel in enumerate(self.piece_numels(shape)) if numel)
+        return tuple(self.piece_lengths(shape).holders(0, numel_of(shape)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StridedRaggedShard(RaggedShard):
     """A RaggedShard beside ``Shard(0)`` on other mesh axes, which cut the tensor first.
 
@@ -188,6 +226,10 @@ class StridedRaggedShard(RaggedShard):
                 got=self.split_factor,
                 todo="use RaggedShard",
             )
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return (*super()._key, self.split_factor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StridedRaggedShard, (self.dims, self.local_units, self.split_factor)

@@ -102,7 +102,7 @@ class AdamW8bit(StructuredOptimizer):
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
         grid, pieces = self._grid(param), contiguous_pieces_of(param, "state_bits=32 in its param group")
-        numels = [grid.scales_of(pieces.piece(rank), "parameter") for rank in range(pieces.num_shards)]
+        numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "parameter"))
         for name, signed in _MOMENTS.items():
             state[f"{name}_codes"] = torch.full_like(param, zero_code(signed), dtype=torch.uint8)
             state[f"{name}_scales"] = zeros_beside(param, pieces, grid.scales_shape, numels)

@@ -60,7 +60,7 @@ def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
     """
     pieces = contiguous_pieces_of(tensor, "another placement")
     grid = codec.grid(tuple(tensor.shape))
-    numels = [grid.scales_of(pieces.piece(rank), "tensor") for rank in range(pieces.num_shards)]
+    numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
     codes = torch.zeros_like(tensor, dtype=torch.uint8)
     scales = zeros_beside(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
     local_codes, local_scales = codec.encode(local_tensor(tensor), grid)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
-from vescale_fsdp.runtime.param_group import GroupState, ParamGroup, ReducedShard
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_private import outside_modes
 
@@ -238,12 +240,25 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class GradientReductionHandle:
-    """Waits for reductions that `FSDPModule.finalize_backward` has begun with ``async_op=True``."""
+    """Waits for the reductions in flight, and sets the gradients that hang on what other ranks have used.
 
-    def __init__(self, comm: CommContext) -> None:
+    Args:
+        comm: where reductions are in flight.
+        told: messages about what was used, each with the groups it speaks of.
+    """
+
+    def __init__(self, comm: CommContext, told: Sequence[tuple[UsedFlags, list[ParamGroup]]]) -> None:
         self._comm = comm
+        self._told = list(told)
 
     def wait(self) -> None:
         """After this the sharded gradients may be read."""
         self._comm.finish_reductions()
+        while self._told:
+            flags, groups = self._told.pop(0)
+            flags.wait()
+            if any(group.is_in_doubt for group in groups):
+                used = iter(flags.anywhere())
+                for group in groups:
+                    group.settle_doubtful(list(islice(used, len(group.params))))
         self._comm.wait_for_host_copies()

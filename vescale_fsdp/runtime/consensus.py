@@ -61,7 +61,8 @@ def reach_consensus(units: Sequence[tuple[str, Member]]) -> None:
     differing = False
     # The widest first: of ranks that disagree on further meshes at least these all meet here.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.mesh.flatten().tolist())):
-        lines = [*([] if trouble is None else [str(trouble)]), *chain(*zip(*by_mesh[mesh], strict=True))]
+        first = [f"mesh {mesh.mesh.tolist()}"] if trouble is None else [str(trouble)]
+        lines = [*first, *chain(*zip(*by_mesh[mesh], strict=True))]
         with outside_modes():
             differing = _compare(mesh, lines, differing)
     if trouble is not None:
@@ -94,7 +95,7 @@ def _lines(name: str, number: int, unit: Member, group: ParamGroup) -> tuple[str
             f"{where}: mp_policy {type(policy).__name__}{dtypes}, "
             f"offload {type(group.offload).__name__ if group.offload else None}, "
             f"reshard_after_forward {group.comm.part_size or unit.reshard_after_forward}, "
-            f"mesh {group.data.mesh.mesh.tolist()}, on meta {group.shard.is_meta}, replaced {group.taken_over}"
+            f"on meta {group.shard.is_meta}, replaced {group.taken_over}"
         ),
         f"{where}: {group.layout.shard_numel} elements per rank, {group.layout.slots}",
     )

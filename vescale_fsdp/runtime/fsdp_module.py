@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +17,10 @@ from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
-from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.torch_private import refuse_fsdp2
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_fsdp2
 
 __all__ = [
     "FSDPModule",
@@ -127,6 +126,8 @@ class FSDPModule(_Base):
             for group in state.groups:
                 group.requires_all_reduce = requires_gradient_sync
                 group.sums_grads |= not requires_gradient_sync
+                if SUMS_HALVES_AS_REDUCED:  # pipelines say it before every half of a backward
+                    group.collect_grads()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,7 +181,7 @@ class FSDPModule(_Base):
         """
         state = self._state()
         if state.schedule is None:
-            return GradientReductionHandle(state.comm) if async_op else None
+            return GradientReductionHandle(state.comm, ()) if async_op else None
         self._check_root("finalize_backward")
         if not state.schedule.finalizes_by_hand:
             raise LifecycleError(
@@ -345,19 +346,24 @@ class FSDPModule(_Base):
                 made[shared] = group.comm.reduce_group
             group.comm.reduce_group = made[shared]
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Accepted for compatibility: unused parameters are always reduced, as zeros.
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that no rank has used get gradients of zeros; they keep None without.
 
-        Raises:
-            UnsupportedOpError: if switched off, which would let ranks wait for each other for ever.
+        Either way all parameters are reduced, and those that only some ranks have used get what these have made of
+        them: nothing hangs.
         """
-        if not enable:
-            raise UnsupportedOpError(
-                "Unused parameters are always reduced.",
-                expected="enable=True",
-                got="enable=False",
-                todo="leave it on; freeze parameters that are never used",
-            )
+        for group in self._groups(recurse):
+            group.zeros_unused = reduce_scatter_unused_params
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether the memory of full parameters stays where it is between uses, at the price of its size.
+
+        For CUDA graphs, which remember addresses (torch 2.15's).
+        """
+        for group in self._groups(recurse):
+            group.keeps_full = keep
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: buffers double as parameters. `set_custom_all_gather` can bring its own memory."""
@@ -458,34 +464,6 @@ def _unsupported(method: str) -> UnsupportedOpError:
     return UnsupportedOpError(
         f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
     )
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather before and reshard after another method of a sharded module, as around ``forward``.
-
-    A no-op for modules that are not sharded.
-
-    Raises:
-        ValueError: if the module has no such method.
-    """
-    state = state_of(module)
-    if state is None:
-        return
-    method = getattr(module, method_name, None)
-    if method is None:
-        raise ValueError(
-            explain(
-                "The module has no such method.",
-                expected=f"a method of {type(module).__name__}",
-                got=repr(method_name),
-            )
-        )
-
-    @functools.wraps(method)
-    def around(*args: Any, **kwargs: Any) -> Any:
-        return state.run_method(module, method, args, kwargs)
-
-    setattr(module, method_name, around)
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

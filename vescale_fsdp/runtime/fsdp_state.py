@@ -17,6 +17,7 @@ loss, called once per chunk) stays gathered until the backward, and each backwar
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,19 +26,25 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
 from vescale_fsdp.runtime.fsdp2_state import Fsdp2State
-from vescale_fsdp.runtime.nested_tensors import map_tensors, tensors_of
+from vescale_fsdp.runtime.nested_tensors import (
+    PostBackward,
+    PostBackwardInTransform,
+    PreBackward,
+    map_tensors,
+    tensors_of,
+)
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
 from vescale_fsdp.runtime.sharding_log import log_sharding
 from vescale_fsdp.runtime.takeover import rebind, refuse_full_tensors
 from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
 
-__all__ = ["FSDPState", "attach_state", "state_of"]
+__all__ = ["FSDPState", "attach_state", "register_fsdp_forward_method", "state_of"]
 
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -238,8 +245,8 @@ class FSDPState:
         if not watched:
             return args, kwargs
         self._outstanding += 1
-        node = _PostBackwardInTransform if in_functorch() else _PostBackward
-        passed = iter(node.apply(self, *watched))
+        node = PostBackwardInTransform if in_functorch() else PostBackward
+        passed = iter(node.apply(self.post_backward, *watched))
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
     @_eager
@@ -309,7 +316,7 @@ class FSDPState:
         """Inside ``torch.func`` an output may not say that it needs a gradient outside."""
         if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
-        return _PreBackward.apply(self, tensor)  # type: ignore[no-any-return]
+        return PreBackward.apply(self._pre_backward, tensor)  # type: ignore[no-any-return]
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -403,60 +410,6 @@ def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-class _PostBackward(torch.autograd.Function):
-    """Identity on the inputs whose backward runs after everything inside the module."""
-
-    @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.state.post_backward()
-        return None, *grads
-
-    @staticmethod
-    def jvp(ctx: Any, state: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return tangents
-
-
-class _PostBackwardInTransform(_PostBackward):
-    """The same in the form that ``torch.func`` can transform: calling it takes five times as long."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(state: FSDPState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.state = inputs[0]
-
-
-class _PreBackward(torch.autograd.Function):
-    """Identity on an output whose backward runs before everything inside the module."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(state: FSDPState, output: torch.Tensor) -> torch.Tensor:
-        return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.state = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
-        return None, ctx.state._pre_backward(grad)
-
-    @staticmethod
-    def jvp(ctx: Any, state: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]
-        return None if tangent is None else _PreBackward.apply(ctx.state, tangent)
-
-
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state of a module that `fully_shard` was called on, or None."""
     return module.__dict__.get(_STATE)
@@ -467,3 +420,31 @@ def attach_state(state: FSDPState) -> None:
     for module in state.modules:
         module.__dict__[_STATE] = state
         note_sharded(module, state.fsdp2)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather before and reshard after another method of a sharded module, as around ``forward``.
+
+    A no-op for modules that are not sharded.
+
+    Raises:
+        ValueError: if the module has no such method.
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if method is None:
+        raise ValueError(
+            explain(
+                "The module has no such method.",
+                expected=f"a method of {type(module).__name__}",
+                got=repr(method_name),
+            )
+        )
+
+    @functools.wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return state.run_method(module, method, args, kwargs)
+
+    setattr(module, method_name, around)

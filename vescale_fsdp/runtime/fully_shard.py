@@ -28,6 +28,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.setup.group_plan import PlanRules, mark_taken, plan_groups
+from vescale_fsdp.runtime.setup.policies import check_policies
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 
 __all__ = ["fully_shard"]
@@ -115,6 +116,7 @@ def fully_shard(
     """
     modules = _root_modules(module)
     _check_kinds(mp_policy, offload_policy, padding_policy)
+    check_policies(mp_policy, offload_policy)
     ignored = _ignored(ignored_params)
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
@@ -122,7 +124,9 @@ def fully_shard(
     check_patterns(granularity, _names(modules))
     _check_unmixed(modules)
     managed = _managed_modules(modules)
-    rules = PlanRules(ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy)
+    rules = PlanRules(
+        ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy, mp_policy
+    )
     plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
     groups = [

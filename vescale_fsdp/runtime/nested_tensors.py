@@ -1,4 +1,5 @@
-"""Tensors inside what a module takes and returns: containers torch knows, and dataclasses, however nested.
+"""Tensors inside what a module takes and returns: containers torch knows, and dataclasses, however nested; and the
+autograd nodes put on them, which tell when a backward comes by.
 
 torch's tree functions take a dataclass for a leaf unless somebody registered it. Models return such objects; a
 gather for their backward hangs on the tensors inside (torch 2.13's FSDP2 looks into them as well).
@@ -14,7 +15,7 @@ import torch
 
 from vescale_fsdp.torch_private import pytree
 
-__all__ = ["map_tensors", "tensors_of"]
+__all__ = ["PostBackward", "PostBackwardInTransform", "PreBackward", "map_tensors", "tensors_of"]
 
 TreeT = TypeVar("TreeT")
 _SEQUENCES = (tuple, list)
@@ -85,3 +86,57 @@ def _fields_of(value: Any) -> dict[str, Any]:
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+class PostBackward(torch.autograd.Function):
+    """Identity on the inputs of a module whose backward runs after everything inside, and calls ``callback()``."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.callback = callback
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.callback()
+        return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, callback: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return tangents
+
+
+class PostBackwardInTransform(PostBackward):
+    """The same in the form that ``torch.func`` can transform: calling it takes five times as long."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.callback = inputs[0]
+
+
+class PreBackward(torch.autograd.Function):
+    """Identity on an output whose backward runs before everything inside the module, as ``callback(grad)`` says."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(callback: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.callback = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        return None, ctx.callback(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, callback: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]
+        return None if tangent is None else PreBackward.apply(ctx.callback, tangent)

@@ -25,16 +25,14 @@ never re-created: a new unsharded Parameter between forward and backward would d
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import ClassVar, NamedTuple, NoReturn
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.collectives import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.geometry import FlatRange
@@ -42,18 +40,21 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
+from vescale_fsdp.runtime.comm.reduction import ReducedShard
 from vescale_fsdp.runtime.comm.streams import Event
-from vescale_fsdp.runtime.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
+from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, refuse_replaced
+from vescale_fsdp.runtime.setup.policies import policy_of_group
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_private import (
+    REDUCES_AS_STORED,
     foreach_zero_,
     local_of,
     post_accumulate_grad_hooks,
     profiled,
 )
 
-__all__ = ["GroupState", "ParamGroup", "ReducedShard"]
+__all__ = ["GroupState", "ParamGroup"]
 
 
 class GroupState(Enum):
@@ -69,19 +70,6 @@ class GroupState(Enum):
     def is_sharded(self) -> bool:
         """Whether a gather would have to bring parameters."""
         return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
-
-
-class ReducedShard(NamedTuple):
-    """A reduction under way: its result, what it reads from, and how to know that it is done."""
-
-    shard: torch.Tensor  # 1-D [S], reduce dtype
-    source: DBuffer  # kept until the reduction has read it
-    work: Work | None
-
-    def wait(self) -> None:
-        """Wait until ``shard`` is written and ``source`` read (on an accelerator: the current stream waits)."""
-        if self.work is not None:
-            self.work.wait()
 
 
 class ParamGroup:
@@ -109,12 +97,13 @@ class ParamGroup:
         self.layout = plan.layout
         self.data = plan.data
         self.comm = GroupComm(plan.data.mesh, plan.part_size)
-        self.mp_policy = mp_policy
+        self.mp_policy = mp_policy = policy_of_group(mp_policy, plan.param_dtype)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
         self.device = device
         self.label = ""  # for the profiler, once the root knows it
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
+        self.keeps_full = False  # the full buffer's memory, where nothing is sharded: its addresses stay
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
         self.spare_grads: dict[torch.dtype, list[DBuffer]] = {}  # such buffers that nobody uses
@@ -123,7 +112,10 @@ class ParamGroup:
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
-        self._unreplicated: torch.Tensor | None = None  # 1-D [S], reduced over shards, not over replicas
+        self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
+        self.zeros_unused = False  # whether what no rank used gets gradients of zeros
+        self._untold_used: frozenset[str] | None = None  # what was used, until the other ranks are told
+        self._doubtful: dict[str, torch.Tensor] = {}  # reduced pieces of what this rank has not used
         first = next(iter(plan.params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
         self.was_gathered = False
@@ -150,7 +142,7 @@ class ParamGroup:
         owners: list[tuple[nn.Module, str]],
         prior: PriorSharding,
     ) -> ManagedParam:
-        placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_numels(slot))
+        placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_lengths(slot))
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)
         local_slice = slice(piece.local_offset, piece.local_offset + piece.numel)
@@ -192,8 +184,8 @@ class ParamGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """dtype of the reduction."""
-        return self.mp_policy.reduce_dtype or self.compute_dtype
+        """dtype of the reduction; where the policy does not say it, what this torch's FSDP2 means by that."""
+        return self.mp_policy.reduce_dtype or (self.shard.dtype if REDUCES_AS_STORED else self.compute_dtype)
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -302,7 +294,7 @@ class ParamGroup:
             if param.unsharded.requires_grad != param.sharded.requires_grad:
                 param.unsharded.requires_grad_(param.sharded.requires_grad)
             if param.sharded.requires_grad and not param.watched:
-                param.unsharded.register_post_accumulate_grad_hook(_GradHook(self, param))
+                param.unsharded.register_post_accumulate_grad_hook(GradHook(self.take_grad, param))
                 param.watched = True
             param.set_on_modules(param.unsharded)
         self.state = GroupState.UNSHARDED
@@ -321,10 +313,11 @@ class ParamGroup:
             if keep_part and self.comm.part_size is not None and self.full is not None:
                 start, stop = self._part_range()
                 self._part = self.full.flat[start:stop].clone()
-            self._free_full()
+            if not self.keeps_full:
+                self._free_full()
             self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
             if replaced:
-                _refuse_replaced(replaced)
+                refuse_replaced(replaced)
         elif not keep_part:  # the part is out of date once the optimizer has run
             self._part, self.state = None, GroupState.SHARDED
 
@@ -347,6 +340,11 @@ class ParamGroup:
         self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
+
+    def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
+        """Called when autograd has made an unsharded gradient."""
+        with torch.no_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
+            self.write_grad(param, grad)
 
     def write_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Put an unsharded gradient where the reduction reads it: the one pass over it."""
@@ -386,32 +384,75 @@ class ParamGroup:
         ]
         if missing:
             foreach_zero_(missing)
+        used = frozenset(param.slot.fqn for param in self.params if param.has_grad)
+        self._untold_used = used | (self._untold_used or frozenset())
         for param in self.params:
             param.has_grad = False
         self.grads = None  # a gradient that comes late must not disturb what is being reduced
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
-        return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat))
+        return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
     def finish_reduce(self, reduced: ReducedShard) -> None:
         """Add what a reduction left, which the caller has waited for, to the sharded gradients."""
-        shard = reduced.shard
+        shard, used = reduced.shard, reduced.used
         if self._unreplicated is not None:
-            shard.add_(self._unreplicated)
+            shard.add_(self._unreplicated.shard)
+            used |= self._unreplicated.used
             self._unreplicated = None
-        if not self.requires_all_reduce and self.comm.replicate_group is not None:
-            self._unreplicated = shard
+        if not self._delivers:
+            self._unreplicated = reduced._replace(used=used)
             return
         self.comm.all_reduce(shard)
         if self.all_reduce_hook is not None:
             self.all_reduce_hook(shard)
         self.comm.finish_division(shard)
         shard = self._to_shard_home(shard.to(self.shard.dtype))
-        for param in self.params:
-            if param.sharded.requires_grad:
-                self._accumulate(param, shard[param.local])
-        for param in self.params:
+        wanted = [param for param in self.params if param.sharded.requires_grad]
+        delivered = {
+            param.slot.fqn: shard[param.local]
+            for param in wanted
+            if self.zeros_unused or param.slot.fqn in used or param.sharded.grad is not None
+        }
+        self._deliver(delivered)
+        for param in wanted:
+            if (
+                param.slot.fqn not in delivered
+            ):  # of an earlier reduction of the same backward there may be one already
+                known = self._doubtful.get(param.slot.fqn)
+                piece = shard[param.local]
+                self._doubtful[param.slot.fqn] = piece if known is None else known.add_(piece)
+
+    @property
+    def _delivers(self) -> bool:
+        """Whether a reduction ends in the sharded gradients; else in sums that are not yet reduced over replicas."""
+        return self.requires_all_reduce or self.comm.replicate_group is None
+
+    def _deliver(self, pieces: dict[str, torch.Tensor]) -> None:
+        """Add to the sharded gradients of these parameters, and call the hooks that users have set on them."""
+        given = [param for param in self.params if param.slot.fqn in pieces]
+        for param in given:
+            self._accumulate(param, pieces[param.slot.fqn])
+        for param in given:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
+
+    def take_used(self) -> list[bool] | None:
+        """Which parameters this rank has used since it was asked last; None if gradients are not delivered yet."""
+        if self._untold_used is None or not self._delivers:
+            return None
+        used, self._untold_used = self._untold_used, None
+        return [param.slot.fqn in used for param in self.params]
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether a gradient waits for the word that some rank has used its parameter."""
+        return bool(self._doubtful)
+
+    def settle_doubtful(self, used: Sequence[bool]) -> None:
+        """Deliver what some rank has used, in the order of `take_used`; the rest keeps the gradient it has, or none."""
+        doubtful, self._doubtful = self._doubtful, {}
+        found = {param.slot.fqn for param, flag in zip(self.params, used, strict=True) if flag}
+        self._deliver({fqn: piece for fqn, piece in doubtful.items() if fqn in found})
 
     def _to_shard_home(self, shard: torch.Tensor) -> torch.Tensor:
         """A reduced shard where the parameters are: the host, under CPU offload."""
@@ -439,38 +480,14 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """Forget unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
-        self.grads = self._unreplicated = None
+        self.grads = self._unreplicated = self._untold_used = None
+        self._doubtful = {}
         for param in self.params:
             param.has_grad = False
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
 
-def _refuse_replaced(fqns: list[str]) -> NoReturn:
-    raise LifecycleError(
-        "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
-        expected="the unsharded parameters that the gather handed out",
-        got=", ".join(fqns[:4]),
-        todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
-        "vescale_fsdp.distribute_tensor made",
-    )
-
-
 def _last_of(spares: list[DBuffer]) -> DBuffer | None:
     """The default of `ParamGroup.take_spare`."""
     return spares.pop() if spares else None
-
-
-class _GradHook:
-    """Called by autograd when an unsharded parameter has its gradient. Holds no cycle alive."""
-
-    def __init__(self, group: ParamGroup, param: ManagedParam) -> None:
-        self.group = weakref.ref(group)
-        self.param = weakref.ref(param)
-
-    def __call__(self, unsharded: torch.Tensor) -> None:
-        grad, unsharded.grad = unsharded.grad, None
-        group, param = self.group(), self.param()
-        if grad is not None and group is not None and param is not None:
-            with torch.no_grad(), profiled("FSDP::post_backward_accumulate ", group.label):
-                group.write_grad(param, grad)

@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.runtime.comm.reduction import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.torch_private import autograd_engine_callback, profiled
@@ -194,7 +196,21 @@ class Schedule:
         if is_last and self._order:
             self._previous_order, self._order = self._order, []
         self._unfinalized = False
-        return GradientReductionHandle(self.comm)
+        return GradientReductionHandle(self.comm, self._tell_used())
+
+    def _tell_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
+        """Send the other ranks which parameters of what was reduced this one has used."""
+        by_mesh: dict[DeviceMesh, tuple[list[ParamGroup], list[bool]]] = {}
+        for unit in self.units:
+            for group in unit.groups:
+                used = group.take_used()
+                if used is not None:
+                    groups, flags = by_mesh.setdefault(group.data.mesh, ([], []))
+                    groups.append(group)
+                    flags.extend(used)
+        return [
+            (UsedFlags(mesh, flags, groups[0].device), groups) for mesh, (groups, flags) in by_mesh.items()
+        ]
 
     def reset(self) -> None:
         """Forget everything in flight after an exception; gradients not yet reduced are dropped."""

@@ -4,7 +4,8 @@
     load_state_dict(assign=True)                     taken over                          taken over
     .to(), to_empty(), swap_tensors                  taken over                          taken over
     module.weight = nn.Parameter(ragged, placed      taken over                          refused
-        as the sharded parameter is)
+        as the sharded parameter is; torch's
+        DTensor.from_local of the piece too)
     module.weight = nn.Parameter(full plain tensor)  cut, this rank keeps its piece      refused
     del module.weight, parametrizations              refused                             refused
 
@@ -22,9 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.managed_param import ManagedParam
 from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
 from vescale_fsdp.torch_private import (
     is_noted_sharded,
@@ -110,6 +112,7 @@ def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, 
         _refuse(param, held, "by nothing: it was deleted, or a parametrization moved it")
     if must_be_new and group.was_gathered:
         _refuse(param, held, "after the model's first use")
+    held = _as_ragged(param, held)
     if isinstance(held, RaggedDTensor):
         same = (held.device_mesh, held.placements, held.shape)
         if same != (param.spec.mesh, param.spec.placements, param.sharded.shape):
@@ -121,6 +124,22 @@ def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, 
     else:
         _take_plain(group, param, held)
     group.taken_over.append(param.slot.fqn)
+
+
+def _as_ragged(param: ManagedParam, held: nn.Parameter) -> nn.Parameter:
+    """What torch's ``DTensor.from_local`` makes of a piece and our placements, as loaders call it: the same, ragged."""
+    if (
+        not isinstance(held, DTensor)
+        or isinstance(held, RaggedDTensor)
+        or not is_ragged_spec(held.placements)
+    ):
+        return held
+    ours, local = param.sharded, local_of(held)
+    if local.numel() != local_of(ours).numel() or held.placements != param.spec.placements:
+        _refuse(param, held, f"by one whose local tensor has shape {tuple(local.shape)}")
+    spec = spec_with(param.spec, dtype=local.dtype)
+    ragged = RaggedDTensor.wrap(local.reshape(-1), spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
+    return nn.Parameter(ragged, requires_grad=held.requires_grad)
 
 
 @torch.no_grad()

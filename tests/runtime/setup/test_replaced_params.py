@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -104,7 +105,11 @@ def assigned_on_meta() -> float:
         module, _, attribute = name.rpartition(".")
         old: Any = model.get_parameter(name)
         full = param.detach().clone()
-        new = full if number % 2 else distribute_tensor(full, old.device_mesh, old.placements)
+        ragged = distribute_tensor(full, old.device_mesh, old.placements)
+        stock = DTensor.from_local(
+            ragged.to_local(), old.device_mesh, old.placements, shape=full.shape, stride=full.stride()
+        )
+        new = (full, ragged, stock)[number % 3]
         setattr(model.get_submodule(module), attribute, nn.Parameter(new))
     difference = float((model(value((4, 5))) - reference(value((4, 5)))).abs().max())
     with pytest.raises(LifecycleError, match="no longer has"):
@@ -113,7 +118,7 @@ def assigned_on_meta() -> float:
 
 
 def test_a_meta_model_loads_by_assignment() -> None:
-    """Plain and ragged values alike, without `to_empty`; an optimizer of the meta parameters is told."""
+    """Plain, ragged and `DTensor.from_local` values, without `to_empty`; an optimizer of meta parameters is told."""
     assert all(difference < 1e-6 for difference in run_ranks(2, assigned_on_meta))
 
 

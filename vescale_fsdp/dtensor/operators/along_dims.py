@@ -15,6 +15,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.layout.run_lengths import RunLengths
 
 __all__ = ["WHOLE_ROWS", "CallAlongDims", "along_dims", "call_of", "holds_whole", "run_along"]
 
@@ -48,11 +49,11 @@ def call_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     return CallAlongDims(func, tensor, positive or tuple(range(tensor.ndim)), keepdim, named)
 
 
-def _cut_numels(tensor: RaggedDTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _cut_numels(tensor: RaggedDTensor) -> tuple[tuple[int, ...], RunLengths]:
     """The shape that the ragged placement cuts, and the elements it gives to each rank."""
     _, placement = ragged_axis(tensor.placements)
     inner = inner_box(tensor._spec).sizes
-    return inner, placement.piece_numels(inner)
+    return inner, placement.piece_lengths(inner)
 
 
 def holds_whole(tensor: RaggedDTensor, dim: int) -> bool:
@@ -61,7 +62,7 @@ def holds_whole(tensor: RaggedDTensor, dim: int) -> bool:
     if inner[dim:] != tuple(tensor.shape[dim:]):
         return False
     run = numel_of(inner[dim:])
-    return run > 0 and all(numel % run == 0 for numel in numels)
+    return run > 0 and all(numel % run == 0 for numel in numels.distinct)
 
 
 def run_along(
@@ -96,7 +97,7 @@ def _of_rows(
     axis, _ = ragged_axis(tensor.placements)
     inner, numels = _cut_numels(tensor)
     per_row, run = numel_of(rows.shape[1:]), numel_of(inner[first:])
-    cut = [numel // run * per_row for numel in numels]
+    cut = numels.map(lambda numel: numel // run * per_row)
     ragged = RaggedShard.from_piece_numels((*inner[:first], *rows.shape[1:]), cut)
     placements = [ragged if other == axis else p for other, p in enumerate(tensor.placements)]
     spec = make_spec(tensor.device_mesh, placements, shape, rows.dtype)

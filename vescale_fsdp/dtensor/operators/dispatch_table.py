@@ -56,7 +56,7 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
     elementwise.non_finite_check: ("gradient scaler", "The verdict is agreed over the mesh."),
     reductions.reduction: (
         "reductions",
-        "Over all dims, over dims that every piece holds whole, or (sum, mean, norm) over its whole rows.",
+        "Over all dims, over dims that every piece holds whole, or (sum, mean, norm) over any, replicated then.",
     ),
     reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
     along_dims.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),

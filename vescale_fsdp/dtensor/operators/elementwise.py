@@ -90,7 +90,7 @@ def reshape_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     if not shape or inner_box(tensor._spec).sizes != tuple(tensor.shape):
         why = "0-d tensors are not ragged" if not shape else "another mesh axis cuts its dims"
         raise refuse(func, tensor._spec, f"a view of shape {tuple(shape)}: {why}")
-    cut = RaggedShard.from_piece_numels(shape, placement.piece_numels(tensor.shape))
+    cut = RaggedShard.from_piece_numels(shape, placement.piece_lengths(tensor.shape))
     placements = [cut if other == axis else p for other, p in enumerate(tensor.placements)]
     spec = make_spec(tensor.device_mesh, placements, shape, tensor.dtype)
     return RaggedDTensor.wrap(tensor._local_tensor.view(-1), spec)

@@ -3,13 +3,13 @@
     over all dims     each rank's answer for its piece, gathered and combined: a replicated DTensor. A nan on
                       one rank is a nan for all (an all-reduce with MAX may lose it)
     over some dims    every piece holds these dims whole (its cuts lie between them): see `along_dims`
-    over leading dims sums, means and norms of pieces that hold whole rows: an all-reduce of the rows' part
+    over cut dims     sums, means and norms: an all-reduce of what each rank's boxes add to the result
 
 No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
 out wrong in the next operator (seen in cosine_embedding_loss). Norms of a finite order may: torch gets those
 right, and so clipping costs one collective for all gradients.
 
-Everything else is refused: a sum along rows that are cut in the middle would need its neighbours.
+Everything else is refused: a sorted row that is cut in the middle would need its neighbours.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return type(result)(r.view(keep) for r in result) if isinstance(result, tuple) else result.view(keep)
     if holds_whole(call.tensor, call.dims[0]):
         return run_along(call.func, call.tensor, call.dims, call.keepdim, call.options)
-    if name in _LEADING and call.dims == tuple(range(len(call.dims))) and len(call.dims) < call.tensor.ndim:
-        return _over_leading_dims(call)
+    if name in _SUMMABLE and len(call.dims) < call.tensor.ndim:
+        return _over_cut_dims(call)
     raise refuse(
         func,
         call.tensor._spec,
@@ -290,35 +290,33 @@ TOTALS: dict[str, _Total] = {
 
 
 _NEED_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "max", "min")
-_LEADING = ("sum", "mean", "linalg_vector_norm", "norm")
+_SUMMABLE = ("sum", "mean", "linalg_vector_norm", "norm")
 
 
-def _over_leading_dims(call: CallAlongDims) -> DTensor:
-    """Sums, means and norms over dims 0..k-1 of pieces that hold rows of the other dims whole."""
-    tensor, depth = call.tensor, len(call.dims)
-    if not holds_whole(tensor, depth):
-        raise refuse(
-            call.func,
-            tensor._spec,
-            f"the pieces cut rows of shape {tuple(tensor.shape[depth:])}",
-            todo=WHOLE_ROWS,
-        )
-    rows = tensor._local_tensor.reshape(-1, *tensor.shape[depth:])
+def _over_cut_dims(call: CallAlongDims) -> DTensor:
+    """Sums, means and norms over any dims, however the pieces cut them: the parts of every box, summed over ranks."""
+    tensor, dims, dtype = call.tensor, call.dims, call.options.get("dtype")
     name = call.func._schema.name.removeprefix("aten::")
-    dtype = call.options.get("dtype")
-    if name in ("sum", "mean"):
-        local = _summed_over_ranks(rows.sum(0, dtype=dtype), tensor)
-        if name == "mean":
-            local = local / numel_of(tensor.shape[:depth])
-    else:
-        order = _order(call.options)
-        if order <= 0 or math.isinf(order):
-            raise refuse(call.func, tensor._spec, f"a norm of order {order} over leading dims")
-        norms = torch.linalg.vector_norm(rows, order, dim=0, dtype=dtype)
-        local = _summed_over_ranks(norms**order, tensor) ** (1 / order)
-    if call.keepdim:
-        local = local.view(*(1,) * depth, *tensor.shape[depth:])
-    return _replicated(local, tensor)
+    order = None if name in ("sum", "mean") else _order(call.options)
+    if order is not None and (order <= 0 or math.isinf(order)):
+        raise refuse(call.func, tensor._spec, f"a norm of order {order} over cut dims", todo=WHOLE_ROWS)
+    local, start = tensor._local_tensor.reshape(-1), 0
+    kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
+    total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)
+    for box in tensor.boxes:
+        values = local[start : start + box.numel].view(box.sizes)
+        start += box.numel
+        if order is None:
+            part = values.sum(dims, keepdim=True, dtype=dtype)
+        else:
+            part = torch.linalg.vector_norm(values, order, dim=dims, keepdim=True, dtype=dtype) ** order
+        total[tuple(slice(None) if d in dims else at for d, at in enumerate(box.slices()))] += part
+    total = _summed_over_ranks(total, tensor)
+    if name == "mean":
+        total = total / numel_of([tensor.shape[dim] for dim in dims])
+    elif order is not None:
+        total = total ** (1 / order)
+    return _replicated(total if call.keepdim else total.squeeze(dims), tensor)
 
 
 def _summed_over_ranks(local: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ saved: after a load, on another number of ranks perhaps, it is computed anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -104,10 +105,14 @@ def _buckets(
     flops = [newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
     parts = [
-        [matrix.range.intersect(pieces.piece(s)).numel for s in range(num_shards)]
+        {
+            replica * num_shards + shard: matrix.range.intersect(pieces.piece(shard)).numel
+            for shard in pieces.holders_of(matrix.range)
+            for replica in range(replicas)
+        }
         for _, matrix, pieces in cut
     ]
-    owners = assign_owners(flops, [numels * replicas for numels in parts], loads * replicas)
+    owners = assign_owners(flops, parts, loads * replicas)
     travels = [Travel(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
     limit_numel = max(1, bucket_bytes * ranks.num_ranks // WIRE_DTYPE.itemsize)
     buckets: list[list[Travel]] = []
@@ -150,24 +155,32 @@ def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
 
 
 def assign_owners(
-    flops: Sequence[int], held_numels: Sequence[Sequence[int]], fixed_loads: Sequence[int]
+    flops: Sequence[int], held_numels: Sequence[Mapping[int, int]], fixed_loads: Sequence[int]
 ) -> list[int]:
     """The owner of each matrix: the heaviest first, each to the rank with the least work so far.
 
     Args:
         flops: work of each matrix.
-        held_numels: elements of each matrix that each rank holds already; among ranks with equally little
-            work the one that holds most of the matrix takes it, because what it holds need not travel.
+        held_numels: for each matrix the elements that its holders have already, by rank; among ranks with equally
+            little work the one that holds most of the matrix takes it, because what it holds need not travel.
         fixed_loads: work that each rank has anyway (matrices it holds whole).
 
     Returns:
         One rank per matrix.
     """
     loads = list(fixed_loads)
+    idlest = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(idlest)
     owners = [0] * len(flops)
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
+        while idlest[0][0] != loads[idlest[0][1]]:  # out of date: it has taken a matrix since
+            heapq.heappop(idlest)
+        least, owner = idlest[0]
         held = held_numels[index]
-        owner = min(range(len(loads)), key=lambda rank: (loads[rank], -held[rank], rank))
+        idle_holders = [rank for rank in held if loads[rank] == least]
+        if idle_holders:
+            owner = min(idle_holders, key=lambda rank: (-held[rank], rank))
         owners[index] = owner
         loads[owner] += flops[index]
+        heapq.heappush(idlest, (loads[owner], owner))
     return owners

@@ -55,6 +55,12 @@ class FactorGrid:
         return -(-self.rows // self.block)
 
     @property
+    def period(self) -> int:
+        """Elements after which the ends of bands repeat: a band, or a matrix if its last band is short."""
+        even = self.stack == 1 or self.rows % self.block == 0
+        return (self.block if even else self.rows) * self.cols
+
+    @property
     def num_columns(self) -> int:
         """Blocks side by side."""
         return -(-self.cols // self.block)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import mul
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -110,13 +112,13 @@ class Shampoo(StructuredOptimizer):
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
         pieces = contiguous_pieces_of(param, "adamw_params=[...]")
-        bands = [len(grid.bands_in(pieces.piece(rank))) for rank in range(pieces.num_shards)]
+        bands = pieces.count_in_blocks(grid.period, lambda piece: len(grid.bands_in(piece)))
         state = {"step": torch.zeros((), dtype=torch.float32)}
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if group["grafting"] == "adam":
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
         for side, shape in grid.factor_shapes.items():
-            numels = [count * numel_of(shape[1:]) for count in bands]
+            numels = bands.map(partial(mul, numel_of(shape[1:])))
             state[f"{side}_factor"] = zeros_beside(param, pieces, shape, numels)
             state[f"{side}_root"] = zeros_beside(param, pieces, shape, numels)
         return state

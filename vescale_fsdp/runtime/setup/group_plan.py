@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
@@ -22,6 +23,7 @@ from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows, plan_group
 from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
+from vescale_fsdp.runtime.setup.policies import check_grad_dtype, param_dtype_of
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced, replaced_as
 from vescale_fsdp.runtime.setup.shard_placement_fn import PlacementWishes, Wish
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
@@ -38,6 +40,7 @@ class PlanRules:
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     granularity: GranularityRule
     padding_policy: PaddingPolicy
+    mp_policy: MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class GroupPlan:
         data: the ranks that share them.
         part_size: ranks of the smaller groups that hold full parameters between forward and backward, or None.
         is_hooked: whether the parameters are of tensor subclasses that gather themselves.
+        param_dtype: what the parameters compute in; None: their own dtype.
     """
 
     params: dict[str, nn.Parameter]
@@ -61,6 +65,7 @@ class GroupPlan:
     data: DataMesh
     part_size: int | None
     is_hooked: bool
+    param_dtype: torch.dtype | None
 
 
 @dataclass
@@ -69,6 +74,7 @@ class _GroupParams:
 
     data: DataMesh
     is_hooked: bool
+    param_dtype: torch.dtype | None
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     priors: dict[str, PriorSharding] = field(default_factory=dict)
@@ -78,7 +84,7 @@ class _GroupParams:
 def plan_groups(
     managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[GroupPlan]:
-    """Plan the groups of one unit: one per dtype, trainability and mesh.
+    """Plan the groups of one unit: one per dtype (stored and computed in), trainability and mesh.
 
     Args:
         managed: the modules whose own parameters the unit takes, with the prefix of their names.
@@ -101,7 +107,7 @@ def _params_by_group(
     managed: Iterable[tuple[str, nn.Module]], data: DataMesh, rules: PlanRules
 ) -> list[_GroupParams]:
     """Parameters by what a group shares, each once, with every attribute that holds it."""
-    groups: dict[tuple[torch.dtype, bool, DataMesh, bool], _GroupParams] = {}
+    groups: dict[tuple[Any, ...], _GroupParams] = {}
     placed: dict[nn.Parameter, tuple[_GroupParams, str]] = {}
     wishes = PlacementWishes(rules.shard_placement_fn, data)
     for prefix, module in managed:
@@ -117,8 +123,9 @@ def _params_by_group(
             wish = wishes.of(fqn, param)
             prior = PriorSharding.of(fqn, param, wish.data)
             is_hooked = has_hooks(local_part(param))
-            key = (param.dtype, param.requires_grad, wish.data, is_hooked)
-            group = groups.setdefault(key, _GroupParams(wish.data, is_hooked))
+            param_dtype = param_dtype_of(rules.mp_policy, fqn, param)
+            key = (param.dtype, param.requires_grad, wish.data, is_hooked, param_dtype)
+            group = groups.setdefault(key, _GroupParams(wish.data, is_hooked, param_dtype))
             group.params[fqn] = param
             group.owners[fqn] = [(module, name)]
             group.priors[fqn] = prior
@@ -162,7 +169,16 @@ def _plan(group: _GroupParams, rules: PlanRules) -> GroupPlan:
     else:
         layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
         check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
-    return GroupPlan(group.params, group.owners, group.priors, layout, group.data, part_size, group.is_hooked)
+    return GroupPlan(
+        group.params,
+        group.owners,
+        group.priors,
+        layout,
+        group.data,
+        part_size,
+        group.is_hooked,
+        group.param_dtype,
+    )
 
 
 def _check_hooked(group: _GroupParams, part_size: int | None) -> None:
@@ -218,6 +234,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             where=fqn,
             todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
         )
+    check_grad_dtype(fqn, param)
     if param.ndim == 0:
         raise LayoutError(
             "A parameter without dims cannot be sharded.",

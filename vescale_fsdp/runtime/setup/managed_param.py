@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
 
+from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
 from vescale_fsdp.torch_private import DTensorSpec
 
-__all__ = ["ManagedParam"]
+__all__ = ["GradHook", "ManagedParam", "refuse_replaced"]
 
 
 @dataclass
@@ -41,3 +45,32 @@ class ManagedParam:
         for module, name in self.owners:
             # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
             module._parameters[name] = parameter
+
+
+class GradHook:
+    """Called by autograd when an unsharded parameter has its gradient. Holds no cycle alive.
+
+    Args:
+        take: a bound method that is given the parameter and its gradient.
+    """
+
+    def __init__(self, take: Callable[[ManagedParam, torch.Tensor], None], param: ManagedParam) -> None:
+        self._take = weakref.WeakMethod(take)
+        self._param = weakref.ref(param)
+
+    def __call__(self, unsharded: torch.Tensor) -> None:
+        grad, unsharded.grad = unsharded.grad, None
+        take, param = self._take(), self._param()
+        if grad is not None and take is not None and param is not None:
+            take(param, grad)
+
+
+def refuse_replaced(fqns: list[str]) -> NoReturn:
+    """Of parameters that modules no longer held when their unit was resharded."""
+    raise LifecycleError(
+        "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
+        expected="the unsharded parameters that the gather handed out",
+        got=", ".join(fqns[:4]),
+        todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
+        "vescale_fsdp.distribute_tensor made",
+    )

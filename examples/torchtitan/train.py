@@ -1,0 +1,25 @@
+"""torchtitan's own command line, on CPU ranks.
+
+    torchrun --nproc-per-node 2 -m examples.torchtitan.train --module examples.torchtitan.configs --config vescale \
+        --dump_folder demo_output/torchtitan
+
+``--config stock`` is the same job without a line of ours. With accelerators: ``-m torchtitan.train`` and the same rest.
+"""
+
+from __future__ import annotations
+
+from examples.torchtitan.cpu_device import use_cpu
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """One rank of the job."""
+    use_cpu()
+    from torchtitan.train import main as train  # after the device is chosen
+
+    train()
+
+
+if __name__ == "__main__":
+    main()

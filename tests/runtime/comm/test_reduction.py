@@ -1,0 +1,140 @@
+"""Parameters that were not used: None where no rank used them, as under FSDP2; nothing hangs where some did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import RaggedDTensor, fully_shard
+from vescale_fsdp.runtime.comm.reduction import UsedFlags
+
+
+class Experts(nn.Module):
+    """A root with a part of its own, and a unit with three, of which a call uses those it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(5, 6)
+        self.extra = nn.Linear(6, 6)
+        self.experts = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        x = self.embed(x)
+        for name in names.removesuffix("e"):
+            x = torch.tanh(self.experts[name](x)) + x
+        return self.extra(x) if "e" in names else x
+
+
+class Unit(nn.Module):
+    """`Experts` with the experts in a unit of their own, which always runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.outer = nn.Linear(5, 5)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        return self.experts(self.outer(x), names)
+
+
+def build(shard: Callable[..., Any], mesh: Any = None) -> Any:
+    model = Unit()
+    shard(model.experts, mesh=mesh or cpu_mesh())
+    return shard(model, mesh=mesh or cpu_mesh())
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def trained(shard: Callable[..., Any], zeros: bool) -> list[torch.Tensor]:
+    """Weights after steps that use other experts each, with an optimizer whose state goes on moving weights."""
+    model = build(shard)
+    if zeros:
+        model.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
+    fired: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    kept = []
+    for step, names in enumerate(("abce", "ab", "c", "ab")):
+        fired.clear()
+        model(rows(step), names).pow(2).sum().backward()
+        used = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert used == set(fired) and len(fired) == len(used)
+        assert zeros or any("experts.c" in name for name in used) == ("c" in names)
+        assert not zeros or len(used) == 12
+        optimizer.step()
+        optimizer.zero_grad()
+        kept += [param.full_tensor().detach() for param in model.parameters()]
+    return kept
+
+
+def same_as_stock() -> None:
+    for zeros in (False, True):
+        ours, theirs = trained(fully_shard, zeros), trained(stock_fully_shard, zeros)
+        assert len(ours) == 4 * 12
+        for left, right in zip(ours, theirs, strict=True):
+            assert torch.equal(left, right)
+
+
+def test_unused_parameters_as_under_fsdp2() -> None:
+    """The same bits under AdamW where all ranks leave a parameter unused, and where zeros were asked for."""
+    run_ranks(2, same_as_stock)
+
+
+def used_by_some(mesh_shape: tuple[int, ...]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", mesh_shape)
+    model, plain = build(fully_shard, mesh), Unit()
+    names = "ab" if rank == 0 else "a"  # b on one rank, c and extra nowhere
+    sent = mock.patch.object(UsedFlags, "__init__", autospec=True, side_effect=UsedFlags.__init__)
+    read = mock.patch.object(UsedFlags, "anywhere", autospec=True, side_effect=UsedFlags.anywhere)
+    with sent as sending, read as reading:
+        model.set_requires_all_reduce(False)
+        model(rows(0), names).pow(2).sum().backward()
+        # Sums over shards wait for the all-reduce over replicas, and what was used with them.
+        held = len(mesh_shape) > 1
+        assert all((p.grad is None) for p in model.parameters()) == held
+        assert sending.call_count == int(not held)
+        model.set_requires_all_reduce(True)
+        model(rows(1), "a").pow(2).sum().backward()
+        assert sending.call_count == reading.call_count == 2 - int(held)
+        model(rows(2), "abce").pow(2).sum().backward()
+        assert (sending.call_count, reading.call_count) == (3 - int(held), 2 - int(held))
+    for other in range(world):
+        x = [
+            torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + other)) for step in range(3)
+        ]
+        for each, used in zip(x, ("ab" if other == 0 else "a", "a", "abce"), strict=True):
+            (plain(each, used).pow(2).sum() / world).backward()
+    for name, param in model.named_parameters():
+        assert isinstance(param.grad, RaggedDTensor)
+        expected = plain.get_parameter(name).grad
+        torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def none_of_a_rank_that_used_nothing_else() -> None:
+    """Accumulated without synchronisation: what an earlier micro-batch used counts."""
+    model = build(fully_shard)
+    with model.no_sync():
+        model(rows(0), "ab" if dist.get_rank() else "a").sum().backward()
+    model(rows(1), "a").sum().backward()
+    grads = {name: param.grad is not None for name, param in model.named_parameters()}
+    assert grads["experts.experts.b.weight"] and not grads["experts.experts.c.weight"]
+
+
+def test_parameters_that_some_ranks_use() -> None:
+    """They get what others made of them, over shards and replicas; flags are sent once and read where it matters."""
+    run_ranks(2, used_by_some, (2,))
+    run_ranks(2, none_of_a_rank_that_used_nothing_else)
+    run_ranks(4, used_by_some, (2, 2))

@@ -1,0 +1,150 @@
+"""What `test_lightning` asks of Lightning and Fabric, as one job under torchrun: results as JSON, one file per rank.
+
+torchrun --nproc-per-node 2 -m tests.stacks.lightning_job --out FOLDER            both stacks against stock FSDP2
+torchrun --nproc-per-node 3 -m tests.stacks.lightning_job --out FOLDER --resume   what 2 ranks saved, on 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from examples.lightning.train import LitLlama, fit
+from examples.lightning.train_fabric import Run, parallelize
+from vescale_fsdp import FSDPModule, Rows
+from vescale_fsdp.integrations.lightning import VescaleFabricStrategy, VescaleStrategy
+
+STEPS, HALF = 50, 25
+# A norm adds up in the order of the layout; values are clipped alike under any. (Fabric's run below clips the norm.)
+CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+
+
+def sizes() -> dict[str, int]:
+    """All ranks share the model."""
+    return {"data_parallel_size": int(os.environ["WORLD_SIZE"]), "tensor_parallel_size": 1}
+
+
+def ours() -> VescaleStrategy:
+    """The example's strategy."""
+    return VescaleStrategy(granularity=Rows(8), **sizes())
+
+
+def our_fabric() -> VescaleFabricStrategy:
+    """The example's strategy for Fabric."""
+    return VescaleFabricStrategy(parallelize, granularity=Rows(8), **sizes())
+
+
+class Opaque:
+    """What no checkpoint of ours can hold without pickling it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Remembered(Callback):
+    """A callback with a state that differs between ranks, and cannot be plain."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rank 0's counts."""
+        return {"opaque": Opaque(f"rank {dist.get_rank()}"), "best": torch.tensor(1.5)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what was saved."""
+        self.state = state_dict
+
+
+class LeftAtHalf(LitLlama):
+    """The control: gradients left divided by the number of ranks once more."""
+
+    def configure_model(self) -> None:
+        """Shard, then spoil."""
+        super().configure_model()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0 * dist.get_world_size())
+
+
+def compare(out: Path) -> dict[str, Any]:
+    """Both stacks with our runtime and with stock FSDP2."""
+    found: dict[str, Any] = {}
+    _, found["stock"] = fit(ModelParallelStrategy(**sizes()), STEPS, out, **CLIP)
+    trainer, first = fit(ours(), HALF, out, callbacks=[Remembered()], **CLIP)
+    trainer.save_checkpoint(out / "half.ckpt")
+    again = Remembered()
+    with torch.serialization.safe_globals([Opaque]):  # Lightning does not hand weights_only=False on (2.6.6)
+        _, rest = fit(ours(), STEPS, out, resume=out / "half.ckpt", callbacks=[again], **CLIP)
+    found["ours"] = [*first, *rest]
+    found["remembered"] = [again.state["opaque"].name, again.state["best"].item()]
+    _, found["control"] = fit(ours(), HALF, out, model=LeftAtHalf(), **CLIP)
+    found["single_file"] = single_file(out)
+    found["stock_fabric"] = Run(FabricModelParallelStrategy(parallelize, **sizes())).train(STEPS)
+    run = CountingRun(our_fabric())
+    found["reduced"] = run.reduced_by_micro_batch()
+    first = run.train(HALF)
+    run.save(out / "fabric")
+    again_run = Run(our_fabric())
+    again_run.load(out / "fabric")
+    found["our_fabric"] = [*first, *again_run.train(STEPS)]
+    return found
+
+
+class CountingRun(Run):
+    """A run that can say when its gradients are reduced."""
+
+    def reduced_by_micro_batch(self) -> list[bool]:
+        """Whether parameters have gradients after the backward without, and after the one with synchronisation."""
+        found = []
+        for enabled in (True, False):
+            with self.fabric.no_backward_sync(self.model, enabled=enabled):
+                self.fabric.backward(self.model(torch.zeros(1, 4, dtype=torch.int64)).sum())
+            found.append(any(param.grad is not None for param in self.model.parameters()))
+        self.optimizer.zero_grad()
+        return found
+
+
+def single_file(out: Path) -> list[float]:
+    """Losses after a resume from Lightning's own single file, which stock FSDP2 wrote."""
+    strategy = ModelParallelStrategy(save_distributed_checkpoint=False, **sizes())
+    trainer, _ = fit(strategy, HALF, out, **CLIP)
+    trainer.save_checkpoint(out / "single.ckpt")
+    _, losses = fit(ours(), STEPS, out, resume=out / "single.ckpt", **CLIP)
+    return losses
+
+
+def resume(out: Path) -> dict[str, Any]:
+    """What the other job saved, on this number of ranks."""
+    with torch.serialization.safe_globals([Opaque]):
+        _, losses = fit(ours(), STEPS, out, resume=out / "half.ckpt", **CLIP)
+    run = Run(our_fabric())
+    run.load(out / "fabric")
+    return {"ours": losses, "our_fabric": run.train(STEPS)}
+
+
+def main() -> None:
+    """One rank of the job."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = (resume if options.resume else compare)(options.out)
+    name = f"{'resumed' if options.resume else 'compared'}-{dist.get_rank()}.json"
+    (options.out / name).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

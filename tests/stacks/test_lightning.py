@@ -1,0 +1,98 @@
+"""Lightning and Fabric under their strategies of ours: losses, resumes, and what beside the shards is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tools.torchrun_job import Job
+from vescale_fsdp.checkpoint import read_state
+from vescale_fsdp.conversion.cli.main import cli
+
+
+def run(out: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
+    """What each rank of `lightning_job` found."""
+    Job("tests.stacks.lightning_job", ranks, ["--out", str(out), *options], out / "log", timeout_s=600).wait()
+    name = "resumed" if options else "compared"
+    return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs of this file."""
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def compared(out: Path) -> list[dict[str, Any]]:
+    """Both stacks on two ranks."""
+    return run(out, 2)
+
+
+def test_losses_are_stock_fsdp2s(compared: list[dict[str, Any]]) -> None:
+    """Fifty steps of two micro-batches, values clipped, a resume in the middle: the same bits on both ranks."""
+    for found in compared:
+        assert len(found["stock"]) == 100 and found["stock"][-1] < 4 < found["stock"][0]
+        assert found["ours"] == found["stock"]
+
+
+def test_wrongly_divided_gradients_would_be_seen(compared: list[dict[str, Any]]) -> None:
+    """The control: gradients left divided by the number of ranks give other losses within a few steps."""
+    for found in compared:
+        assert found["control"][:2] == found["stock"][:2]
+        assert found["control"][2:50] != found["stock"][2:50]
+
+
+def test_lightnings_own_single_file_is_gone_on_from(compared: list[dict[str, Any]]) -> None:
+    """What stock FSDP2 saved in one file resumes under ours, to the last bit."""
+    for found in compared:
+        assert found["single_file"] == found["stock"][50:]
+
+
+def test_state_of_callbacks(compared: list[dict[str, Any]]) -> None:
+    """All ranks get back what rank 0 had, also where it cannot be plain JSON."""
+    assert [found["remembered"] for found in compared] == [["rank 0", 1.5]] * 2
+
+
+def test_fabric(compared: list[dict[str, Any]]) -> None:
+    """Fabric's own loop with clipped norms, which add up in the order of the layout: equal but for rounding."""
+    for found in compared:
+        assert found["our_fabric"] == pytest.approx(found["stock_fabric"], rel=1e-5)
+        assert found["reduced"] == [False, True]  # no_backward_sync does what it says
+
+
+def test_other_number_of_ranks(out: Path, compared: list[dict[str, Any]]) -> None:
+    """What two ranks saved goes on with three: the same global batches, so the same mean losses."""
+    resumed = run(out, 3, "--resume")
+    for stack in ("ours", "our_fabric"):
+        means = [sum(losses) / 3 for losses in zip(*(found[stack] for found in resumed), strict=True)]
+        wanted = [sum(losses) / 2 for losses in zip(*(found[stack][50:] for found in compared), strict=True)]
+        assert len(means) == 50
+        assert means == pytest.approx(wanted, rel=1e-4)
+
+
+def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) -> None:
+    """`vescale-convert inspect` finds the model, and the trainer's counters are plain values."""
+    for name in ("half.ckpt", "fabric"):
+        shown = CliRunner().invoke(cli, ["inspect", str(out / name)])
+        assert shown.exit_code == 0 and "lm_head.weight" in shown.output and "native" in shown.output
+    tree = read_state(out / "half.ckpt").tree()
+    assert tree["global_step"] == 25 and tree["loops"]["fit_loop"]
+    assert set(tree["pickled"]) == {"callbacks"}
+
+
+@pytest.mark.parametrize("example", ["train", "train_fabric"])
+def test_the_command_runs(example: str, tmp_path: Path) -> None:
+    """The example's docstring's command trains, saves and learns, without a warning of ours."""
+    Job(
+        f"examples.lightning.{example}", 2, ["--out", str(tmp_path), "--steps", "12"], tmp_path / "log"
+    ).wait()
+
+    log = (tmp_path / "log").read_text()
+    (result,) = [json.loads(line) for line in log.splitlines() if line.startswith('{"first_loss"')]
+    assert result["last_loss"] < result["first_loss"]
+    assert "BoundNames" not in log and "Untried" not in log

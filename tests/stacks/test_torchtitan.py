@@ -1,0 +1,153 @@
+"""torchtitan under our runtime and checkpoints: losses, resumes, experts, Hugging Face in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from tests.support.distributed import run_ranks
+from tools.torchrun_job import Job
+from vescale_fsdp.checkpoint import read_state
+from vescale_fsdp.conversion.cli.main import cli
+
+# What the debug model is to transformers, with the two layers that the example leaves.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 16,
+    "intermediate_size": 768,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False,
+}
+
+
+def run(out: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
+    """What each rank of `torchtitan_job` found."""
+    Job(
+        "tests.stacks.torchtitan_job", ranks, ["--out", str(out), *options], out / "log", timeout_s=900
+    ).wait()
+    name = "resumed" if options else "compared"
+    return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs of this file."""
+    folder = tmp_path_factory.mktemp("torchtitan")
+    (folder / "assets").mkdir()
+    (folder / "assets" / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(out: Path) -> list[dict[str, Any]]:
+    """All runs on two ranks."""
+    return run(out, 2)
+
+
+def test_llama_loses_as_under_stock_fsdp2(compared: list[dict[str, Any]]) -> None:
+    """Fifty steps of two micro-batches from weights that DCP wrote, and a resume in the middle: the same bits."""
+    for found in compared:
+        assert len(found["stock_llama"]) == 50 and found["stock_llama"][-1] < 4 < found["stock_llama"][0]
+        assert found["our_llama"] == found["stock_llama"]
+        assert found["resumed"] == found["stock_llama"][25:]
+
+
+def test_clipped_norms(compared: list[dict[str, Any]]) -> None:
+    """Norms of gradients add up in the order of the layout: equal but for rounding."""
+    for found in compared:
+        assert found["our_clipped"] == pytest.approx(found["stock_clipped"], rel=1e-5)
+        assert found["stock_clipped"] != found["stock_llama"][:8]
+
+
+def test_wrongly_divided_gradients_would_be_seen(compared: list[dict[str, Any]]) -> None:
+    """The control: gradients left divided by the number of ranks give other losses."""
+    for found in compared:
+        assert found["control"][0] == found["stock_llama"][0]
+        assert found["control"][1:] != found["stock_llama"][1:8]
+
+
+def test_experts(compared: list[dict[str, Any]]) -> None:
+    """A mixture of grouped experts, routed with torchtitan's balance of loads: the same bits."""
+    for found in compared:
+        assert len(found["stock_moe"]) == 8
+        assert found["our_moe"] == found["stock_moe"]
+
+
+def test_other_number_of_ranks(out: Path, compared: list[dict[str, Any]]) -> None:
+    """What two ranks saved goes on with three: the same global batches, so the same losses."""
+    for found in run(out, 3, "--resume"):
+        assert found["resumed"] == pytest.approx(compared[0]["stock_llama"][25:], rel=1e-4)
+
+
+def test_hugging_face(out: Path, compared: list[dict[str, Any]]) -> None:
+    """The last step in Hugging Face's form opens there, and comes back in as the very weights."""
+    for found in compared:
+        saved, start, read = found["hugging_face"]
+        assert read == saved != start
+    model = AutoModelForCausalLM.from_pretrained(out / "saved" / "checkpoint" / "step-2")
+    with torch.no_grad():
+        loss = model(torch.arange(64)[None] % 50, labels=torch.arange(64)[None] % 50).loss
+    assert 1 < loss.item() < 9
+
+
+def test_checkpoints_open_anywhere(out: Path, compared: list[dict[str, Any]]) -> None:
+    """`vescale-convert inspect` finds the model under torchtitan's names, beside what torchtitan counts."""
+    step = out / "llama_ours" / "checkpoint" / "step-25"
+    shown = CliRunner().invoke(cli, ["inspect", str(step)])
+    assert shown.exit_code == 0 and "layers.1.attention.qkv_linear.wq.weight" in shown.output
+    assert read_state(step).tree()["train_state"]["step"] == 25
+
+
+def test_the_command_runs(tmp_path: Path) -> None:
+    """torchtitan's own command line with the example's configuration trains and saves."""
+    options = ["--module", "examples.torchtitan.configs", "--config", "vescale", "--training.steps", "3"]
+    Job("examples.torchtitan.train", 2, [*options, "--dump_folder", str(tmp_path)], tmp_path / "log").wait()
+
+    assert read_state(tmp_path / "checkpoint" / "step-3").tree()["train_state"]["step"] == 3
+    assert "Untried" not in (tmp_path / "log").read_text()
+
+
+def refusals() -> list[str]:
+    """What is said of each flag and of another checkpoint manager; the model was touched if there is more."""
+    from torchtitan.components.checkpointer import BaseCheckpointManager
+    from torchtitan.config import ParallelismConfig
+
+    from vescale_fsdp.integrations.torchtitan import parallelize_with, with_vescale
+
+    said: list[str] = []
+    parallelize = parallelize_with(lambda model, **given: said.append("touched"))
+    symmetric = ParallelismConfig(spmd_backend="partial_dtensor")
+    symmetric.enable_fsdp_symm_mem = True  # its constructor refuses it without a GPU
+    for flags in (symmetric, ParallelismConfig()):
+        try:
+            parallelize(torch.nn.Linear(2, 2), parallelism=flags)
+        except NotImplementedError as error:
+            said.append(str(error))
+    try:
+        with_vescale(SimpleNamespace(checkpoint=BaseCheckpointManager.Config()))
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_honoured() -> None:
+    """It is refused by name before the model is touched."""
+    ((symmetric, backend, manager),) = run_ranks(1, refusals)  # off this process: torchtitan's imports warn
+
+    assert "enable_fsdp_symm_mem" in symmetric
+    assert "spmd_backend" in backend
+    assert "BaseCheckpointManager" in manager

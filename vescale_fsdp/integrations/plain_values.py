@@ -1,0 +1,71 @@
+"""A stack's own values beside the shards: which of them a checkpoint can hold, and how they are read back by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vescale_fsdp.checkpoint.loading.read_state import CheckpointTensor, read_state
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
+from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
+from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
+from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.errors import CheckpointError
+
+__all__ = ["holds_checkpoint", "read_values", "split_storable"]
+
+
+class _AnySink(TreeSink):
+    """Takes every leaf."""
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> Json:
+        return None
+
+    def per_rank(self, name: str, value: PerRank) -> Json:
+        return None
+
+
+def split_storable(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values that a checkpoint can hold as they are, and those that it cannot."""
+    stored, others = {}, {}
+    for key, value in values.items():
+        try:
+            encode(value, key, _AnySink())
+        except CheckpointError:
+            others[key] = value
+        else:
+            stored[key] = value
+    return stored, others
+
+
+def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path holds one of our checkpoints, as all ranks see it. A collective.
+
+    Raises:
+        CheckpointError: if ranks see different things.
+    """
+    coordinator = coordinator_for()
+    seen: dict[str, Json] = {}
+    with coordinator.together(f"looking for a checkpoint at {path}", "nothing was loaded", seen):
+        seen["manifest.json is there"] = open_storage(path).exists(MANIFEST_NAME)
+    return bool(seen["manifest.json is there"])
+
+
+def read_values(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Top-level values of a checkpoint by key, tensors among them in full. A collective: all ranks read the same."""
+    with coordinator_for().together(f"reading values of {path}", "tensors were loaded"):
+        reader = read_state(path)
+
+        def leaf(node: Mapping[str, Any]) -> Any:
+            if node["$"] != "tensor":
+                return None
+            value = CheckpointTensor(reader, int(node["i"])).read()
+            return value.numpy() if node.get("numpy") else value
+
+        tree = reader.manifest.structure.tree
+        return {key: decode(node, leaf, str(path)) for key, node in tree.items() if wanted(key)}
