@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
     from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
-    from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
+    from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
@@ -123,7 +123,7 @@ lazily_export(
         "vescale_fsdp.layout.report.plan_report": "PlanReport plan_report",
         "vescale_fsdp.checkpoint.transfer.joint_ranks": "joint_ranks",
         "vescale_fsdp.checkpoint.transfer.planning.description": "StateDescription",
-        "vescale_fsdp.checkpoint.transfer.planning.plan": "TransferPlan plan_transfer",
+        "vescale_fsdp.checkpoint.transfer.planning.transfer_plan": "TransferPlan plan_transfer",
         "vescale_fsdp.checkpoint.transfer.planning.report": "TransferReport transfer_report",
         "vescale_fsdp.checkpoint.transfer.transfer": "Transfer TransferHandle describe_states",
     },

@@ -22,8 +22,8 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.transfer.planning.blocks import MatrixBox, cut_blocks_of, matrix_boxes
 from vescale_fsdp.checkpoint.transfer.planning.links import Codec, Grid
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
 from vescale_fsdp.checkpoint.transfer.planning.sources import SourceTensor
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.layout.geometry import boxes_of_range
 
 __all__ = ["CodedTensor", "CutBlocks", "coded_here"]

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import xxhash
 
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
-from vescale_fsdp.checkpoint.transfer.planning.plan import IN_FLIGHT, TransferPlan
-from vescale_fsdp.checkpoint.transfer.planning.schedule import Message
+from vescale_fsdp.checkpoint.transfer.planning.message_order import Message
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import IN_FLIGHT, TransferPlan
 from vescale_fsdp.collectives import Work, receive_async, send_async, wait_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 

@@ -16,15 +16,15 @@ import torch
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.transfer.coding import CodedTensor, Key
 from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
-__all__ = ["Destination", "Origin", "Part", "local_parts", "parts_of"]
+__all__ = ["Destination", "Origin", "PlannedPart", "local_parts", "parts_of"]
 
 
-class Part(NamedTuple):
+class PlannedPart(NamedTuple):
     """What a rank must hold of a described tensor.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     numel: int
 
 
-def parts_of(description: StateDescription, places: Iterable[int], rank: int) -> list[Part]:
+def parts_of(description: StateDescription, places: Iterable[int], rank: int) -> list[PlannedPart]:
     """What a rank must hold of tensors of a description, where it holds any."""
     found = []
     for place in places:
@@ -48,12 +48,12 @@ def parts_of(description: StateDescription, places: Iterable[int], rank: int) ->
         if position is not None:
             entry, layouts = description.entries[place], description.structure.layouts
             region = description.distributions[place].region(entry.shape, position[0], layouts)
-            found.append(Part(place, entry.name, dtype_named(entry.dtype), entry.shape, region.numel))
+            found.append(PlannedPart(place, entry.name, dtype_named(entry.dtype), entry.shape, region.numel))
     return found
 
 
 def local_parts(
-    tensors: Mapping[str, torch.Tensor], parts: Sequence[Part], rank: int
+    tensors: Mapping[str, torch.Tensor], parts: Sequence[PlannedPart], rank: int
 ) -> dict[int, torch.Tensor]:
     """This rank's parts of the tensors of a state, by their numbers.
 

@@ -32,9 +32,9 @@ from vescale_fsdp.checkpoint.transfer.exchange import Exchange, Rooms
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, local_parts, parts_of
 from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription, named_tensors
 from vescale_fsdp.checkpoint.transfer.planning.description import describe_states as _describe
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.planning.message_order import messages_of
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
-from vescale_fsdp.checkpoint.transfer.planning.schedule import messages_of
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.errors import CheckpointError, LifecycleError
 from vescale_fsdp.torch_private import local_of
 

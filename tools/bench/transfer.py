@@ -38,10 +38,10 @@ from tools.bench.step import _high_water_bytes, _reset_high_water, _resident_byt
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.transfer.planning.description import HeldTensor, StateDescription
+from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.links import Linkable, codes, scales
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.layout.granularity import Element, Granularity, Tiles
@@ -241,8 +241,10 @@ def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferP
             pieces = Distribution((Axis(num_sources, 1),), (LayoutCut(group, place),))
             columns = Distribution((Axis(8, 1),), (ShardCut(place % 2),))
             ranks = RankSet.of(range(num_sources, num_sources + num_targets))
-            source.append(HeldTensor(slot.fqn, "bfloat16", slot.shape, pieces, RankSet.world(num_sources)))
-            target.append(HeldTensor(slot.fqn, "bfloat16", slot.shape, columns, ranks))
+            source.append(
+                DescribedTensor(slot.fqn, "bfloat16", slot.shape, pieces, RankSet.world(num_sources))
+            )
+            target.append(DescribedTensor(slot.fqn, "bfloat16", slot.shape, columns, ranks))
     return plan_transfer(StateDescription.of(source, layouts), StateDescription.of(target))
 
 
@@ -282,6 +284,15 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
     ]
 
 
+def _measured(layers: int, rounds: int, folder: str, start_method: str) -> list[Any]:
+    """What the ranks of one run measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(measure, (layers, rounds, port, folder), nprocs=RANKS, start_method=start_method)
+    return [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description="weights between running jobs")
@@ -289,19 +300,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = tempfile.mkdtemp(dir=memory)
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        # forked: what is imported once need not be imported five times
-        mp.start_processes(
-            measure, (given.layers, given.rounds, port, folder), nprocs=RANKS, start_method="fork"
-        )
-        ranks = [torch.load(f"{folder}/rank{rank}") for rank in range(RANKS)]
+        # Forked: what is imported once need not be imported five times.
+        ranks = _measured(given.layers, given.rounds, folder, "fork")
+        # Freed blocks must leave the resident set to be seen when taken anew; which makes every one of them slow, so
+        # memory is measured apart. malloc reads this when a process starts.
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)  # 64 KiB
+        extra = [rank[1] for rank in _measured(given.layers, 1, folder, "spawn")]
+        ranks = [(rank[0], own, *rank[2:]) for rank, own in zip(ranks, extra, strict=True)]
         process = mp.get_context("fork").Process(target=simulate, args=(f"{folder}/plan",))
         process.start()
         process.join()

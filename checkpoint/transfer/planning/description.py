@@ -24,10 +24,10 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["HeldTensor", "StateDescription", "describe_states", "named_tensors"]
+__all__ = ["DescribedTensor", "StateDescription", "describe_states", "named_tensors"]
 
 
-class HeldTensor(NamedTuple):
+class DescribedTensor(NamedTuple):
     """One tensor of a description that is made without ranks."""
 
     name: str
@@ -50,7 +50,7 @@ class StateDescription:
     ranks: tuple[RankSet, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[HeldTensor], layouts: Sequence[GroupLayout] = ()) -> StateDescription:
+    def of(cls, tensors: Iterable[DescribedTensor], layouts: Sequence[GroupLayout] = ()) -> StateDescription:
         """The description of these tensors; cuts by a layout point into ``layouts``."""
         axes: dict[Axes, int] = {}
         entries, ranks = [], []

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from vescale_fsdp.checkpoint.manifest.region import Region
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
-from vescale_fsdp.checkpoint.transfer.planning.shares import Share, Stream, shares_between
+from vescale_fsdp.checkpoint.transfer.planning.shares import Share, ShareStream, shares_between
 from vescale_fsdp.checkpoint.transfer.planning.sources import PlacedLeaf
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
 __all__ = ["RankTransfers"]
@@ -33,23 +33,23 @@ class RankTransfers:
         self._target_regions: dict[tuple[int, tuple[int, ...]], Region] = {}
 
     @cached_property
-    def sends(self) -> dict[int, Stream]:
+    def sends(self) -> dict[int, ShareStream]:
         """What goes to each other rank, by its number."""
         found: dict[int, list[Share]] = {}
         for ranks, by_rank in sorted(self._outgoing.items()):
             for taker, shares in by_rank.items():
                 found.setdefault(taker, []).extend(self._part(ranks, self.rank, taker, shares))
-        return {taker: Stream(found[taker]) for taker in sorted(found) if found[taker]}
+        return {taker: ShareStream(found[taker]) for taker in sorted(found) if found[taker]}
 
     @cached_property
-    def receives(self) -> dict[int, Stream]:
+    def receives(self) -> dict[int, ShareStream]:
         """What comes from each other rank, by its number."""
         found: dict[int, list[Share]] = {}
         for ranks, by_rank in sorted(self._incoming.items()):
             for sender in ranks:
                 part = self._part(ranks, sender, self.rank, by_rank[self.rank])
                 found.setdefault(sender, []).extend(part)
-        return {sender: Stream(found[sender]) for sender in sorted(found) if found[sender]}
+        return {sender: ShareStream(found[sender]) for sender in sorted(found) if found[sender]}
 
     @cached_property
     def kept(self) -> list[Share]:
@@ -70,7 +70,7 @@ class RankTransfers:
         if len(ranks) == 1:
             yield from shares
             return
-        stream = Stream(shares)
+        stream = ShareStream(shares)
         assert stream.nbytes == self.plan.wanted_bytes(ranks, taker)
         low, high = self.plan.stretch(ranks, sender, taker)
         if low < high:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.layout.report.svg_canvas import PAPER, Canvas
 
 __all__ = ["TransferReport", "transfer_report"]

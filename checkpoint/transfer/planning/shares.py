@@ -1,7 +1,7 @@
 """What one rank's memory gives to another's: strided boxes, in one order on both sides, cut into messages.
 
 A `Share` is a box of items, described twice by offset and strides: in the flat memory of the source's part of
-a tensor, and in that of the target's. A `Stream` is all that goes from one rank to another, one share after the
+a tensor, and in that of the target's. A `ShareStream` is all that goes from one rank to another, one share after the
 other as they lie on the wire, wide items first, so that every item is aligned wherever a message begins.
 """
 
@@ -16,7 +16,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.transfer.planning.links import Leaf
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
 
-__all__ = ["ALIGN_BYTES", "Holding", "Share", "Stream", "shares_between"]
+__all__ = ["ALIGN_BYTES", "Holding", "Share", "ShareStream", "shares_between"]
 
 ALIGN_BYTES = 16  # of the widest item: what cuts of a stream are multiples of
 
@@ -137,7 +137,7 @@ def _joined(sizes: Shape, source_strides: Shape, target_strides: Shape) -> tuple
     return joined, steps, target_steps
 
 
-class Stream:
+class ShareStream:
     """Shares as they follow each other from one rank to another.
 
     Args:

@@ -21,10 +21,10 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.state.tensor_description import axes_of_ranks
-from vescale_fsdp.checkpoint.transfer.planning.description import HeldTensor, StateDescription
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
+from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
@@ -115,7 +115,7 @@ def descriptions(
     for name, dtype, shape in tensors:
         mesh = draw(st.sampled_from(choice))
         distribution = draw(distributions(shape, mesh, layouts))
-        held.append(HeldTensor(name, dtype, shape, distribution, RankSet.of(mesh.numbers)))
+        held.append(DescribedTensor(name, dtype, shape, distribution, RankSet.of(mesh.numbers)))
     return StateDescription.of(held, layouts)
 
 

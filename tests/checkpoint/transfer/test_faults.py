@@ -19,7 +19,7 @@ from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
 from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, LifecycleError

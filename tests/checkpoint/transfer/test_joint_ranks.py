@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
-from vescale_fsdp.checkpoint.transfer.planning.plan import plan_transfer
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import PlacementError

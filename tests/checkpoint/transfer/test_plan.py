@@ -15,7 +15,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, La
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
 from vescale_fsdp.checkpoint.transfer.planning.balance import levelled_shares
-from vescale_fsdp.checkpoint.transfer.planning.description import HeldTensor, StateDescription
+from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.links import (
     Linkable,
     Mapped,
@@ -24,9 +24,9 @@ from vescale_fsdp.checkpoint.transfer.planning.links import (
     fuse,
     scales,
 )
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan, plan_transfer
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.report import transfer_report
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 from vescale_fsdp.quantize import Fp8Blocks
@@ -71,10 +71,10 @@ def test_any_distribution_to_any_other() -> None:
     assert min(seen.values()) > 20
 
 
-def held(name: str, dtype: str, shape: tuple[int, ...], ranks: range, *cuts: ShardCut) -> HeldTensor:
+def held(name: str, dtype: str, shape: tuple[int, ...], ranks: range, *cuts: ShardCut) -> DescribedTensor:
     """A tensor cut over consecutive ranks, or held whole by all of them."""
     axes = (Axis(len(ranks), 1, ranks.start),) if cuts else ()
-    return HeldTensor(name, dtype, shape, Distribution(axes, cuts), RankSet.of(ranks))
+    return DescribedTensor(name, dtype, shape, Distribution(axes, cuts), RankSet.of(ranks))
 
 
 def test_all_that_does_not_meet_is_listed_at_once() -> None:
@@ -84,7 +84,7 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
             held("a", "float32", (4, 4), range(2)),
             held("b", "float32", (4, 4), range(2)),
             held("n", "int64", (4,), range(2)),
-            HeldTensor(
+            DescribedTensor(
                 "lost", "float32", (4,), Distribution((Axis(3, 1),), (ShardCut(0),)), RankSet.world(2)
             ),
         ]
@@ -184,8 +184,10 @@ def simulated(num_sources: int, num_targets: int, num_tensors: int) -> TransferP
             pieces = Distribution((Axis(num_sources, 1),), (LayoutCut(group, place),))
             columns = Distribution((Axis(4, 1),), (ShardCut(place % 2),))
             ranks = RankSet.of(range(num_sources, num_sources + num_targets))
-            source.append(HeldTensor(spec.fqn, "bfloat16", spec.shape, pieces, RankSet.world(num_sources)))
-            target.append(HeldTensor(spec.fqn, "bfloat16", spec.shape, columns, ranks))
+            source.append(
+                DescribedTensor(spec.fqn, "bfloat16", spec.shape, pieces, RankSet.world(num_sources))
+            )
+            target.append(DescribedTensor(spec.fqn, "bfloat16", spec.shape, columns, ranks))
     return plan_transfer(StateDescription.of(source, layouts), StateDescription.of(target))
 
 

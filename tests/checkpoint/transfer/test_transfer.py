@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.transfer.planning.links import (
     stack,
     transpose,
 )
-from vescale_fsdp.checkpoint.transfer.planning.plan import plan_transfer
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
 from vescale_fsdp.torch_private import local_of

@@ -27,7 +27,7 @@ from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.optim.muon.matrices import Matrix
 from vescale_fsdp.torch_private import foreach_copy_
 
-__all__ = ["WIRE_DTYPE", "Bucket", "Pending", "Ranks", "Transfer", "Travel", "start_exchange"]
+__all__ = ["WIRE_DTYPE", "Bucket", "BucketTransfer", "Pending", "Ranks", "Travel", "start_exchange"]
 
 WIRE_DTYPE = torch.bfloat16
 
@@ -60,7 +60,7 @@ class Travel(NamedTuple):
         return self.matrix.range.intersect(self.pieces.piece(shard))
 
 
-class Transfer(NamedTuple):
+class BucketTransfer(NamedTuple):
     """One direction of an exchange for this rank: numels per rank of the group."""
 
     send_numels: list[int]
@@ -104,7 +104,7 @@ class Bucket:
         return [travel for place in self.everyone for travel in self._by_owner[place]]
 
     @cached_property
-    def gather_transfer(self) -> Transfer:
+    def gather_transfer(self) -> BucketTransfer:
         """Numels on the way to the owners."""
         mine = self.ranks.shard
         sends = [sum(t.part(mine).numel for t in travels) for travels in self.outbound]
@@ -112,15 +112,15 @@ class Bucket:
             sum(t.part(s).numel for t in self.owned) if r == self.ranks.replica else 0
             for r, s in self.everyone
         ]
-        return Transfer(sends, receives)
+        return BucketTransfer(sends, receives)
 
     @cached_property
-    def scatter_transfer(self) -> Transfer:
+    def scatter_transfer(self) -> BucketTransfer:
         """Numels on the way back."""
         mine = self.ranks.shard
         sends = [sum(t.part(s).numel for t in self.owned) for _, s in self.everyone]
         receives = [sum(t.part(mine).numel for t in self._by_owner[place]) for place in self.everyone]
-        return Transfer(sends, receives)
+        return BucketTransfer(sends, receives)
 
 
 class Pending(NamedTuple):
@@ -138,7 +138,7 @@ class Pending(NamedTuple):
 
 
 def start_exchange(
-    parts: Sequence[torch.Tensor], transfer: Transfer, group: dist.ProcessGroup, device: torch.device
+    parts: Sequence[torch.Tensor], transfer: BucketTransfer, group: dist.ProcessGroup, device: torch.device
 ) -> Pending:
     """Pack 1-D parts, in order of their destinations, into one bf16 buffer and start the collective."""
     sent = torch.empty(sum(transfer.send_numels), dtype=WIRE_DTYPE, device=device)

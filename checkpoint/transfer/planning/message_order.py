@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.transfer.planning.plan import TransferPlan
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 
 __all__ = ["Message", "messages_of"]
 
