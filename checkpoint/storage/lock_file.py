@@ -12,8 +12,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,12 +48,12 @@ def _identity(pid: int) -> dict[str, str | int]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except FileNotFoundError:  # no such process, or a system that does not say
         started = boot = ""
-    return {"host": socket.gethostname(), "pid": pid, "boot": boot, "started": started}
+    return {"host": os.uname().nodename, "pid": pid, "boot": boot, "started": started}
 
 
 def _made(path: Path, text: str) -> bool:
     """Whether the file could be made, with its text: under another name first, so that nobody reads half of it."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     draft.write_text(text)
     try:
         os.link(draft, path)
@@ -74,7 +72,7 @@ def _clear_stale(path: Path) -> None:
         return
     if not _is_stale(text):
         return
-    taken = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    taken = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         os.rename(path, taken)
         if taken.read_text() != text:  # ... and holds the folder by now: give its file back
@@ -87,7 +85,7 @@ def _is_stale(text: str) -> bool:
     try:
         owner = json.loads(text)
         pid = int(owner["pid"])
-        here = owner["host"] == socket.gethostname()
+        here = owner["host"] == os.uname().nodename
     except (ValueError, KeyError, TypeError):
         return False  # not ours to judge
     return here and owner != _identity(pid)
