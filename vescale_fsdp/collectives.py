@@ -7,13 +7,16 @@ to be asked otherwise than NCCL, `_BACKENDS` says how. Times below: two ranks of
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 
-from vescale_fsdp.torch_private import all_gather_single, reduce_scatter_single, timeout_of
+from vescale_fsdp.torch_private import all_gather_single, gloo_group, reduce_scatter_single, timeout_of
 
 __all__ = [
     "Work",
@@ -42,13 +45,36 @@ def new_group(
         backend: default: that of the default group.
     """
     members = dist.get_process_group_ranks(base) if ranks is None else ranks
+    timeout = timeout_of(base)
+    is_gloo = (backend or dist.get_backend()) == "gloo"
+    if is_gloo and timeout is not None and len(members) < dist.get_world_size():
+        # torch puts the number of groups that a process has into such a group's name: ranks that have different
+        # numbers would wait for each other in vain.
+        numbers = {rank: number for number, rank in enumerate(members)}
+        return gloo_group(numbers[dist.get_rank()], numbers, _new_name(members), timeout)
     return dist.new_group(
         members,
-        timeout=timeout_of(base),
+        timeout=timeout,
         backend=backend,
         # Only the ranks of a smaller group come here, so the others must not be waited for.
         use_local_synchronization=len(members) < dist.get_world_size(),
     )
+
+
+# How many groups of the same ranks were made, by the default group: all members make them in the same order.
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _new_name(ranks: Sequence[int]) -> str:
+    """A name that all of these ranks find, whatever other groups each of them is in."""
+    world = dist.group.WORLD
+    assert world is not None
+    made = _num_made.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    members = xxhash.xxh3_128_hexdigest(",".join(map(str, ranks)).encode())
+    return f"vescale_fsdp {members} {made[tuple(ranks)]}"
 
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache

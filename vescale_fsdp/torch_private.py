@@ -100,8 +100,8 @@ __all__ = [
     "foreach_copy_",
     "foreach_zero_",
     "fqn_of",
+    "gloo_group",
     "grad_dtype_of",
-    "group_over_store",
     "groups_as_patient_as",
     "in_functorch",
     "is_fake",
@@ -288,24 +288,26 @@ def groups_as_patient_as(base: dist.ProcessGroup) -> Iterator[None]:
             _set_pg_timeout(timeout, group)
 
 
-def group_over_store(
-    store: dist.Store, rank: int, world_size: int, *, first_own: int, name: str, timeout: timedelta
+def gloo_group(
+    rank: int, numbers: dict[int, int], name: str, timeout: timedelta, store: dist.Store | None = None
 ) -> dist.ProcessGroup:
-    """A gloo group of whoever meets at a store, beside the default group (torch 2.11-2.13).
+    """A gloo group under a name that is the caller's (torch 2.11-2.15).
 
     Args:
-        first_own: number in the new group of rank 0 of this process's default group, whose other ranks follow.
+        rank: of this process, in the group.
+        numbers: by number in the default group, all in the group. Strangers to it get numbers that no rank of it has.
         name: the same for all, and new in this process.
+        store: where they meet; default: the default group's, none of them being a stranger.
     """
+    world = dist.group.WORLD
+    assert world is not None
+    members = list(numbers) if store is None else []
+    where = _world.pg_map[world][1] if store is None else store
     # Any: newer torch has a type of its own for names, and another list of arguments.
     make: Any = _new_process_group_helper
-    group, _ = make(world_size, rank, [], dist.Backend("gloo"), store, group_name=name, timeout=timeout)
-    # torch asks for a rank's number in a group by its number in the default group. The others have none there, and
-    # get numbers that no own rank has.
-    own = dist.get_world_size()
-    strangers = [*range(first_own), *range(first_own + own, world_size)]
-    numbers = {own_rank: first_own + own_rank for own_rank in range(own)}
-    numbers |= {own + place: number for place, number in enumerate(strangers)}
+    group, _ = make(
+        len(numbers), rank, members, dist.Backend("gloo"), where, group_name=name, timeout=timeout
+    )
     _world.pg_group_ranks[group] = numbers
     return group  # type: ignore[no-any-return]
 

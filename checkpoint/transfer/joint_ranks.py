@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator
 from vescale_fsdp.errors import PlacementError
-from vescale_fsdp.torch_private import group_over_store
+from vescale_fsdp.torch_private import gloo_group
 
 __all__ = ["joint_ranks"]
 
@@ -56,7 +56,12 @@ def joint_ranks(
     if rank == 0:
         store.set(_NAME, secrets.token_hex(8))  # one that no process has for another group
     name = store.get(_NAME).decode()
-    group = group_over_store(store, rank, num_ranks, first_own=first_rank, name=name, timeout=timeout)
+    # torch asks for a rank's number in a group by its number in the default group. The other job's ranks have none
+    # there, and get numbers that no own rank has.
+    own = dist.get_world_size()
+    strangers = [*range(first_rank), *range(first_rank + own, num_ranks)]
+    numbers = dict(enumerate([*range(first_rank, first_rank + own), *strangers]))
+    group = gloo_group(rank, numbers, name, timeout, store)
     rank_of = {own: first_rank + own for own in range(dist.get_world_size())}
     return GroupCoordinator(group, rank_of)
 

@@ -268,3 +268,23 @@ def test_groups_that_we_make_wait_as_long_as_those_they_come_from() -> None:
     for count, timeouts, world in run_ranks(4, _all_time_outs, timeout_s=117):
         assert count >= 10 and world == timedelta(seconds=177)
         assert timeouts == {world}
+
+
+def _in_several_groups(folder: Path) -> list[float]:
+    """What ranks 0 and 1 load back, of which rank 0 is in one group more; then once more, with another new group."""
+    pair, _ = dist.new_group([0, 1]), dist.new_group([0, 2])
+    found = []
+    for name in ("a", "b"):
+        if dist.get_rank() < 2:
+            save(folder / name, {"w": torch.full((4,), 3.0)}, process_group=pair)
+            state = {"w": torch.zeros(4)}
+            load(folder / name, state, process_group=pair)
+            async_save(folder / f"{name} behind", state, process_group=pair).wait()
+            found += state["w"].tolist()
+        dist.new_group([1, 2])
+    return found
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
+    """torch names a group of some ranks by how many each has, so that they would wait for each other in vain."""
+    assert run_ranks(3, _in_several_groups, tmp_path, timeout_s=60) == [[3.0] * 8, [3.0] * 8, []]
