@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import ranks_by_node
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["HeldPart", "LostPartError", "PeerMemory", "is_whole", "plan_moves"]
 
@@ -35,7 +35,7 @@ class HeldPart(NamedTuple):
     Attributes:
         node: as `node_name` gives it.
         saved_ranks: whose files it holds, whole.
-        world_size: of the ranks that saved; 0 where the node does not know the step.
+        world_size: of the ranks that saved; 0 where the node has no manifest of it, or a damaged one.
     """
 
     node: str
@@ -46,9 +46,8 @@ class HeldPart(NamedTuple):
 def is_whole(held: Iterable[HeldPart]) -> bool:
     """Whether nodes hold the files of all ranks that saved a step, together."""
     parts = list(held)
-    return len({rank for part in parts for rank in part.saved_ranks}) == max(
-        part.world_size for part in parts
-    )
+    world_size = max(part.world_size for part in parts)
+    return world_size > 0 and len({rank for part in parts for rank in part.saved_ranks}) == world_size
 
 
 class PeerMemory:
@@ -76,7 +75,19 @@ class PeerMemory:
         return where + (saved_rank != self._coordinator.rank)
 
     def bring_manifest(self) -> None:
-        """Let every node know the step; a collective."""
+        """Let every node know the step; a collective.
+
+        Raises:
+            CorruptCheckpointError: on all ranks, if no node can read its manifest.
+        """
+        if not any(part.world_size for part in self._held):
+            raise CorruptCheckpointError(
+                "No node can read the manifest of this step.",
+                expected=f"one good {MANIFEST_NAME} in some node's memory",
+                got="damaged ones",
+                where=self._storage.where,
+                todo="restore an older step",
+            )
         by_rank = [{MANIFEST_NAME} if part.world_size else set() for part in self._held]
         self._move([{MANIFEST_NAME} for _ in self._held], by_rank)
 

@@ -183,7 +183,7 @@ class RamTier:
             except NoCheckpointError:
                 continue
             except CheckpointError:
-                found[number, ""] = HeldPart(node, (), 1)  # whoever loads it hears why
+                found[number, ""] = HeldPart(node)  # damaged: tried last, and said if no node has a good one
                 continue
             ranks = map(parse_rank_file_name, storage.list_folder(f"data-{manifest.save_id}"))
             held = tuple(rank for rank in ranks if rank is not None)

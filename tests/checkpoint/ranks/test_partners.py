@@ -115,3 +115,4 @@ def test_whole_means_all_that_saved() -> None:
     """However the parts are spread."""
     assert is_whole([HeldPart("a", (0, 1), 3), HeldPart("b"), HeldPart("c", (1, 2), 3)])
     assert not is_whole([HeldPart("a", (0, 1), 3), HeldPart("b")])
+    assert not is_whole([HeldPart("a"), HeldPart("b")])  # of whom nobody can read the manifest

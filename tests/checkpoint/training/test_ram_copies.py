@@ -177,6 +177,28 @@ def test_a_damaged_copy_is_not_taken(tmp_path: Path) -> None:
         ) and "not those that were written" in restored.skipped[0][1]
 
 
+@pytest.mark.parametrize("damaged", [(0,), (0, 1)])
+def test_a_damaged_manifest_comes_anew_from_another_node(tmp_path: Path, damaged: tuple[int, ...]) -> None:
+    """Where no node has a good one, the step before counts."""
+    shm = tmp_path / "shm"
+    run_ranks(2, _save_steps, tmp_path / "steps", shm, {"replicas": 1, "keep_last": 2})
+    for node in damaged:
+        manifest = shm / f"node{node}" / STEP.format(6) / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+
+    for restored, _, _ in run_ranks(
+        2, _restore, tmp_path / "steps", shm, False, {"replicas": 1, "keep_last": 2}
+    ):
+        if len(damaged) == 1:
+            assert (restored.step, restored.tier, restored.skipped) == (6, "ram", ())
+            assert [(move.name, move.sender, move.receiver) for move in restored.moves] == [
+                ("manifest.json", 1, 0)
+            ]
+        else:
+            assert (restored.step, restored.tier) == (5, "ram")
+            assert "No node can read" in restored.skipped[0][1]
+
+
 class _Full(LocalStorage):
     """A memory that takes this node's own files and no copies."""
 
