@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.checkpoint.dcp.state_dict import get_state_dict, set_state_dict
 from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import close_gloo_connections
-from vescale_fsdp.elastic.membership import Membership
+from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
@@ -156,8 +156,9 @@ class ElasticJob:
         num_failures = 0
         try:
             while True:
+                quorum = self._membership.wait()
                 try:
-                    step = self._begin_epoch()
+                    step = self._begin_epoch(quorum)
                     while step < num_steps and not self._membership.has_changed():
                         train_step(self, step)
                         step += 1
@@ -177,9 +178,8 @@ class ElasticJob:
 
     # -- epochs ---------------------------------------------------------------------------------------
 
-    def _begin_epoch(self) -> int:
+    def _begin_epoch(self, quorum: Quorum) -> int:
         """Meet the others and restore; the number of steps that are done."""
-        quorum = self._membership.wait()
         agreed_s = time.monotonic()
         self.rank, self.num_ranks, self._store = quorum.rank, len(quorum.members), quorum.store
         dist.init_process_group(

@@ -1,7 +1,7 @@
 """A store that no rank runs: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
 
-Processes meet there (`StoreMembership`), so it must outlive all of them. On a cluster: beside the scheduler's script, on
-the machine that is least likely to go.
+Processes meet there (`StoreMembership`), so it must outlive all of them. On a cluster run it
+beside the scheduler's script, on the machine that is least likely to go.
 """
 
 from __future__ import annotations
