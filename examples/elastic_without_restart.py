@@ -61,11 +61,11 @@ def rank(options: argparse.Namespace) -> None:
         trainer.mesh, trainer.next_step = job.mesh, step
         loss = trainer.step()
         if job.rank == 0:
-            line = {"step": step + 1, "loss": loss, "ranks": job.num_ranks, "at_s": time.time()}
+            epoch = job.epochs[-1]
+            line = {"step": step + 1, "loss": loss, "ranks": job.num_ranks, "epoch": epoch.number}
+            line |= {"pid": os.getpid(), "at_s": time.time(), "agreed_at_s": epoch.agreed_at_s}
             with open(options.out / "progress.jsonl", "a") as progress:
-                progress.write(
-                    json.dumps({**line, "epoch": job.epochs[-1].number, "pid": os.getpid()}) + "\n"
-                )
+                progress.write(json.dumps(line) + "\n")
 
     membership = StoreMembership(dist.TCPStore("127.0.0.1", options.store), num_first=NUM_RANKS)
     ElasticJob(membership, build, checkpoints).run(train_step, options.steps)

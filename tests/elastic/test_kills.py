@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 
 def _prove_nothing_lost(epochs: list[Seen]) -> None:
     """Each epoch goes on from memory, at most one step behind what had begun: the step before has its copies."""
-    for before, after in zip(epochs, epochs[1:], strict=False):
+    for before, after in pairwise(epochs):
         assert after.tier == "ram"
         assert after.step >= before.last_begun - 1
 
