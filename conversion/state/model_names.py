@@ -74,8 +74,8 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     homes = _optimizer_homes(paths.values())
-    optimizer = [name for name, path in paths.items() if _is_optimizer(path, homes)]
-    rest = [name for name in source.tensors if name not in set(optimizer)]
+    optimizer = dict.fromkeys(name for name, path in paths.items() if _is_optimizer(path, homes))
+    rest = [name for name in source.tensors if name not in optimizer]
     rivals: tuple[str, ...] = ()
     if prefix is None:
         counters = {name for name in rest if not source.tensors[name].info.shape}
