@@ -17,6 +17,7 @@ from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import RunOptions
 
 RANKS = 64
+LIMIT = 2.6  # of one growth to the next, for twice as many tensors: n gives 2, n log n 2.2, a square 4
 LIMITS = CopyLimits(memory_budget_bytes=4 * 2**20, threads=1)
 
 
@@ -57,7 +58,7 @@ def _convert(source: Path, target: Path, kind: str, **options: Any) -> None:
 
 
 def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
-    """From 512 to 1,024 tensors a conversion makes twice the calls more than from 256 to 512."""
+    """From 512 to 1,024 tensors a conversion takes on about twice the calls that it takes on from 256 to 512."""
     calls: dict[str, list[int]] = {}
 
     def count(name: str, source: Path, target: str, kind: str, **options: Any) -> Path:
@@ -76,7 +77,7 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
         count("native to hf", native, "hf", "hf")
 
     for name, (small, middle, large) in calls.items():
-        assert small > 1000 and large - middle < 2.2 * (middle - small), (name, small, middle, large)
+        assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
 
 
 def test_the_count_shows_a_square() -> None:
@@ -88,4 +89,4 @@ def test_the_count_shows_a_square() -> None:
             any(name == other for other in names)
 
     small, middle, large = (_num_calls(partial(search, number)) for number in (100, 200, 400))
-    assert large - middle > 2.2 * (middle - small)
+    assert large - middle > LIMIT * (middle - small)
