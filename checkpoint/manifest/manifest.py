@@ -124,6 +124,11 @@ class Manifest:
             return region if replica == 0 else Region(region.box, FlatRange(start, start))
         return region.part(replica, replicas)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors and per-rank values: what files hold beside headers and checksums, replicas counted once."""
+        return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
+
     @cached_property
     def places_by_name(self) -> dict[str, list[int]]:
         """Numbers of the tensors of each name; more than one if ranks cut it in different ways."""
