@@ -126,10 +126,12 @@ class Manifest:
 
     def is_undivided(self, place: int, region: Region) -> bool:
         """Whether the first of several replicas of a region stores all of it."""
-        return (
-            self.split_bytes is not None
-            and region.numel * self.entries[place].itemsize < self.split_bytes
-        )
+        return self.split_bytes is not None and region.numel * self.entries[place].itemsize < self.split_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors and per-rank values: what files hold beside headers and checksums, replicas counted once."""
+        return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
 
     @cached_property
     def places_by_name(self) -> dict[str, list[int]]:
