@@ -48,7 +48,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
         CheckpointError: for values that the format cannot hold.
     """
-    layouts, slots = _plan_layouts(state, num_ranks, granularity)
+    layouts, slots = _plan_layouts(state.without(state.twins), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
     manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
@@ -101,7 +101,7 @@ def _structure(
     state: CarriedState, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[Structure, list[TensorView]]:
     """State tree and tensors in file order, with the view of each."""
-    cuts = {name: _cut_of(name, state, layouts, slots) for name in state.views}
+    cuts = {name: _cut_of(name, state, layouts, slots) for name in state.views if name not in state.twins}
 
     def file_order(name: str) -> tuple[int, int, str, int]:
         cut, role = cuts[name]
