@@ -52,11 +52,13 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     """
     files = _Files(max_shard_bytes)
     for name, view in state.views.items():
-        for first, rows in _row_chunks(view.info):
+        for first, rows in _row_chunks(view.info) if name not in state.twins else ():
             files.add_tensor(name, view, first, rows)
     for name, read in state.values.items():
         files.add_value(name, read())
     plans = files.finish()
+    for twin, kept in state.twins.items():  # two names of the same bytes: stock DCP reads where it is told
+        files.items += [item._replace(name=twin) for item in files.items if item.name == kept]
 
     def metadata() -> tuple[bytes]:
         return (dump_pickle(_metadata(state, files.items), where=METADATA_FILE),)

@@ -48,7 +48,7 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
         CheckpointError: for values that the format cannot hold.
     """
-    layouts, slots = _plan_layouts(state, num_ranks, granularity)
+    layouts, slots = _plan_layouts(state.without(state.twins), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
     manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
@@ -108,6 +108,7 @@ def _structure(
     cuts: dict[str, tuple[LayoutCut | None, str]] = {
         name: (slots[name], "") if name in slots else _cut_of(name, state, layouts, cuts_of)
         for name in state.views
+        if name not in state.twins
     }
 
     def file_order(name: str) -> tuple[int, int, str, int]:
