@@ -323,6 +323,16 @@ class CheckpointManager:
         finally:
             self._schedule.close()
 
+    def abandon(self) -> None:
+        """Return when nothing is in flight any more, however it has ended: for a job that has lost ranks."""
+        if self._async is not None:
+            self._async.drain()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.error()
+        if self._ram is not None:
+            self._ram.abandon()
+
     def _wait_together(self) -> None:
         with self._coordinator.together("waiting for the save before"):
             self.wait()

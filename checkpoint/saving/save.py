@@ -112,6 +112,7 @@ class Saver:
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
+    leads_node: bool = False  # of such a storage: this rank commits for its node
 
     def __post_init__(self) -> None:
         if self.format not in _FORMS:
@@ -132,7 +133,7 @@ class Saver:
             with self.coordinator.together(
                 f"committing {where}", "what has become of the checkpoint stands there too"
             ):
-                if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
+                if self.coordinator.rank == 0 or self.leads_node:
                     commit_manifest(
                         self.storage,
                         manifest,
@@ -249,11 +250,6 @@ def plain_json(user: Json) -> Json:
             where="the argument `user`",
             todo="put other values into the state",
         ) from error
-
-
-def is_node_leader() -> bool:
-    """Whether this rank is its node's first, as torchrun numbers them."""
-    return os.environ.get("LOCAL_RANK") == "0"
 
 
 def commit_manifest(

@@ -78,7 +78,8 @@ def _ask_transformers(
     except ImportError:
         return None, ()
     model_class: Any = getattr(transformers, class_name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+    is_class = isinstance(model_class, type)
+    if not (is_class and issubclass(model_class, transformers.PreTrainedModel)):
         return None, ()
     try:
         with torch.device("meta"):
