@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, no_longer_kept, remove_step, retire
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
@@ -137,6 +137,14 @@ class RamTier:
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.wait()
+
+    def remove(self, coordinator: Coordinator, step: int) -> None:
+        """Forget a step; a collective."""
+        if self._leads_node is None:
+            self._look_around(coordinator)
+        with coordinator.together(f"removing step {step} from {self._root.where}", "see what is left of it"):
+            if coordinator.rank == 0 or self._leads_node:
+                remove_step(self._root, step)
 
     def abandon(self) -> None:
         """Return when no copy is in flight any more, however it has ended."""

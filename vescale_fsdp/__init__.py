@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
     from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
+    from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -60,6 +61,7 @@ __all__ = [
     "Granularity",
     "GroupLayout",
     "HSDPMeshInfo",
+    "LoadFromReport",
     "Membership",
     "MixedPrecisionPolicy",
     "ModelLayout",
@@ -95,6 +97,7 @@ __all__ = [
     "is_ragged",
     "is_supported",
     "joint_ranks",
+    "load_from",
     "manual_seed",
     "plan_group",
     "plan_report",
@@ -117,6 +120,7 @@ lazily_export(
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",

@@ -95,6 +95,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "all_gather_single",
+    "apply_to_tensors",
     "autograd_engine_callback",
     "concatenate_meshes",
     "dispatch_to_subclass",
@@ -386,6 +387,11 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     attributes = vars(module)
     attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
+
+
+def apply_to_tensors(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What `Module.to` does with another change than a move: all parameters and buffers (torch 2.11-2.15)."""
+    module._apply(change)
 
 
 def fqn_of(model: torch.nn.Module, name: str) -> str:

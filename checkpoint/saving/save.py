@@ -13,13 +13,15 @@ meet: the commit's error, if any                       remove what older attempt
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,11 +48,19 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
+__all__ = ["Format", "Saved", "Saver", "commit_manifest", "plain_json", "save"]
 
 Format = Literal["native", "zarr"]
 _FORMS: dict[str, Form] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
+_log = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    """What a save took: bytes of all tensors and per-rank values, seconds until the commit."""
+
+    num_bytes: int
+    seconds: float
 
 
 def save(
@@ -110,12 +120,13 @@ class Saver:
                 explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
             )
 
-    def save(self, state: Any, user: Json = None) -> None:
+    def save(self, state: Any, user: Json = None) -> Saved:
         """All steps in turn."""
-        self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), user)
+        return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), user)
 
-    def write(self, take: TakeState, user: Json) -> None:
+    def write(self, take: TakeState, user: Json) -> Saved:
         """Take the state, agree, write and commit."""
+        start_s = time.monotonic()
         with ExitStack() as held:
             manifest = self.write_uncommitted(take, user, held)
             where = self.storage.where
@@ -130,6 +141,11 @@ class Saver:
                         replace=self.overwrite,
                         check_files=not self.every_node,
                     )
+        saved = Saved(manifest.num_bytes, time.monotonic() - start_s)
+        if self.coordinator.rank == 0:
+            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
+            _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved, rate)
+        return saved
 
     @torch.no_grad()
     def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Manifest:
