@@ -6,8 +6,8 @@
 Both train the small Llama of `examples.train` on 4 ranks, gloo, and save every step to memory. Then rank 0 is killed:
 
     ours        the 3 that are left go on in their processes (`ElasticJob`)
-    torchrun    ``--max-restarts``: the agent notices, ends the others, and starts 4 anew, which read the native engine's
-                RAM tier; to notice it takes the shortest interval that torchrun has been given, 0.1 s
+    torchrun    ``--max-restarts``: the agent notices, ends the others, and starts 4 anew, which read the native
+                engine's RAM tier; it looks every 0.1 s
 
 Time is from the kill to the end of the next step of rank 0. Of ours also: from the moment that the survivors agree, so
 without detection, to the same end.
@@ -33,8 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.corpus import Batches, read_corpus
 from examples.elastic_without_restart import Launcher
@@ -43,6 +42,7 @@ from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier, get_state_dict, set_state_dict
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 
+ROOT = Path(__file__).parents[2]
 RANKS, STEPS, SEQ_LEN = 4, 400, 32
 WARM_STEPS = 6
 

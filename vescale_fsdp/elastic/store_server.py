@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     store = dist.TCPStore(options.host, options.port, is_master=True, wait_for_workers=False)
     print(f"port {store.port}", flush=True)
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    signal.pause()
 
 
 if __name__ == "__main__":
