@@ -53,7 +53,7 @@ test-torch:
 	$(TORCH_VENV)/bin/python -m pytest
 
 test-faults: venv
-	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/elastic/test_kills.py
+	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/checkpoint/elastic/test_kills.py
 
 test-stacks: venv
 	$(INSTALL) --editable ".[accelerate,trainer,trl]"

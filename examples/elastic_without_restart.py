@@ -92,7 +92,7 @@ class Launcher:
 
     def __init__(self, out: Path, memory: Path, arguments: list[str]) -> None:
         self._out, self._memory, self._arguments = out, memory, arguments
-        # In this process, which is no rank. Where there is none: python -m vescale_fsdp.elastic.store_server
+        # In this process, which is no rank. Elsewhere: python -m vescale_fsdp.elastic.store_server
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()
