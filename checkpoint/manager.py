@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_f
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
-from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.saving.save import Format, Saver, form_of
 from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
 from vescale_fsdp.checkpoint.step_search import StepSearch
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -32,6 +32,8 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
+
+_EXPORTS = "exports"  # folder of steps in another form
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class CheckpointManager:
         keep_every: steps divisible by it are kept as well.
         async_: save behind training; `save` then waits only for the copy, and for the save before.
         save_interval: `save` does nothing for steps not divisible by it, unless forced.
+        export: a form that steps are written in besides, such as `vescale_fsdp.HuggingFace(..)`, into
+            ``exports/step-..`` of the root. `restore` does not look there, and nothing there is ever removed.
+        export_every: steps divisible by it are exported.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
@@ -79,6 +84,8 @@ class CheckpointManager:
         keep_every: int | None = None,
         async_: bool = False,
         save_interval: int = 1,
+        export: Format | None = None,
+        export_every: int = 1,
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
         patience_s: float = 30.0,
@@ -87,6 +94,7 @@ class CheckpointManager:
             ("keep_last", keep_last),
             ("keep_every", keep_every),
             ("save_interval", save_interval),
+            ("export_every", export_every),
         ):
             if value is not None and value < 1:
                 raise ValueError(
@@ -101,6 +109,8 @@ class CheckpointManager:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._interval = save_interval
+        self._export = None if export is None else form_of(export)
+        self._export_every = export_every
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
         self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
@@ -136,18 +146,31 @@ class CheckpointManager:
             )
         if self._ram is not None and (force or self._ram.is_due(step)):
             self._ram.save(self._coordinator, step, state, user, behind=self._copying)
-        if not force and step % self._interval:
+        is_kept = force or not step % self._interval
+        exports: list[tuple[Storage, Format]] = []
+        if self._export is not None and not step % self._export_every:
+            exports.append((self._root.child(_EXPORTS).child(step_name(step)), self._export))
+        if not is_kept and not exports:
             return None
         self._wait_together()
-        storage = self._root.child(step_name(step))
-        if self._async is None:
-            Saver(storage, self._coordinator, overwrite=True).save(state, user)
-            self._retain(step, self._coordinator)
-            return None
-        self._handle = self._async.start(
-            storage, state, user=user, overwrite=True, after=lambda: self._retain(step, self._behind)
-        )
-        return self._handle
+        steps: list[tuple[Storage, Format]] = [(self._root.child(step_name(step)), "native")]
+        (storage, form), *copies = [*(steps if is_kept else ()), *exports]
+        coordinator = self._coordinator if self._async is None else self._behind
+
+        def after() -> None:
+            if is_kept:
+                self._retain(step, coordinator)
+
+        if self._async is not None:
+            self._handle = self._async.start(
+                storage, state, user=user, overwrite=True, format=form, after=after, copies=copies
+            )
+            return self._handle
+        Saver(storage, coordinator, overwrite=True, format=form).save(state, user)
+        after()
+        for place, copied in copies:
+            Saver(place, coordinator, overwrite=True, format=copied).save(state, user)
+        return None
 
     def wait(self) -> None:
         """Return when no save is in flight, and copies in memory have been made.

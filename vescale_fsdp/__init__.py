@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
     from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
+    from vescale_fsdp.conversion.live.dcp_form import DCP
+    from vescale_fsdp.conversion.live.hf_form import HuggingFace
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.torch_private import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = [
+    "DCP",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "Element",
@@ -55,6 +58,7 @@ __all__ = [
     "Granularity",
     "GroupLayout",
     "HSDPMeshInfo",
+    "HuggingFace",
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
@@ -107,6 +111,8 @@ lazily_export(
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.conversion.live.dcp_form": "DCP",
+        "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",

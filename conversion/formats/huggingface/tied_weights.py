@@ -7,7 +7,7 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
@@ -29,9 +29,16 @@ _PAIRS = (
 
 
 def find_tied_twins(
-    views: Mapping[str, TensorView], config: Mapping[str, Any] | None
+    views: Mapping[str, TensorView],
+    config: Mapping[str, Any] | None,
+    is_equal: Callable[[TensorView, TensorView], bool] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny."""
+    """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny.
+
+    Args:
+        is_equal: compares two tensors; None for `equal_bytes`.
+    """
+    is_equal = is_equal or equal_bytes
     if not config or config.get("tie_word_embeddings") is not True:
         return {}, []
     twins: dict[str, str] = {}
@@ -39,7 +46,7 @@ def find_tied_twins(
     for twin, kept in _PAIRS:
         if twin in twins or twin not in views or kept not in views:
             continue
-        if equal_bytes(views[twin], views[kept]):
+        if is_equal(views[twin], views[kept]):
             twins[twin] = kept
         else:
             warnings.append(f"config.json ties {twin} to {kept}, but their bytes differ: both are kept")
