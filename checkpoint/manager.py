@@ -147,14 +147,15 @@ class CheckpointManager:
         if self._ram is not None and (force or self._ram.is_due(step)):
             self._ram.save(self._coordinator, step, state, user, behind=self._copying)
         is_kept = force or not step % self._interval
-        exports: list[tuple[Storage, Format]] = []
+        targets: list[tuple[Storage, Format]] = []
+        if is_kept:
+            targets.append((self._root.child(step_name(step)), "native"))
         if self._export is not None and not step % self._export_every:
-            exports.append((self._root.child(_EXPORTS).child(step_name(step)), self._export))
-        if not is_kept and not exports:
+            targets.append((self._root.child(_EXPORTS).child(step_name(step)), self._export))
+        if not targets:
             return None
         self._wait_together()
-        steps: list[tuple[Storage, Format]] = [(self._root.child(step_name(step)), "native")]
-        (storage, form), *copies = [*(steps if is_kept else ()), *exports]
+        (storage, form), *copies = targets
         coordinator = self._coordinator if self._async is None else self._behind
 
         def after() -> None:

@@ -78,7 +78,11 @@ class Form(ABC):
 
     @abstractmethod
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """On rank 0, after a `write` that failed: remove what it has written."""
+        """On rank 0, after an attempt that failed behind `claim`: remove what it has left.
+
+        Args:
+            save_id: of the attempt; empty if the ranks have not agreed.
+        """
 
 
 @contextmanager

@@ -40,7 +40,8 @@ class ManifestForm(Form):
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """The attempt's own folder; older data stays."""
-        storage.remove(f"data-{save_id}")
+        if save_id:
+            storage.remove(f"data-{save_id}")
 
     @abstractmethod
     def finish(self, storage: Storage, manifest: Manifest) -> None:

@@ -125,7 +125,7 @@ class Saver:
             held: on rank 0, gets the folder's lock; to be closed after the commit.
         """
         error: BaseException | None = None
-        structure, blob, alike = None, b"", {}
+        structure, blob, alike, save_id, claimed = None, b"", {}, "", False
         try:
             taken = take()
             user = plain_json(user)
@@ -133,36 +133,31 @@ class Saver:
             _ = taken.structure.digest  # computed here, where an error of one rank reaches all
             if self.coordinator.rank == 0:
                 self._form.claim(self.storage, held, overwrite=self.overwrite)
+                claimed = True
             # Not beside an error, which all ranks raise first: there may be a `user` that is not JSON.
             structure, alike = taken.structure, {**self._alike, "user": user}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
-        agreed = self.coordinator.agree(structure, len(blob), error, alike)
-        plan = partial(
-            build_manifest,
-            agreed.classes,
-            save_id=agreed.save_id,
-            world_size=self.coordinator.world_size,
-            blob_bytes=agreed.blob_bytes,
-            user=user,
-            stripe_bytes=self.stripe_bytes,
-            split_bytes=None if self.every_node else self.split_bytes,
-        )
         try:
-            return self._form.write(
-                plan,
-                RankShare(
-                    self.storage,
-                    self.coordinator,
-                    taken.locals_by_name,
-                    blob,
-                    replace=self.overwrite,
-                    every_node=self.every_node,
-                ),
+            agreed = self.coordinator.agree(structure, len(blob), error, alike)
+            save_id = agreed.save_id
+            plan = partial(
+                build_manifest,
+                agreed.classes,
+                save_id=save_id,
+                world_size=self.coordinator.world_size,
+                blob_bytes=agreed.blob_bytes,
+                user=user,
+                stripe_bytes=self.stripe_bytes,
+                split_bytes=None if self.every_node else self.split_bytes,
             )
+            share = RankShare(
+                self.storage, self.coordinator, taken.locals_by_name, blob, self.overwrite, self.every_node
+            )
+            return self._form.write(plan, share)
         except BaseException as failed:
-            if self.coordinator.rank == 0:
-                self._clear_away(agreed.save_id, failed)
+            if claimed:
+                self._clear_away(save_id, failed)
             raise
 
     @property

@@ -100,7 +100,8 @@ def _segments_of_file(
         first, last = shards.own_run(leaf) if is_own and leaf else (items.start, items.stop)
         for turn, start in enumerate(range(first, last, step)):
             stop = min(start + step, last)
-            writer, holders = shards.rank, (shards.rank,)
+            writer = shards.rank
+            holders: tuple[int, ...] = (writer,)
             if not is_own:
                 holders = shards.holders(view, start, stop, turn)
                 in_place = holders[turn % len(holders)] if holders else turn % world_size

@@ -109,10 +109,14 @@ class WrittenFolder:
             if not self.final.in_order:
                 self.working.remove("")
             raise
-        self.final.take_over(self.working)
-        self.final.sync_folder("")
-        for name in LOCK_NAMES:
-            self.final.remove(name)
+        try:
+            self.final.take_over(self.working)
+            self.final.sync_folder("")
+            for name in LOCK_NAMES:
+                self.final.remove(name)
+        except BaseException as error:
+            error.add_note(f"{self.final.where} is the old folder or the new one, whole")
+            raise
 
     def _left(self) -> str:
         """What has become of the path if a save fails."""
