@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
     from vescale_fsdp.conversion.live.dcp_form import DCP
     from vescale_fsdp.conversion.live.hf_form import HuggingFace
+    from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
         redistribute,
         redistribute_async,
     )
+    from vescale_fsdp.elastic.job import ElasticJob, Training
+    from vescale_fsdp.elastic.membership import Membership, Quorum
+    from vescale_fsdp.elastic.store_membership import StoreMembership
+    from vescale_fsdp.elastic.torchft_membership import TorchftMembership
     from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
     from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, TensorSlot
     from vescale_fsdp.layout.padding import PaddingPolicy, PaddingWarning
@@ -51,6 +56,7 @@ __all__ = [
     "DCP",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "ElasticJob",
     "Element",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -59,6 +65,8 @@ __all__ = [
     "GroupLayout",
     "HSDPMeshInfo",
     "HuggingFace",
+    "LoadFromReport",
+    "Membership",
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
@@ -66,15 +74,19 @@ __all__ = [
     "PaddingWarning",
     "PendingTensor",
     "PlanReport",
+    "Quorum",
     "RaggedDTensor",
     "RaggedShard",
     "Rows",
     "ShardPlacementResult",
     "StateDescription",
+    "StoreMembership",
     "StridedRaggedShard",
     "TensorSlot",
     "TensorSpec",
     "Tiles",
+    "TorchftMembership",
+    "Training",
     "Transfer",
     "TransferHandle",
     "TransferPlan",
@@ -89,6 +101,7 @@ __all__ = [
     "is_ragged",
     "is_supported",
     "joint_ranks",
+    "load_from",
     "manual_seed",
     "plan_group",
     "plan_report",
@@ -113,9 +126,14 @@ lazily_export(
         "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
         "vescale_fsdp.conversion.live.dcp_form": "DCP",
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
+        "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",
+        "vescale_fsdp.elastic.job": "ElasticJob Training",
+        "vescale_fsdp.elastic.membership": "Membership Quorum",
+        "vescale_fsdp.elastic.store_membership": "StoreMembership",
+        "vescale_fsdp.elastic.torchft_membership": "TorchftMembership",
         "vescale_fsdp.runtime.fully_shard": "fully_shard",
         "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole",
         "vescale_fsdp.layout.group_layout": "GroupLayout ModelLayout TensorSlot",

@@ -124,7 +124,7 @@ class RaggedWriter(StorageWriter):
         """Commit."""
         assert self._commit is not None
         with self._held:
-            self._commit()
+            self._commit.run()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

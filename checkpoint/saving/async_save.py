@@ -29,7 +29,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.save import Format, Saver, plain_json
+from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -110,7 +110,7 @@ class AsyncSaver:
         user: Json = None,
         overwrite: bool = False,
         format: Format = "native",
-        after: Callable[[], None] | None = None,
+        after: Callable[[Saved], None] | None = None,
         copies: Sequence[tuple[Storage, Format]] = (),
     ) -> SaveHandle:
         """Copy the state and return; the save goes on.
@@ -148,9 +148,9 @@ class AsyncSaver:
                 self._coordinator.agree(None, 0, error)
                 return
             for number, saver in enumerate(savers):
-                saver.write(take, user)
+                saved = saver.write(take, user)
                 if number == 0 and after is not None:
-                    after()
+                    after(saved)
 
         self._last = _worker.submit(work)
         if error is not None and not isinstance(error, Exception):

@@ -24,8 +24,17 @@ from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Commit", "Form", "RankShare", "told_if_busy"]
 
-Commit = Callable[[], None]
-"""Makes what all ranks have written valid; called on one rank."""
+
+class Commit(NamedTuple):
+    """What is to be done when all ranks have written.
+
+    Attributes:
+        num_bytes: of tensors and values that all ranks together have written.
+        run: makes them valid; called on one rank (or one of every node).
+    """
+
+    num_bytes: int
+    run: Callable[[], None]
 
 
 class RankShare(NamedTuple):
@@ -71,9 +80,6 @@ class Form(ABC):
 
         Args:
             plan: what this save writes, in the native form; every rank computes the same from the same input.
-
-        Returns:
-            What is to be done when all have written, on rank 0 (or on the first rank of every node).
         """
 
     @abstractmethod

@@ -32,7 +32,7 @@ class NativeForm(ManifestForm):
                 file = RankFile(manifest, share.coordinator.rank)
                 image = FileImage(file, share.locals_by_name, share.blob)
             write_rank_file(share.storage, image)
-        return partial(
+        commit = partial(
             commit_manifest,
             share.storage,
             manifest,
@@ -40,6 +40,7 @@ class NativeForm(ManifestForm):
             replace=share.replace,
             check_files=not share.every_node,
         )
+        return Commit(manifest.num_bytes, commit)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
         """Nothing is left."""

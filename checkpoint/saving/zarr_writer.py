@@ -51,7 +51,7 @@ class ZarrForm(ManifestForm):
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
             write_rank_file(storage, FileImage(file, {}, share.blob, table))
-        return partial(
+        commit = partial(
             commit_manifest,
             storage,
             manifest,
@@ -59,6 +59,7 @@ class ZarrForm(ManifestForm):
             replace=share.replace,
             check_files=not share.every_node,
         )
+        return Commit(manifest.num_bytes, commit)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
         """Group metadata, so that the tree opens as zarr groups."""

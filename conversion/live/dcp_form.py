@@ -70,7 +70,8 @@ class DCP(Form):
                 folder.begin()
         with coordinator.together(f"writing to {storage.where}"):
             _write(folder.working, output)
-        return partial(folder.commit, output.closing, [file_of_rank(rank) for rank in range(world_size)])
+        names = [file_of_rank(rank) for rank in range(world_size)]
+        return Commit(shards.source.nbytes, partial(folder.commit, output.closing, names))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """All that was written."""

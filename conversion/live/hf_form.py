@@ -150,7 +150,8 @@ class HuggingFace(Form):
             files.lay_out()
         with coordinator.together(f"writing to {storage.where}"):
             files.write()
-        return partial(folder.commit, report.plan.closing, [file.name for file in report.plan.files])
+        names = [file.name for file in report.plan.files]
+        return Commit(report.plan.tensor_nbytes, partial(folder.commit, report.plan.closing, names))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """All that was written."""
