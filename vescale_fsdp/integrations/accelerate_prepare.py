@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from vescale_fsdp.integrations.replaced_names import StandIn
+from vescale_fsdp.integrations.names.replaced_names import StandIn
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
 __all__ = ["PREPARE"]
