@@ -28,6 +28,14 @@ def test_extras_pin_what_was_tried() -> None:
     assert all(version in TRIED[name] for name, version in pinned.items())
 
 
+def test_the_makefile_installs_what_was_tried() -> None:
+    """What `make test-stacks` installs by name is of the table."""
+    named = re.findall(r"(\w+)==([\d.]+)", (ROOT / "Makefile").read_text())
+
+    assert ("nemo_automodel", TRIED["nemo_automodel"][0]) in named
+    assert all(version in TRIED[name] for name, version in named if name in TRIED)
+
+
 def test_readme_says_what_was_tried() -> None:
     """README's compatibility table has a row for each stack, with its versions."""
     rows = dict(re.findall(r"^\| (\w+)[^|]*\| ([\d., ]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
