@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 
 from examples.stack_options import Options
 from examples.tiny_llm import tiny_llama
-from examples.trl_lora.train import train
+from examples.trl_lora.train import LORA, train
 from tests.stacks.against_stock import HALF, KINDS, LARGEST, History, check_losses, control_of, converted
-from tests.stacks.example_ranks import run_example
+from tests.stacks.example_ranks import run_example, run_on_ranks
+from tests.support.distributed import cpu_mesh
+from vescale_fsdp import FSDPModule
+from vescale_fsdp.integrations import as_fsdp2
 
 CLIP = {"norm_type": LARGEST, "max_norm": 0.005}
 # peft 0.21 reads a property that transformers 5.23 has renamed.
@@ -71,3 +74,24 @@ def test_merged_weights(kind: str, folder: Path) -> None:
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
     trained = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(merged[trained], tiny_llama().state_dict()[trained])
+
+
+def _loads_an_adapter() -> tuple[int, list[str]]:
+    """How many tensors an adapter has, and which of them are wrong once a sharded model has loaded it."""
+    model = get_peft_model(tiny_llama(), LORA)
+    adapter = {name: torch.randn_like(value) for name, value in get_peft_model_state_dict(model).items()}
+    with as_fsdp2():
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=cpu_mesh())
+        fully_shard(model, mesh=cpu_mesh())
+        set_peft_model_state_dict(model, {name: value.clone() for name, value in adapter.items()})
+    loaded = {name.replace(".default", ""): value.full_tensor() for name, value in model.state_dict().items()}
+    assert isinstance(model, FSDPModule)
+    return len(adapter), [name for name, value in adapter.items() if not torch.equal(loaded[name], value)]
+
+
+def test_adapters_load_into_shards() -> None:
+    """peft cuts whole tensors as the sharded parameters lie, as it does under FSDP2."""
+    assert run_on_ranks(2, _loads_an_adapter) == 2 * [(12, [])]
