@@ -240,7 +240,7 @@ def test_every_sample_is_right_or_refused() -> None:
     for verdicts, wrong, right in run_ranks(2, walk, None, timeout_s=400.0):
         assert wrong == []
         assert right >= ESSENTIAL
-        assert verdicts["right"] > 3000 and verdicts["refused"] > 3000
+        assert verdicts["right"] > 3000 and verdicts["refused"] > 500
 
 
 def test_a_wrong_rule_is_found() -> None:
