@@ -57,8 +57,8 @@ LEVELS = (
     ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
     ("conversion.formats", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
-    ("conversion", "conversion.live"),
-    ("conversion.cli", "integrations.names"),
+    ("conversion",),
+    ("conversion.live", "conversion.cli", "integrations.names"),
     ("integrations", "integrations.weight_sync"),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
