@@ -55,7 +55,7 @@ test-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
 	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
-	$(TORCH_VENV)/bin/python -m pytest
+	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER)
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/elastic/test_kills.py

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 from vescale_fsdp.errors import LifecycleError, explain
-from vescale_fsdp.integrations.pattern_rule import PatternRule
-from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, put_back, replace
+from vescale_fsdp.integrations.names.pattern_rule import PatternRule
+from vescale_fsdp.integrations.names.replaced_names import StandIn, bound_names, put_back, replace
 from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule

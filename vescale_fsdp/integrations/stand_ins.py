@@ -38,8 +38,8 @@ from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import is_ragged
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
-from vescale_fsdp.integrations.pattern_rule import PatternRule
-from vescale_fsdp.integrations.replaced_names import StandIn
+from vescale_fsdp.integrations.names.pattern_rule import PatternRule
+from vescale_fsdp.integrations.names.replaced_names import StandIn
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
