@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, prove_verify
+from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Read, Verify, prove_choices
 from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
@@ -81,13 +81,14 @@ class _StepLoad:
     strict: bool
     include: tuple[str, ...] | None
     verify: Verify
+    read: Read
     overwritten: dict[str, None] = field(default_factory=dict)
 
     def of(self, found: Candidate, coordinator: Coordinator) -> LoadReport:
         """Load one step."""
         if found.supply is not None:
             found.supply.bring_manifest()
-        loader = Loader(found.storage, coordinator, self.verify, found.supply)
+        loader = Loader(found.storage, coordinator, self.verify, found.supply, self.read)
         try:
             return loader.load(self.state, strict=self.strict, include=self.include)
         except PartialLoadError as error:
@@ -379,6 +380,7 @@ class CheckpointManager:
         strict: bool = True,
         include: str | tuple[str, ...] | None = None,
         verify: Verify = "while",
+        read: Read = "auto",
     ) -> Restored | None:
         """Fill a state from the newest step that is good; a collective.
 
@@ -391,7 +393,7 @@ class CheckpointManager:
         Args:
             state: filled in place, as `load` does.
             step: this step and no other.
-            strict, include, verify: as for `load`.
+            strict, include, verify, read: as for `load`; a step in memory is read by each rank.
 
         Returns:
             What was restored; None if no rank sees any checkpoint.
@@ -405,14 +407,14 @@ class CheckpointManager:
                 whole; see `load`. One that damage led to is a CorruptCheckpointError too.
         """
         self._wait_together()
-        alike: dict[str, Json] = {"strict": strict, "verify": verify}
+        alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read}
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
-            prove_verify(verify)
+            prove_choices(verify, read)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
-        load = _StepLoad(state, strict, patterns, verify)
+        load = _StepLoad(state, strict, patterns, verify, read)
         try:
             restored = _first_good(search, partial(load.of, coordinator=self._coordinator))
             if restored is None:

@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
+from vescale_fsdp.checkpoint.storage.direct_reads import DirectReads, is_cached
 from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
 from vescale_fsdp.checkpoint.storage.preallocate import reserve
@@ -27,6 +29,7 @@ __all__ = ["LOCK_NAMES", "LocalStorage"]
 _MAKE = os.O_CREAT | os.O_EXCL
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
 _MAX_OPEN_FILES = 256  # of more files than this the rest are opened again for every read
+_slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
 LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # what locks leave in a folder
 _KINDS = {
@@ -37,6 +40,24 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+_NETWORK_FILE_SYSTEMS = {
+    *(
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "smb3",
+        "9p",
+        "wekafs",
+        "pvfs2",
+        "glusterfs",
+        "afs",
+    ),
+    *("fuse.glusterfs", "fuse.juicefs", "fuse.ceph", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.weka"),
+}
 _log = logging.getLogger(__name__)
 _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
@@ -124,17 +145,27 @@ def _transfer(
 
 
 class _LocalReader(FileReader):
-    """Opens the file for each read, since a restart on few ranks may read from thousands of files at once; or once and
-    for all, since that costs a round trip on network disks."""
+    """Keeps the file open, since opening costs a round trip on network disks, but not more than so many: a restart
+    on few ranks may read from thousands of files at once. The rest are opened for each read.
+
+    Args:
+        lasting: open until nobody knows of it, whoever closes it.
+    """
 
     _held = -1
 
-    def __init__(self, path: Path, *, held: bool) -> None:
+    def __init__(self, path: Path, direct: DirectReads, *, lasting: bool) -> None:
         self.looks_in_place = True  # until it fails
-        self._path = path
+        self._path, self._direct, self._lasting = path, direct, lasting
         self._size = _size_of_file(path)
-        if held:
-            self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if lasting:
+            self._held = _open(path)
+        elif _slots.acquire(blocking=False):
+            try:
+                self._held = _open(path)
+            except BaseException:
+                _slots.release()
+                raise
 
     @property
     def size_bytes(self) -> int:
@@ -151,18 +182,37 @@ class _LocalReader(FileReader):
         self.looks_in_place = pages is not None
         return super().view(start_bytes, stop_bytes) if pages is None else pages
 
+    def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
+        return is_cached(self._path, start_bytes, stop_bytes)
+
+    @contextmanager
+    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
+        with self._direct.read(self._path, start_bytes, stop_bytes) as data:
+            yield self.view(start_bytes, stop_bytes) if data is None else data
+
     def close(self) -> None:
-        """What is held is for others too, until nobody knows of it."""
+        if not self._lasting:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        file, self._held = self._held, -1
+        if file >= 0:
+            os.close(file)
+            if not self._lasting:
+                _slots.release()
 
     def __del__(self) -> None:
-        if self._held >= 0:
-            os.close(self._held)
+        self._let_go()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """A file's number, open for reading."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = _open(path)
     try:
         yield file
     finally:
@@ -223,6 +273,22 @@ def _sync(folder: Path) -> None:
         os.close(file)
 
 
+def _file_system_of(folder: Path) -> str:
+    """Name of the file system that a folder lies in; "" where the system does not tell."""
+    try:
+        mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    at = Path(os.path.realpath(folder))
+    # Later mounts hide earlier ones at the same place.
+    found = [
+        (len(place), number, kind)
+        for number, (_, place, kind, *_) in enumerate(mounts)
+        if at.is_relative_to(place)
+    ]
+    return max(found, default=(0, 0, ""))[2]
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
@@ -254,14 +320,19 @@ class LocalStorage(Storage):
         )
         self._durable, self._whole_files = durable, whole_files
         self._held: dict[str, _LocalReader] = {}
+        self._direct = DirectReads()
         # This rank's share of the cores: more threads would not copy faster.
         self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
-        # Writes wait for the disk now and then: a second thread hashes meanwhile.
-        self.write_threads = max(2, self.read_threads)
+        # These wait for the disk now and then: a second thread hashes meanwhile.
+        self.far_read_threads = self.write_threads = max(2, self.read_threads)
 
     @property
     def where(self) -> str:
         return str(self.root)
+
+    @property
+    def is_shared(self) -> bool:  # type: ignore[override]
+        return _file_system_of(self.root) in _NETWORK_FILE_SYSTEMS
 
     def child(self, name: str) -> LocalStorage:
         return self._like_this(self.root / name)
@@ -290,8 +361,8 @@ class LocalStorage(Storage):
 
     def open_file(self, name: str) -> FileReader:
         if not self._whole_files:
-            return _LocalReader(self.root / name, held=False)
-        found = self._held.get(name) or _LocalReader(self.root / name, held=True)
+            return _LocalReader(self.root / name, self._direct, lasting=False)
+        found = self._held.get(name) or _LocalReader(self.root / name, self._direct, lasting=True)
         if len(self._held) < _MAX_OPEN_FILES:
             self._held[name] = found
         return found

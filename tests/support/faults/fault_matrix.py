@@ -37,6 +37,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
 from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
+from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
@@ -85,13 +86,12 @@ class Setting(NamedTuple):
     action: str  # save or restore
     through: str  # a manager of steps, or one path that is overwritten
     form: str  # native, zarr, hf or dcp
-    mode: str  # sync or async
-    store: str  # local or s3
+    mode: str  # a save's: sync or async; a restore's: once or each, as ranks read what both want
+    store: str  # local, s3, or far: local, and not in the page cache
 
 
 SETTINGS = [
-    Setting(action, through, form, mode, store)
-    for action in ("save", "restore")
+    Setting("save", through, form, mode, store)
     for through, form, mode in (
         ("manager", "native", "sync"),
         ("manager", "native", "async"),
@@ -103,8 +103,15 @@ SETTINGS = [
         ("path", "dcp", "sync"),
     )
     for store in ("local", "s3")
-    # A restore is the same, however steps are saved; folders that others read are read by one process.
-    if action == "save" or (mode == "sync" and form not in ("hf", "dcp"))
+] + [
+    Setting("restore", through, form, read, store)
+    for through, form, read, stores in (
+        ("manager", "native", "each", ("local", "s3")),
+        ("manager", "native", "once", ("local", "s3")),
+        ("path", "native", "each", ("local", "s3", "far")),
+        ("path", "zarr", "each", ("local", "s3")),  # the zarr form is read by each rank in any case
+    )
+    for store in stores
 ]
 
 
@@ -185,7 +192,7 @@ class _Stage:
         """Where a setting's checkpoints lie."""
         name = f"{self._run}-{self._num_groups}-{setting.through}-{setting.form}"
         inner: Storage
-        if setting.store == "local":
+        if setting.store != "s3":
             inner = LocalStorage(self._folder / name)
         else:
             inner = RemoteStorage(
@@ -195,7 +202,7 @@ class _Stage:
                 secret="any",
                 client_kwargs={"region_name": "us-east-1"},
             )
-        return WatchedStorage(inner, self.watch)
+        return WatchedStorage(inner, self.watch, is_far=setting.store == "far")
 
     def place(self, setting: Setting) -> tuple[str, ...]:
         """What tells places apart."""
@@ -233,10 +240,10 @@ class _Stage:
                 return None
         state = _state(0)
         if setting.through == "manager":
-            restored = self._manager(setting).restore(state)
+            restored = self._manager(setting).restore(state, read=_read_of(setting))
             assert restored is not None
         else:
-            load(self.storage(setting), state, process_group=self.group)
+            load(self.storage(setting), state, read=_read_of(setting), process_group=self.group)
         return _proven(state)
 
     def _manager(self, setting: Setting) -> CheckpointManager:
@@ -255,6 +262,10 @@ class _Stage:
     def take_for_saved(self, setting: Setting, step: int) -> None:
         """Count a state as acknowledged that has been found."""
         self._saved[self.place(setting)] = step
+
+
+def _read_of(setting: Setting) -> Read:
+    return "once" if setting.mode == "once" else "each"
 
 
 def _state(step: int, form: str = "native") -> dict[str, Any]:

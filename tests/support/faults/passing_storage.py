@@ -16,7 +16,8 @@ class PassingStorage(Storage):
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.write_threads, self.read_threads = inner.write_threads, inner.read_threads
-        self.in_order = inner.in_order
+        self.far_read_threads = inner.far_read_threads
+        self.in_order, self.is_shared = inner.in_order, inner.is_shared
 
     @property
     def where(self) -> str:
