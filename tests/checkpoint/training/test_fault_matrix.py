@@ -60,7 +60,7 @@ def test_runs_are_recorded_whole(calls: dict[Setting, list[list[Call]]]) -> None
     assert set(calls) == set(SETTINGS) and all(ranks[0] and ranks[1] for ranks in calls.values())
     operations = {call.operation for ranks in calls.values() for own in ranks for call in own}
     written = {"lock", "create", "write_at", "close", "commit", "sync_folder", "remove"}
-    assert operations == written | {"exists", "list_folder", "read_small", "open_file", "read_at", "borrowed"}
+    assert operations == written | {"exists", "list_folder", "read_small", "open_file", "read_at", "view", "borrowed"}
 
 
 def test_the_sample_meets_every_pair(calls: dict[Setting, list[list[Call]]]) -> None:
