@@ -31,6 +31,7 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
 from vescale_fsdp.conversion.live.shard_reading import Filling, fill_all, same_values
 from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
+from vescale_fsdp.conversion.source.checked_ranges import SeenPieces
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import CheckpointError, some
 
@@ -146,6 +147,9 @@ class _LoadFrom:
                 fillings = self._without_twins(made, list(self._fillings(made)))
             with self._together("reading", outcome=_HALF_LOADED):
                 fill_all(fillings, self._num_threads(source))
+            pieces = self.coordinator.everyone(source.seen_in_part())
+            with self._together("verifying", outcome=_HALF_LOADED):
+                source.prove_with(_share(pieces, self.coordinator.rank))
                 source.require_unchanged()
                 made.found.finish()
                 live.give_back()
@@ -223,6 +227,21 @@ class _LoadFrom:
 
     def _num_threads(self, source: Source) -> int:
         return max(1, min(source.store.read_threads, (os.cpu_count() or 1) // num_neighbours()))
+
+
+def _share(pieces: Sequence[Sequence[SeenPieces]], rank: int) -> Iterator[SeenPieces]:
+    """What ranks have read, in parts, of ranges with one checksum: of those that this rank is to prove.
+
+    A record of a file, such as a whole matrix, has one checksum, and no rank wants all of it. One of those that read
+    some of it joins the checksums of all parts; what nobody wanted it reads.
+    """
+    seen: dict[tuple[str, int], dict[int, SeenPieces]] = {}
+    for reader, found in enumerate(pieces):
+        for each in found:
+            seen.setdefault((each.file, each.start), {})[reader] = each
+    for number, readers in enumerate(seen.values()):
+        if list(readers)[number % len(readers)] == rank:
+            yield from readers.values()
 
 
 def _listing(source: Source) -> str:
