@@ -166,7 +166,7 @@ def _flip(folder: Path, value: float) -> None:
 def _load_damaged(folder: Path) -> dict[str, Any]:
     """What each rank meets in sources that one rank has parts of; and what it reads of a good one."""
     found: dict[str, Any] = {}
-    numbers = torch.arange(4000.0).view(40, 100)
+    numbers = torch.arange(200_000.0).view(40, 5000)
     if dist.get_rank() == 0:
         dcp.save({"model": {"weight": numbers}}, checkpoint_id=folder / "dcp", no_dist=True)
         torch.save({"weight": numbers}, folder / "whole.pt")
@@ -180,7 +180,7 @@ def _load_damaged(folder: Path) -> dict[str, Any]:
                 _flip(folder / kind, 3990.0)
         dist.barrier()
         for kind in ("dcp", "native", "zarr", "whole.pt"):
-            model = nn.Linear(100, 40, bias=False)
+            model = nn.Linear(5000, 40, bias=False)
             fully_shard(model, mesh=cpu_mesh())
             read: list[int] = []
             read_into = Storage.read_into
@@ -220,7 +220,8 @@ def test_damage_in_what_ranks_share(tmp_path: Path) -> None:
             assert found[f"{kind} same"]
         for kind in ("dcp", "native", "zarr"):
             assert "CorruptCheckpointError" in found[kind], found[kind]
-        assert found["whole.pt read"] < 2 and "whole.pt" not in found
+        assert all(1 <= found[f"{kind} read"] < 1.1 for kind in ("dcp", "zarr", "whole.pt"))
+        assert "whole.pt" not in found
         assert "argument `strict`" in found["unlike"]
 
 
