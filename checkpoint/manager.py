@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, prove_verify
+from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -26,10 +27,10 @@ from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
-from vescale_fsdp.checkpoint.step_search import StepSearch
+from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
 
@@ -51,6 +52,28 @@ class Restored:
     report: LoadReport
     tier: str
     moves: tuple[FileMove, ...] = ()
+
+
+@dataclass
+class _StepLoad:
+    """How steps are loaded, and what those that failed have left in the state."""
+
+    state: Any
+    strict: bool
+    include: tuple[str, ...] | None
+    verify: Verify
+    overwritten: dict[str, None] = field(default_factory=dict)
+
+    def of(self, found: Candidate, coordinator: Coordinator) -> LoadReport:
+        """Load one step."""
+        if found.supply is not None:
+            found.supply.bring_manifest()
+        loader = Loader(found.storage, coordinator, self.verify, found.supply)
+        try:
+            return loader.load(self.state, strict=self.strict, include=self.include)
+        except PartialLoadError as error:
+            self.overwritten |= dict.fromkeys(error.overwritten)
+            raise
 
 
 class CheckpointManager:
@@ -172,11 +195,12 @@ class CheckpointManager:
         step: int | None = None,
         strict: bool = True,
         include: str | tuple[str, ...] | None = None,
-        verify: Verify = "before",
+        verify: Verify = "while",
     ) -> Restored | None:
         """Fill a state from the newest step that is good; a collective.
 
-        A damaged step is skipped with a warning and the next older one is tried. A step that is good but
+        A damaged step is skipped with a warning and the next older one is tried; what the damaged one had overwritten
+        by then, the next one overwrites. A step that is good but
         does not fit the state raises, because older ones would not fit either; and so does one that cannot be read
         for another reason than damage, such as a lost connection or a lack of permission. A step that another job
         removes meanwhile is no damage: the newest one is looked for again.
@@ -190,10 +214,12 @@ class CheckpointManager:
             What was restored; None if no rank sees any checkpoint.
 
         Raises:
-            CorruptCheckpointError: if there are steps, and all are damaged; the state is untouched then,
-                unless ``verify="while"`` was asked for.
+            CorruptCheckpointError: if there are steps, and all are damaged. With ``verify="before"`` damage leaves the
+                state untouched.
             CheckpointError: if a step does not fit the state, the step asked for does not exist, or ranks still see
                 different steps when patience is over. Whatever one rank meets, all raise.
+            PartialLoadError: in place of any of these, if a step had been loaded in part by then and none after it
+                whole; see `load`. One that damage led to is a CorruptCheckpointError too.
         """
         self._wait_together()
         alike: dict[str, Json] = {"strict": strict, "verify": verify}
@@ -203,13 +229,22 @@ class CheckpointManager:
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
+        load = _StepLoad(state, strict, patterns, verify)
+        try:
+            return self._restore_newest(search, load, wanted)
+        except PartialLoadError:
+            raise
+        except Exception as error:
+            if not load.overwritten:
+                raise
+            raise partial_load(error, load.overwritten) from error
+
+    def _restore_newest(self, search: StepSearch, load: _StepLoad, wanted: int | None) -> Restored | None:
+        """Try steps until one is good; a step that overwrote the state in part is made up for by the next."""
         while (found := search.newest()) is not None:
             stored, supply = found.step, found.supply
             try:
-                if supply is not None:
-                    supply.bring_manifest()
-                loader = Loader(found.storage, self._coordinator, verify, supply)
-                report = loader.load(state, strict=strict, include=patterns)
+                report = load.of(found, self._coordinator)
             except LostPartError as error:
                 search.lost(stored, error)
             except NoCheckpointError:
@@ -243,7 +278,7 @@ class CheckpointManager:
             raise CheckpointError(
                 "The steps were removed while they were read.",
                 expected="one to remain",
-                got="none; tensors may hold some of what was read",
+                got="none",
                 where=self._root.where,
                 todo="see which job removes them",
             )

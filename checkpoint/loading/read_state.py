@@ -127,7 +127,8 @@ class CheckpointTensor:
 
         Args:
             box: what to read; default: all.
-            out: filled in place and returned; of the box's shape and the tensor's dtype.
+            out: filled in place and returned; of the box's shape and the tensor's dtype. After an error it may hold
+                some of what was read.
             verify: compare checksums (whole stripes of 4 MiB are read then).
 
         Raises:
@@ -229,7 +230,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         with closing(ReadPlan(self.storage, self._finder)) as reads:
             for rank, blob in zip(chosen, blobs, strict=True):
                 file = self._finder.file(rank)
-                reads.add(file, Sink(file.blob_start, file.table_start, blob))
+                reads.add(file, Sink(file.blob_start, file.table_start, None, blob))
             reads.run(verify=True)
         return [
             self._unpack(memoryview(blob.data), self._finder.file(rank).name)
