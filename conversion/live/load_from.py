@@ -21,6 +21,8 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
+from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import whole_region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
@@ -112,6 +114,10 @@ def load_from(
         CheckpointError: on all ranks, if the source does not fit the state; ranks that met something else raise that.
         ConversionError: if the source is of no known kind, or rules or casts do not fit it.
         CorruptCheckpointError: if files are missing, truncated or not what was saved.
+        PartialLoadError: on all ranks, in place of any of these, once the first tensor may have been overwritten:
+            names, shapes and sizes of files are compared before, damaged bytes are found when they come.
+            ``error.overwritten`` names this rank's tensors; see `vescale_fsdp.checkpoint.load`. What was on the
+            meta device is there again.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
@@ -145,14 +151,18 @@ class _LoadFrom:
                     made.require_fit(self.url)
                 made = self._with_memory(source, live, made, undo)
                 fillings = self._without_twins(made, list(self._fillings(made)))
-            with self._together("reading", outcome=_HALF_LOADED):
-                fill_all(fillings, self._num_threads(source))
-            pieces = self.coordinator.everyone(source.seen_in_part())
-            with self._together("verifying", outcome=_HALF_LOADED):
-                source.prove_with(_share(pieces, self.coordinator.rank))
-                source.require_unchanged()
-                made.found.finish()
-                live.give_back()
+            overwriting = Overwriting()
+            for filling in fillings:
+                overwriting.add(filling.name, filling.tensor, filling.target)
+            with overwriting.together(self.coordinator.world_size):
+                with self._together("reading", outcome=_HALF_LOADED):
+                    fill_all(fillings, self._num_threads(source))
+                pieces = self.coordinator.everyone(source.seen_in_part())
+                with self._together("verifying", outcome=_HALF_LOADED):
+                    source.prove_with(_share(pieces, self.coordinator.rank))
+                    source.require_unchanged()
+                    made.found.finish()
+                    live.give_back()
         except BaseException:
             for put_back in undo:  # what was to be filled would pass for values
                 put_back()
@@ -195,11 +205,11 @@ class _LoadFrom:
             described = describer.describe(name, tensor)
             if described.local is not None:
                 region = describer.region(described, self.coordinator.rank)
-                yield Filling(name, view, region, described.local)
+                yield Filling(name, view, region, tensor, LoadTarget(described.local))
         for place, view in made.fresh.items():
             tensor = torch.empty(view.info.shape, dtype=dtype_named(view.info.dtype.required_torch_name))
             made.found.fresh[place] = tensor
-            yield Filling(view.info.name, view, whole_region(view.info.shape), tensor)
+            yield Filling(view.info.name, view, whole_region(view.info.shape), tensor, LoadTarget(tensor))
 
     def _without_twins(self, made: LiveMatch, fillings: list[Filling]) -> list[Filling]:
         """One filling for each tensor, whatever number of names it has.
