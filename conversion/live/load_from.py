@@ -80,13 +80,21 @@ def load_from(
     and no rank holds more than its own parts and some boxes of 16 MiB. Tied weights stay one: a folder that stores
     them once fills both names.
 
-    >>> with torch.device("meta"):  # doctest: +SKIP
-    ...     model = AutoModelForCausalLM.from_config(config)
-    >>> for layer in model.model.layers:  # doctest: +SKIP
-    ...     fully_shard(layer)
-    >>> fully_shard(model)  # doctest: +SKIP
-    >>> load_from("meta-llama/Llama-3.2-1B", model, dtype="state", init=model._init_weights)  # doctest: +SKIP
-    LoadFromReport(missing=(), unexpected=(), mismatched={}, left_out=())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        load_from("Llama-3.2-1B", model, dtype="state", init=model._init_weights)
+
+    >>> import tempfile
+    >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, f"{(folder := tempfile.mkdtemp())}/linear.pt")
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(3, 2)
+    >>> load_from(f"{folder}/linear.pt", model).missing
+    ()
+    >>> model.weight.sum().item()
+    6.0
 
     Args:
         source: path or URL of a Hugging Face folder, a DCP folder, per-rank files of FSDP1 or FSDP2, a torch.save

@@ -11,6 +11,7 @@ kept and a warning says so.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -78,7 +79,7 @@ def _ask_transformers(
     except ImportError:
         return None, ()
     model_class: Any = getattr(transformers, class_name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+    if not inspect.isclass(model_class) or transformers.PreTrainedModel not in inspect.getmro(model_class):
         return None, ()
     try:
         with torch.device("meta"):

@@ -46,7 +46,12 @@ ours = "layers.{l}.down"
 
 def _hf_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    shapes = {"q": (HIDDEN, HIDDEN), "k": (KV, HIDDEN), "v": (KV, HIDDEN), "gate": (100, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (HIDDEN, HIDDEN),
+        "k": (KV, HIDDEN),
+        "v": (KV, HIDDEN),
+        "gate": (100, HIDDEN),
+    }
     shapes |= {"up": (100, HIDDEN)}
     shapes |= {"0_norm": (HIDDEN,), "1_norm": (HIDDEN,), "down": (HIDDEN, 50)}
     return {f"m.{layer}.{k}": torch.randn(shape) for layer in range(LAYERS) for k, shape in shapes.items()}
