@@ -66,7 +66,7 @@ def write_folder(folder: Path, total_bytes: int, dtype: torch.dtype) -> None:
     folder.mkdir()
     layer_bytes = _LAYER_NUMEL * dtype.itemsize
     layers, per_file = max(1, total_bytes // layer_bytes), max(1, _FILE_BYTES // layer_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for first in range(0, layers, per_file):
         tensors = {
             f"{layer}.{name}": torch.rand(shape).to(dtype)
@@ -150,7 +150,8 @@ def measure(settings: Settings) -> list[Row]:
     for way, dtype in _WAYS.items():
         total = sum(file.stat().st_size for file in (root / dtype).glob("*.safetensors")) / 1e9
         ours, raw = total / _median(figures, way), total / _median(figures, f"raw {way}")
-        rows.append(Row(case, f"HF folder into shards, {way}", "GB/s", ours, raw, "readinto", ">= 0.6"))
+        target = ">= 0.6" if dtype == "float32" else None  # a cast is no read
+        rows.append(Row(case, f"HF folder into shards, {way}", "GB/s", ours, raw, "readinto", target))
         peak = max(figure["memory"][way] for figure in figures)
         rows.append(Row(case, f"peak extra memory, {way}", "MiB", peak, None, None, "<= 256"))
     return rows

@@ -78,9 +78,10 @@ def _ask_transformers(
         import transformers
     except ImportError:
         return None, ()
-    model_class: Any = getattr(transformers, class_name, None)
-    if not inspect.isclass(model_class) or transformers.PreTrainedModel not in inspect.getmro(model_class):
+    found: Any = getattr(transformers, class_name, None)
+    if not inspect.isclass(found) or transformers.PreTrainedModel not in inspect.getmro(found):
         return None, ()
+    model_class: Any = found
     try:
         with torch.device("meta"):
             model = model_class(model_class.config_class.from_dict(dict(config)))
@@ -101,14 +102,14 @@ def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str],
 def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
     for twin, kept in ties.items():
-        group = groups.setdefault(kept, groups.get(twin, [kept]))
-        group.append(twin)
-        groups[twin] = group
-    found = {}
-    for name, group in groups.items():
-        stored = next((other for other in group if other in there), None)
-        if name not in there and stored is not None:
-            found[name] = stored
+        while kept in ties:  # tied to what is tied itself
+            kept = ties[kept]
+        groups.setdefault(kept, [kept]).append(twin)
+    known, found = set(there), {}
+    for group in groups.values():
+        stored = [name for name in group if name in known]
+        if stored:
+            found |= {name: stored[0] for name in group if name not in known}
     return found
 
 
