@@ -28,12 +28,27 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank
+    from vescale_fsdp.checkpoint.steps.save_when import (
+        BeforeDeadline,
+        BestOf,
+        EveryMinutes,
+        EverySteps,
+        OnSignal,
+        SaveWhen,
+    )
+    from vescale_fsdp.checkpoint.steps.step_folders import latest
+    from vescale_fsdp.checkpoint.steps.step_records import StepRecord
 
 __all__ = [
+    "BeforeDeadline",
+    "BestOf",
     "CheckpointManager",
     "CheckpointReader",
     "CheckpointTensor",
+    "EveryMinutes",
+    "EverySteps",
     "LoadReport",
+    "OnSignal",
     "PerRank",
     "Problem",
     "RaggedLoadPlanner",
@@ -43,11 +58,14 @@ __all__ = [
     "RamTier",
     "Restored",
     "SaveHandle",
+    "SaveWhen",
+    "StepRecord",
     "VerifyReport",
     "async_save",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "latest",
     "load",
     "read_state",
     "save",
@@ -67,6 +85,9 @@ lazily_export(
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
         "vescale_fsdp.checkpoint.state.per_rank": "PerRank",
         "vescale_fsdp.checkpoint.ram_tier": "RamTier",
+        "vescale_fsdp.checkpoint.steps.save_when": "BeforeDeadline BestOf EveryMinutes EverySteps OnSignal SaveWhen",
+        "vescale_fsdp.checkpoint.steps.step_folders": "latest",
+        "vescale_fsdp.checkpoint.steps.step_records": "StepRecord",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
         "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import operator
 import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,9 +30,19 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_f
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
-from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.step_folders import committed_steps, no_longer_kept, retire
+from vescale_fsdp.checkpoint.saving.save import Saved, Saver
 from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
+from vescale_fsdp.checkpoint.steps.retention import Retention
+from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
+from vescale_fsdp.checkpoint.steps.save_when import BestOf, EverySteps, SaveWhen, save_rules
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
+from vescale_fsdp.checkpoint.steps.step_records import (
+    StepRecord,
+    read_record,
+    remove_unpinned,
+    set_pinned,
+    write_record,
+)
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
@@ -81,10 +96,13 @@ class CheckpointManager:
 
     Args:
         root: folder or fsspec URL.
-        keep_last: newest steps to keep; None keeps all.
+        keep_last: newest steps to keep; None keeps all. What other rules keep, or `pin`, stays beside them.
         keep_every: steps divisible by it are kept as well.
+        keep_best: and so are those of the best metrics; those that a `BestOf` in ``save_when`` asks for are.
         async_: save behind training; `save` then waits only for the copy, and for the save before.
         save_interval: `save` does nothing for steps not divisible by it, unless forced.
+        save_when: rules in place of an interval, see `checkpoint.steps.save_when`; with `OnSignal` the manager is to be
+            made in the main thread, and to be closed.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
@@ -100,17 +118,16 @@ class CheckpointManager:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: BestOf | None = None,
         async_: bool = False,
         save_interval: int = 1,
+        save_when: SaveWhen | Sequence[SaveWhen] | None = None,
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
         patience_s: float = 30.0,
     ) -> None:
-        for name, value in (
-            ("keep_last", keep_last),
-            ("keep_every", keep_every),
-            ("save_interval", save_interval),
-        ):
+        limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
+        for name, value in limits.items():
             if value is not None and value < 1:
                 raise ValueError(
                     explain(f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root))
@@ -119,11 +136,11 @@ class CheckpointManager:
             raise ValueError(
                 explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
             )
+        rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s = patience_s
-        self._keep_last = keep_last
-        self._keep_every = keep_every
-        self._interval = save_interval
+        best = dict.fromkeys(rule for rule in (keep_best, *rules) if isinstance(rule, BestOf))
+        self._retention = Retention(keep_last, keep_every, tuple(best))
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
         self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
@@ -131,46 +148,161 @@ class CheckpointManager:
         self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
         self._async = AsyncSaver(self._behind) if async_ else None
         self._handle: SaveHandle | None = None
+        riding = coordinator_for(process_group, use="schedule")
+        self._schedule = SaveSchedule(rules, riding, self._known_metrics)
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; torn ones are not among them."""
         return committed_steps(self._root)
 
-    def save(self, step: int, state: Any, *, user: Json = None, force: bool = False) -> SaveHandle | None:
+    def history(self) -> list[StepRecord]:
+        """Of each committed step its size, the time that saving it took, its metric, and whether it is pinned."""
+        return [read_record(self._root, step) for step in self.steps()]
+
+    def pin(self, step: int) -> None:
+        """Let a step stay whatever the limits say; a collective."""
+        self._change(step, "pinning", partial(set_pinned, self._root, step, True))
+
+    def unpin(self, step: int) -> None:
+        """Let limits count for a step again; a collective."""
+        self._change(step, "unpinning", partial(set_pinned, self._root, step, False))
+
+    def remove(self, step: int) -> None:
+        """Remove a step, in memory too; a collective.
+
+        Raises:
+            CheckpointError: if there is no such step, it is pinned, or something of it is left.
+        """
+        self._change(step, "removing", partial(remove_unpinned, self._root, step))
+        if self._ram is not None:
+            self._ram.remove(self._coordinator, step)
+
+    def _change(self, step: int, doing: str, work: Callable[[], None]) -> None:
+        """Let rank 0 do something to a step that there is."""
+        self._wait_together()
+        doing = f"{doing} step {step} of {self._root.where}"
+        with self._coordinator.together(doing, "see what is left of it", alike={"step": step}):
+            if self._coordinator.rank == 0:
+                if step not in self.steps():
+                    raise self._no_such_step(step)
+                work()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed on a final save, for a signal or a deadline: the run is to end behind it."""
+        return self._schedule.should_stop
+
+    def should_save(self, step: int, *, metric: float | None = None) -> bool:
+        """Whether `save` of this step does anything, for those who do not make the state for nothing; a collective.
+
+        Args:
+            step, metric: as for `save`, which need not be given the metric again.
+        """
+        return self._decide(step, metric, force=False).is_due or self._is_for_ram(step)
+
+    def _is_for_ram(self, step: int) -> bool:
+        return self._ram is not None and self._ram.is_due(step)
+
+    def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
+        try:
+            step = operator.index(step)
+            if step < 0:
+                raise ValueError(
+                    explain(
+                        "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
+                    )
+                )
+            metric = None if metric is None else float(metric)
+        except Exception:
+            self._schedule.refuse()  # else ranks that come with a good step would wait
+            raise
+        return self._schedule.decide(step, metric, force=force, waits=self._is_for_ram(step))
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        user: Json = None,
+        force: bool = False,
+        metric: float | None = None,
+    ) -> SaveHandle | None:
         """Save a step if it is due; a collective. An earlier asynchronous save's error is raised here.
 
         Args:
             step: the step's number, any integer from 0; a step of the same number is replaced.
             state: as for `vescale_fsdp.checkpoint.save`.
             user: JSON of your own (counters, configuration); `restore` returns it.
-            force: save although the interval says no.
+            force: save although it is not due.
+            metric: of this step, the same on all ranks, for `BestOf` and for `history`.
 
         Returns:
-            A handle if saving goes on behind training, else None.
+            A handle if saving goes on behind training, else None. A final save (see `should_stop`) is always done when
+            this returns, and comes to disk alone.
 
         Raises:
-            CheckpointError: if this save, or the asynchronous one before it, failed.
+            CheckpointError: if this save, or the asynchronous one before it, failed, or ranks came with other steps.
             TypeError: if the step is no integer.
         """
-        step = operator.index(step)
-        if step < 0:
-            raise ValueError(
-                explain("A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where)
-            )
-        if self._ram is not None and (force or self._ram.is_due(step)):
+        decision = self._decide(step, metric, force=force)
+        step = decision.step
+        if self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final:
             self._ram.save(self._coordinator, step, state, user, behind=self._copying)
-        if not force and step % self._interval:
+        if not decision.is_due:
             return None
-        self._wait_together()
-        storage = self._root.child(step_name(step))
-        if self._async is None:
-            Saver(storage, self._coordinator, overwrite=True).save(state, user)
-            self._retain(step, self._coordinator)
-            return None
-        self._handle = self._async.start(
-            storage, state, user=user, overwrite=True, after=lambda: self._retain(step, self._behind)
-        )
+        if self._async is None or decision.is_final:
+            with self._wait_before(decision):
+                saver = Saver(self._root.child(step_name(step)), self._coordinator, overwrite=True)
+                self._conclude(decision, self._coordinator, saver.save(state, user))
+        else:
+            self._wait_together()
+            self._handle = self._async.start(
+                self._root.child(step_name(step)),
+                state,
+                user=user,
+                overwrite=True,
+                after=partial(self._conclude, decision, self._behind),
+            )
+        self._schedule.saved(decision)
         return self._handle
+
+    @contextmanager
+    def _wait_before(self, decision: Decision) -> Iterator[None]:
+        """Wait for the save before. Its error waits for the final save, which counts more: none comes after it."""
+        error: Exception | None = None
+        try:
+            self._wait_together()
+        except Exception as caught:
+            if not decision.is_final:
+                raise
+            error = caught
+        yield
+        if error is not None:
+            error.add_note(f"a save before failed so; step {decision.step}, the final one, is saved")
+            raise error
+
+    def _conclude(self, decision: Decision, coordinator: Coordinator, saved: Saved) -> None:
+        """On rank 0, note what the save took and remove what need not be kept, now that a step is committed."""
+        doing = f"removing older steps from {self._root.where}"
+        with coordinator.together(doing, f"step {decision.step} is committed"):
+            if coordinator.rank == 0:
+                record = StepRecord(decision.step, *saved, unix_s=time.time(), metric=decision.metric)
+                try:
+                    write_record(self._root, record)
+                except Exception as error:  # noqa: BLE001  the step is good without it
+                    told = f"{type(error).__name__}: {error}"
+                    warnings.warn(
+                        f"step {record.step} is saved, what that took is not noted: {told}", stacklevel=3
+                    )
+                self._retention.apply(self._root, decision.step)
+
+    def _known_metrics(self) -> list[float]:
+        """Those of the steps there are, as rank 0 sees them."""
+        found: list[float] = []
+        with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
+            if self._coordinator.rank == 0:
+                found = [record.metric for record in self.history() if record.metric is not None]
+        return self._coordinator.everyone(found)[0]
 
     def wait(self) -> None:
         """Return when no save is in flight, and copies in memory have been made.
@@ -183,6 +315,23 @@ class CheckpointManager:
             handle.wait()
         if self._ram is not None:
             self._ram.wait()
+
+    def close(self) -> None:
+        """Wait, and give signals back to whoever listened before."""
+        try:
+            self.wait()
+        finally:
+            self._schedule.close()
+
+    def abandon(self) -> None:
+        """Return when nothing is in flight any more, however it has ended: for a job that has lost ranks."""
+        if self._async is not None:
+            self._async.drain()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.error()
+        if self._ram is not None:
+            self._ram.abandon()
 
     def _wait_together(self) -> None:
         with self._coordinator.together("waiting for the save before"):
@@ -231,7 +380,10 @@ class CheckpointManager:
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
         load = _StepLoad(state, strict, patterns, verify)
         try:
-            return self._restore_newest(search, load, wanted)
+            restored = _first_good(search, partial(load.of, coordinator=self._coordinator))
+            if restored is None:
+                self._prove_none(search, wanted)
+            return restored
         except PartialLoadError:
             raise
         except Exception as error:
@@ -239,32 +391,7 @@ class CheckpointManager:
                 raise
             raise partial_load(error, load.overwritten) from error
 
-    def _restore_newest(self, search: StepSearch, load: _StepLoad, wanted: int | None) -> Restored | None:
-        """Try steps until one is good; a step that overwrote the state in part is made up for by the next."""
-        while (found := search.newest()) is not None:
-            stored, supply = found.step, found.supply
-            try:
-                report = load.of(found, self._coordinator)
-            except LostPartError as error:
-                search.lost(stored, error)
-            except NoCheckpointError:
-                search.vanished()
-            except CorruptCheckpointError as error:
-                search.pass_over(stored, error)
-            except Exception as error:
-                error.add_note(
-                    f"step {stored.number} ({stored.tier}) was not restored; older ones were not tried, since this is "
-                    "no damage: pass step= to go back to one"
-                )
-                raise
-            else:
-                moves = supply.moves if supply is not None else ()
-                return Restored(stored.number, search.skipped, report, stored.tier, moves)
-        if search.skipped or search.num_vanished or wanted is not None:
-            self._nothing_restored(search, wanted)
-        return None
-
-    def _nothing_restored(self, search: StepSearch, wanted: int | None) -> None:
+    def _prove_none(self, search: StepSearch, wanted: int | None) -> None:
         """Raise if there were steps, or if one was asked for."""
         skipped = "; ".join(f"step {number}: {reason.splitlines()[0]}" for number, reason in search.skipped)
         if search.damaged:
@@ -283,21 +410,33 @@ class CheckpointManager:
                 todo="see which job removes them",
             )
         if wanted is not None:
-            raise CheckpointError(
-                "There is no such step.",
-                expected=f"one of {self.steps()}",
-                got=skipped or wanted,
-                where=self._root.where,
-            )
+            raise self._no_such_step(skipped or wanted)
 
-    def _retain(self, saved: int, coordinator: Coordinator) -> None:
-        """On rank 0, remove what need not be kept, now that a step is committed."""
-        with coordinator.together(
-            f"removing older steps from {self._root.where}", f"step {saved} is committed"
-        ):
-            keep_last, keep_every = self._keep_last, self._keep_every
-            if coordinator.rank == 0 and keep_last is not None:
-                retire(
-                    self._root,
-                    lambda found: no_longer_kept(found, saved, keep_last=keep_last, keep_every=keep_every),
-                )
+    def _no_such_step(self, got: object) -> CheckpointError:
+        return CheckpointError(
+            "There is no such step.", expected=f"one of {self.steps()}", got=got, where=self._root.where
+        )
+
+
+def _first_good(search: StepSearch, load: Callable[[Candidate], LoadReport]) -> Restored | None:
+    """The newest step that can be loaded, which makes up for what others overwrote in part; None if none is left."""
+    while (found := search.newest()) is not None:
+        stored, supply = found.step, found.supply
+        try:
+            report = load(found)
+        except LostPartError as error:
+            search.lost(stored, error)
+        except NoCheckpointError:
+            search.vanished()
+        except CorruptCheckpointError as error:
+            search.pass_over(stored, error)
+        except Exception as error:
+            error.add_note(
+                f"step {stored.number} ({stored.tier}) was not restored; older ones were not tried, since this is "
+                "no damage: pass step= to go back to one"
+            )
+            raise
+        else:
+            moves = supply.moves if supply is not None else ()
+            return Restored(stored.number, search.skipped, report, stored.tier, moves)
+    return None

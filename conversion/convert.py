@@ -48,7 +48,8 @@ class ConvertReport:
     @property
     def dropped_others(self) -> tuple[str, ...]:
         """Other entries of the source that are not in the result."""
-        return tuple(name for name in self.state.left_out if name not in set(self.state.model.optimizer))
+        optimizer = set(self.state.model.optimizer)
+        return tuple(name for name in self.state.left_out if name not in optimizer)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for ``--json``."""

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
         redistribute,
         redistribute_async,
     )
+    from vescale_fsdp.elastic.job import ElasticJob, Training
+    from vescale_fsdp.elastic.membership import Membership, Quorum
+    from vescale_fsdp.elastic.store_membership import StoreMembership
+    from vescale_fsdp.elastic.torchft_membership import TorchftMembership
     from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
     from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, TensorSlot
     from vescale_fsdp.layout.padding import PaddingPolicy, PaddingWarning
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "ElasticJob",
     "Element",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -57,6 +62,7 @@ __all__ = [
     "GroupLayout",
     "HSDPMeshInfo",
     "LoadFromReport",
+    "Membership",
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
@@ -64,15 +70,19 @@ __all__ = [
     "PaddingWarning",
     "PendingTensor",
     "PlanReport",
+    "Quorum",
     "RaggedDTensor",
     "RaggedShard",
     "Rows",
     "ShardPlacementResult",
     "StateDescription",
+    "StoreMembership",
     "StridedRaggedShard",
     "TensorSlot",
     "TensorSpec",
     "Tiles",
+    "TorchftMembership",
+    "Training",
     "Transfer",
     "TransferHandle",
     "TransferPlan",
@@ -114,6 +124,10 @@ lazily_export(
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",
+        "vescale_fsdp.elastic.job": "ElasticJob Training",
+        "vescale_fsdp.elastic.membership": "Membership Quorum",
+        "vescale_fsdp.elastic.store_membership": "StoreMembership",
+        "vescale_fsdp.elastic.torchft_membership": "TorchftMembership",
         "vescale_fsdp.runtime.fully_shard": "fully_shard",
         "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole",
         "vescale_fsdp.layout.group_layout": "GroupLayout ModelLayout TensorSlot",

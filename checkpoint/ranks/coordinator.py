@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -169,6 +169,11 @@ class Coordinator:
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         """Raise each number of an integer CPU tensor to the largest that any rank has there. A collective."""
 
+    def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Start to compare, and wait for nobody: what is returned gives the largest of each number over all ranks, once
+        all of them have begun. A collective."""
+        return lambda: list(numbers)
+
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
@@ -294,6 +299,19 @@ class GroupCoordinator(Coordinator):
     def raise_to_largest(self, numbers: torch.Tensor) -> None:
         with self._reaching("comparing numbers"):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+
+    def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        with self._reaching("comparing numbers"):
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None  # this rank is in the group
+
+        def arrive() -> list[int]:
+            with self._reaching("comparing numbers"):
+                work.wait()
+            return tensor.tolist()
+
+        return arrive
 
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]

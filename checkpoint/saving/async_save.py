@@ -29,7 +29,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.save import Saver, plain_json
+from vescale_fsdp.checkpoint.saving.save import Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -109,7 +109,7 @@ class AsyncSaver:
         *,
         user: Json = None,
         overwrite: bool = False,
-        after: Callable[[], None] | None = None,
+        after: Callable[[Saved], None] | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on. ``after`` is called when it is committed."""
         saver: Saver | None = None
@@ -138,9 +138,9 @@ class AsyncSaver:
             if saver is None:
                 self._coordinator.agree(None, 0, error)
                 return
-            saver.write(take, user)
+            saved = saver.write(take, user)
             if after is not None:
-                after()
+                after(saved)
 
         self._last = _worker.submit(work)
         if error is not None and not isinstance(error, Exception):

@@ -13,13 +13,15 @@ meet: the commit's error, if any                       remove what older attempt
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,11 +48,19 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["Format", "Saver", "commit_manifest", "plain_json", "save"]
+__all__ = ["Format", "Saved", "Saver", "commit_manifest", "plain_json", "save"]
 
 Format = Literal["native", "zarr"]
 _FORMS: dict[str, Form] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
+_log = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    """What a save took: bytes of all tensors and per-rank values, seconds until the commit."""
+
+    num_bytes: int
+    seconds: float
 
 
 def save(
@@ -102,6 +112,7 @@ class Saver:
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
+    leads_node: bool = False  # of such a storage: this rank commits for its node
 
     def __post_init__(self) -> None:
         if self.format not in _FORMS:
@@ -109,19 +120,20 @@ class Saver:
                 explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
             )
 
-    def save(self, state: Any, user: Json = None) -> None:
+    def save(self, state: Any, user: Json = None) -> Saved:
         """All steps in turn."""
-        self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), user)
+        return self.write(partial(take_state, state, rank_of=self.coordinator.rank_of), user)
 
-    def write(self, take: TakeState, user: Json) -> None:
+    def write(self, take: TakeState, user: Json) -> Saved:
         """Take the state, agree, write and commit."""
+        start_s = time.monotonic()
         with ExitStack() as held:
             manifest = self.write_uncommitted(take, user, held)
             where = self.storage.where
             with self.coordinator.together(
                 f"committing {where}", "what has become of the checkpoint stands there too"
             ):
-                if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
+                if self.coordinator.rank == 0 or self.leads_node:
                     commit_manifest(
                         self.storage,
                         manifest,
@@ -129,6 +141,11 @@ class Saver:
                         replace=self.overwrite,
                         check_files=not self.every_node,
                     )
+        saved = Saved(manifest.num_bytes, time.monotonic() - start_s)
+        if self.coordinator.rank == 0:
+            rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
+            _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved, rate)
+        return saved
 
     @torch.no_grad()
     def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Manifest:
@@ -233,11 +250,6 @@ def plain_json(user: Json) -> Json:
             where="the argument `user`",
             todo="put other values into the state",
         ) from error
-
-
-def is_node_leader() -> bool:
-    """Whether this rank is its node's first, as torchrun numbers them."""
-    return os.environ.get("LOCAL_RANK") == "0"
 
 
 def commit_manifest(

@@ -38,6 +38,7 @@ LEVELS = (
         "runtime",
         "checkpoint.saving",
         "checkpoint.loading",
+        "checkpoint.steps",
         "checkpoint.transfer.planning",
         "conversion.state",
         "conversion.output",

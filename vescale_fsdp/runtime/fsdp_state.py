@@ -150,9 +150,21 @@ class FSDPState:
             state.schedule = self.schedule
             state.join(self.comm)
             self.schedule.units.append(state)
-            if state.reshard_after_forward is None and state is not self:
-                state.reshard_after_forward = True
         log_sharding(type(self.modules[0]).__name__, [(state.label, state.groups) for state in below])
+
+    def renew(self, groups: list[ParamGroup]) -> None:
+        """Go on with other groups, over other ranks, as if nothing had run yet: ranks that join start from there."""
+        if self.schedule is not None:
+            self.is_last_backward = self.schedule.is_last_backward
+            self.finalizes_by_hand = self.schedule.finalizes_by_hand
+        most = self.comm.max_reductions
+        self.comm = CommContext(streams_of(self.device))
+        self.comm.max_reductions = most
+        self.groups, self.schedule = groups, None
+        self.is_root = self.agreed = False
+        self.post_optim_event = None
+        self.forget_iteration()
+        self.name_it(self.label)
 
     def compare_below(self) -> None:
         """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
@@ -300,7 +312,7 @@ class FSDPState:
         # optimizer, or a swap of weights, has changed the shards: out of date, in silence (as torch 2.13's FSDP2).
         reshards = self.reshard_after_forward
         if reshards is None:
-            reshards = not torch.is_grad_enabled()
+            reshards = not (self.is_root and torch.is_grad_enabled())
         if reshards and not self._schedule().in_backward:
             self.comm.reshard(self.groups, keep_part=True)
 

@@ -11,7 +11,6 @@ kept and a warning says so.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -78,10 +77,10 @@ def _ask_transformers(
         import transformers
     except ImportError:
         return None, ()
-    found: Any = getattr(transformers, class_name, None)
-    if not inspect.isclass(found) or transformers.PreTrainedModel not in inspect.getmro(found):
+    model_class: Any = getattr(transformers, class_name, None)
+    is_class = isinstance(model_class, type)
+    if not (is_class and issubclass(model_class, transformers.PreTrainedModel)):
         return None, ()
-    model_class: Any = found
     try:
         with torch.device("meta"):
             model = model_class(model_class.config_class.from_dict(dict(config)))

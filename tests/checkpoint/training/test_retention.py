@@ -11,7 +11,7 @@ import pytest
 from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import outcome_of, state_of
 from vescale_fsdp.checkpoint import CheckpointManager
-from vescale_fsdp.checkpoint.step_folders import no_longer_kept
+from vescale_fsdp.checkpoint.steps.step_folders import no_longer_kept
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
 

@@ -8,16 +8,25 @@ Only folders of this form are ever looked at or removed. Another job may save an
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name, step_name
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 
-__all__ = ["StepFolder", "committed_steps", "list_steps", "no_longer_kept", "retire"]
+__all__ = ["StepFolder", "committed_steps", "latest", "list_steps", "no_longer_kept", "remove_step", "retire"]
 
 StepFolder = tuple[int, bool]
 """A step's number, and whether it is committed."""
+
+
+def latest(root: str | os.PathLike[str] | Storage) -> str | None:
+    """The path or URL of the newest committed step of a run, for `load` and `read_state`; None if there is none."""
+    storage = open_storage(root)
+    steps = committed_steps(storage)
+    return storage.child(step_name(steps[-1])).where if steps else None
 
 
 def list_steps(root: Storage) -> list[StepFolder]:
@@ -65,7 +74,7 @@ def retire(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> No
     left: list[str] = []
     try:
         for step in choose(list_steps(root)):
-            problem = _remove(root, step_name(step))
+            problem = remove_step(root, step)
             if problem is not None:
                 left.append(problem)
     except Exception as error:  # noqa: BLE001  see above
@@ -78,8 +87,9 @@ def retire(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> No
         )
 
 
-def _remove(root: Storage, name: str) -> str | None:
+def remove_step(root: Storage, step: int) -> str | None:
     """Remove a step, manifest first: a crash in between leaves a torn step and no damaged one. What is left, if any."""
+    name = step_name(step)
     manifest = f"{name}/{MANIFEST_NAME}"
     try:
         if root.is_link(name):  # what lies behind it belongs to somebody else
