@@ -104,7 +104,8 @@ def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
         while kept in ties:  # tied to what is tied itself
             kept = ties[kept]
         groups.setdefault(kept, [kept]).append(twin)
-    known, found = set(there), {}
+    known = set(there)
+    found: dict[str, str] = {}
     for group in groups.values():
         stored = [name for name in group if name in known]
         if stored:
