@@ -23,8 +23,8 @@ from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, pro
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.peer_memory import LostPartError
-from vescale_fsdp.checkpoint.ram_tier import RamTier
+from vescale_fsdp.checkpoint.memory.peer_memory import LostPartError
+from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
@@ -44,6 +44,7 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
@@ -58,7 +59,8 @@ class Restored:
         skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
         report: what the load left untouched, and the user's JSON.
         tier: where it was read from: "disk" or "ram".
-        moves: files that came from another node's memory, and the ranks that sent and received them.
+        moves: files that did not lie in the memory of the node that needed them: from which rank's memory they came, or
+            that they were put together of the same step on disk (`FROM_DISK`), and which rank received them.
     """
 
     step: int
@@ -84,6 +86,7 @@ class CheckpointManager:
         process_group: the ranks that save and restore together; default: all.
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
             caches can bring about for as long as they are kept; then it raises.
+        progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
 
     Raises:
         ValueError: for limits below 1, or a negative patience.
@@ -102,6 +105,7 @@ class CheckpointManager:
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
         patience_s: float = 30.0,
+        progress: Tell = False,
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
         for name, value in limits.items():
@@ -115,7 +119,7 @@ class CheckpointManager:
             )
         rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
-        self._patience_s = patience_s
+        self._patience_s, self._progress = patience_s, progress
         best = dict.fromkeys(rule for rule in (keep_best, *rules) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
         self._ram = ram
@@ -222,26 +226,32 @@ class CheckpointManager:
             TypeError: if the step is no integer.
         """
         decision = self._decide(step, metric, force=force)
-        step = decision.step
-        if self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final:
-            self._ram.save(self._coordinator, step, state, user, behind=self._copying)
-        if not decision.is_due:
-            return None
+        save_id = None
+        if (force or self._is_for_ram(decision.step)) and self._ram is not None and not decision.is_final:
+            save_id = self._ram.save(self._coordinator, decision.step, state, user, behind=self._copying)
+        if decision.is_due:
+            self._save_to_disk(decision, state, user, save_id)
+            self._schedule.saved(decision)
+        return self._handle if decision.is_due else None
+
+    def _save_to_disk(self, decision: Decision, state: Any, user: Json, save_id: str | None) -> None:
+        storage = self._root.child(step_name(decision.step))
         if self._async is None or decision.is_final:
             with self._wait_before(decision):
-                saver = Saver(self._root.child(step_name(step)), self._coordinator, overwrite=True)
+                meter = meter_for(self._progress, self._coordinator.rank)
+                saver = Saver(storage, self._coordinator, overwrite=True, save_id=save_id, meter=meter)
                 self._conclude(decision, self._coordinator, saver.save(state, user))
-        else:
-            self._wait_together()
-            self._handle = self._async.start(
-                self._root.child(step_name(step)),
-                state,
-                user=user,
-                overwrite=True,
-                after=partial(self._conclude, decision, self._behind),
-            )
-        self._schedule.saved(decision)
-        return self._handle
+            return
+        self._wait_together()
+        self._handle = self._async.start(
+            storage,
+            state,
+            user=user,
+            overwrite=True,
+            after=partial(self._conclude, decision, self._behind),
+            progress=self._progress,
+            save_id=save_id,
+        )
 
     @contextmanager
     def _wait_before(self, decision: Decision) -> Iterator[None]:
@@ -263,7 +273,8 @@ class CheckpointManager:
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:
-                record = StepRecord(decision.step, *saved, unix_s=time.time(), metric=decision.metric)
+                took = saved.num_bytes, saved.seconds
+                record = StepRecord(decision.step, *took, time.time(), decision.metric)
                 try:
                     write_record(self._root, record)
                 except Exception as error:  # noqa: BLE001  the step is good without it
@@ -344,7 +355,8 @@ class CheckpointManager:
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
 
         def load(found: Candidate) -> LoadReport:
-            loader = Loader(found.storage, self._coordinator, verify, found.supply)
+            meter = meter_for(self._progress, self._coordinator.rank)
+            loader = Loader(found.storage, self._coordinator, verify, found.supply, meter)
             return loader.load(state, strict=strict, include=patterns)
 
         restored = _first_good(search, load)

@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -35,6 +37,7 @@ from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
 from vescale_fsdp.torch_private import local_of
 
@@ -42,6 +45,7 @@ __all__ = ["LoadReport", "Loader", "Supply", "Verify", "load", "prove_verify"]
 
 Verify = Literal["before", "while", "never"]
 Strict = bool | Literal["missing"]
+_log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"
 
@@ -69,6 +73,7 @@ def load(
     include: str | Sequence[str] | None = None,
     verify: Verify = "before",
     process_group: dist.ProcessGroup | None = None,
+    progress: Tell = False,
 ) -> LoadReport:
     """Fill a state in place from a checkpoint. A collective.
 
@@ -86,6 +91,7 @@ def load(
             and damage is found all the same, but tensors may hold some of it when the error is raised.
             "never" trusts the disk; names, sizes and headers of files are checked all the same.
         process_group: the ranks that load together; default: all.
+        progress: is told how far this rank has come; True draws a bar on rank 0.
 
     Returns:
         What was missing or unexpected.
@@ -99,7 +105,11 @@ def load(
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
-        loader = Loader(open_storage(path, neighbours=num_neighbours()), coordinator, verify)
+        storage, meter = (
+            open_storage(path, neighbours=num_neighbours()),
+            meter_for(progress, coordinator.rank),
+        )
+        loader = Loader(storage, coordinator, verify, meter=meter)
     return loader.load(state, strict=strict, include=patterns)
 
 
@@ -121,6 +131,7 @@ class Loader:
     coordinator: Coordinator
     verify: Verify = "before"
     supply: Supply | None = None
+    meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
         prove_verify(self.verify)
@@ -128,9 +139,11 @@ class Loader:
     @torch.no_grad()
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
+        start_s = time.monotonic()
         reader = self._open()
         alike: dict[str, Json] = {"strict": strict, "include": include, "verify": self.verify}
         with closing(reader.reads()) as reads:
+            reads.meter = self.meter
             with self._preparing(reader, alike):
                 with gc_paused():
                     found, targets = self._prepare(reader, reads, state, strict, include)
@@ -148,6 +161,11 @@ class Loader:
                 for target in targets:
                     target.finish()
                 found.finish()
+        if self.coordinator.rank == 0:
+            seconds = time.monotonic() - start_s
+            rate = reads.num_bytes / max(seconds, 1e-9) / 1e9
+            told = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
+            _log.info(told, self.storage.where, reads.num_bytes, seconds, rate)
         return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
 
     def _open(self) -> CheckpointReader:

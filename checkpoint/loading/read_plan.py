@@ -37,6 +37,7 @@ from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
 
 __all__ = ["ReadPlan", "Reads"]
 
@@ -181,16 +182,25 @@ class Reads(ABC):
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.meter = Meter()  # told of bytes that have been read
+        self.num_bytes = 0  # that `run` has read
 
-    def _map(self, work: Callable[[T], object], items: Sequence[T]) -> None:
-        """Do the work of all items, in as many threads as the storage likes."""
+    def _map(self, doing: str, work: Callable[[T], object], items: Sequence[T], sizes: Sequence[int]) -> None:
+        """Do the work of all items, of so many bytes each, in as many threads as the storage likes."""
+        self.num_bytes = sum(sizes)
+        self.meter.begin(doing, self.num_bytes)
+
+        def metered(item: T, num_bytes: int) -> None:
+            work(item)
+            self.meter.advance(num_bytes)
+
         threads = min(self.storage.read_threads, len(items))
         if threads <= 1:
-            for item in items:
-                work(item)
+            for item, num_bytes in zip(items, sizes, strict=True):
+                metered(item, num_bytes)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            for _ in pool.map(work, items):
+            for _ in pool.map(metered, items, sizes):
                 pass
 
     @abstractmethod
@@ -263,10 +273,13 @@ class ReadPlan(Reads):
         self._files.clear()
 
     def prove(self) -> None:
-        self._map(_ReadJob.prove, list(self._jobs(True)))
+        jobs = list(self._jobs(True))
+        self._map("verifying", _ReadJob.prove, jobs, [job.stop - job.start for job in jobs])
 
     def run(self, *, verify: bool) -> None:
-        self._map(_ReadJob.take_and_prove if verify else _ReadJob.take, list(self._jobs(verify)))
+        jobs = list(self._jobs(verify))
+        work = _ReadJob.take_and_prove if verify else _ReadJob.take
+        self._map("loading", work, jobs, [job.stop - job.start for job in jobs])
 
     def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
         self.open()

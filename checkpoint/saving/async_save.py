@@ -34,6 +34,7 @@ from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 
 __all__ = ["AsyncSaver", "SaveHandle", "async_save"]
 
@@ -110,6 +111,8 @@ class AsyncSaver:
         user: Json = None,
         overwrite: bool = False,
         after: Callable[[Saved], None] | None = None,
+        progress: Tell = False,
+        save_id: str | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on. ``after`` is called when it is committed."""
         saver: Saver | None = None
@@ -118,7 +121,11 @@ class AsyncSaver:
         try:
             self.drain()
             saver = Saver(
-                open_storage(path, neighbours=num_neighbours()), self._coordinator, overwrite=overwrite
+                open_storage(path, neighbours=num_neighbours()),
+                self._coordinator,
+                overwrite=overwrite,
+                meter=meter_for(progress, self._coordinator.rank),
+                save_id=save_id,
             )
             with torch.no_grad():
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
@@ -175,6 +182,7 @@ def async_save(
     user: Json = None,
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    progress: Tell = False,
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
 
@@ -184,7 +192,7 @@ def async_save(
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
     """
     saver = _saver_for(process_group)
-    return saver.start(path, state, user=user, overwrite=overwrite)
+    return saver.start(path, state, user=user, overwrite=overwrite, progress=progress)
 
 
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:

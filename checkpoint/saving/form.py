@@ -14,6 +14,7 @@ import torch
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
 
 __all__ = ["Form", "RankShare"]
 
@@ -24,12 +25,14 @@ class RankShare(NamedTuple):
     Attributes:
         locals_by_name: this rank's tensors; each holds the elements of the rank's whole region.
         blob: its per-rank values, packed.
+        meter: is told of bytes that have been written.
     """
 
     storage: Storage
     coordinator: Coordinator
     locals_by_name: Mapping[str, torch.Tensor]
     blob: bytes
+    meter: Meter = Meter()
 
 
 class Form(Protocol):

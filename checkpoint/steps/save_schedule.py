@@ -129,26 +129,26 @@ class SaveSchedule:
         now_s = self._clock()
         is_late = any(now_s - self._last_save_s >= pause_s for pause_s in self._pauses_s)
         is_over = self._signals.heard or any(now_s >= end_s for end_s in self._ends_s)
-        words = words_of({"step": step, "metric": metric, "force": force})
-        shown = min(step, _LARGEST)
         is_last = is_over and not self._has_ended
-        numbers = [int(is_late), int(is_last), shown, -shown, *both_ways(words)]
+        shown = min(step, _LARGEST)
+        alike = [shown, int(force), *words_of({"metric": metric})]
+        numbers = [int(is_late), int(is_last), *both_ways(alike)]
         return _Ride(step, self._coordinator.begin_largest(numbers))
 
     def _arrived(self, ride: _Ride) -> tuple[bool, bool]:
         """Whether on any rank it is time for a save, and for the last one."""
-        is_late, is_last, newest, oldest, *words = ride.arrive()
-        if not is_same(words):
-            raise CheckpointError(
-                "Ranks came to the manager with different steps, or with different arguments for one.",
-                expected="the same step, metric and force on all ranks",
-                got=f"step {ride.step} on this one, steps {-oldest} to {newest} on all"
-                if newest != -oldest
-                else f"step {ride.step} on all, with another metric or force",
-                where=f"rank {self._coordinator.rank}",
-                todo="call should_save and save on all ranks at the same steps; nothing of this step was saved",
-            )
-        return bool(is_late), bool(is_last)
+        is_late, is_last, *alike = ride.arrive()
+        if is_same(alike):
+            return bool(is_late), bool(is_last)
+        half = len(alike) // 2
+        differs = next(place for place in range(half) if alike[place] != -alike[half + place])
+        raise CheckpointError(
+            "Ranks came to the manager with different steps, or with different arguments for one.",
+            expected="the same on all ranks",
+            got=f"step {ride.step} on this one, steps {-alike[half]} to {alike[0]} on all",
+            where=f"the argument `{('step', 'force', 'metric')[min(differs, 2)]}`",
+            todo="call should_save and save on all ranks at the same steps; nothing of this one was saved",
+        )
 
     def _is_among_best(self, metric: float) -> bool:
         if not self._best:

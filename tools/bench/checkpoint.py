@@ -8,6 +8,7 @@ Save and load run in the same processes, turn by turn, on the same bytes: ours, 
 ``readinto``) of this rank's buffers by the same number of processes, and ``dcp.save`` / ``dcp.load`` of the same
 tensors. Reads come from the page cache, for all alike. The stall of an asynchronous save is compared with one
 memcpy of the shard. Peak memory is the growth of the resident set's high-water mark during one call.
+What a lost node's part costs from its partner's memory is in `lost_node.py`.
 Planning needs no processes: layouts of 256 and 16,384 ranks are planned here and now.
 """
 
@@ -184,7 +185,8 @@ def counted_collectives(found: Counter[str]) -> Iterator[None]:
             setattr(dist, name, function)
 
 
-def _start(rank: int, world: int, port: int) -> DeviceMesh:
+def start_rank(rank: int, world: int, port: int) -> DeviceMesh:
+    """Join the ranks of a run on this machine."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, world_size=world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -193,7 +195,7 @@ def _start(rank: int, world: int, port: int) -> DeviceMesh:
 
 def _save_worker(rank: int, settings: Settings) -> None:
     """Saves and same-layout loads, turn by turn; what the last turn wrote is left for the other world size."""
-    shards = Shards(settings, _start(rank, settings.ranks, settings.port))
+    shards = Shards(settings, start_rank(rank, settings.ranks, settings.port))
     root = Path(settings.folder)
     raw, native, stock = root / f"raw{rank}", root / "native", root / "dcp"
     seconds: dict[str, list[float]] = {}
@@ -237,7 +239,7 @@ def _save_worker(rank: int, settings: Settings) -> None:
 
 def _load_worker(rank: int, settings: Settings) -> None:
     """Loads by another number of ranks than saved."""
-    shards = Shards(settings, _start(rank, settings.load_ranks, settings.port))
+    shards = Shards(settings, start_rank(rank, settings.load_ranks, settings.port))
     root = Path(settings.folder)
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
@@ -256,7 +258,7 @@ def _load_worker(rank: int, settings: Settings) -> None:
     dist.destroy_process_group()
 
 
-def _spawn(worker: Callable[..., None], world: int, settings: Settings) -> list[dict[str, Any]]:
+def spawn(worker: Callable[..., None], world: int, settings: Settings) -> list[dict[str, Any]]:
     """What each rank has measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -293,7 +295,7 @@ def _fact_rows(
 
 def measure_io(settings: Settings) -> list[Row]:
     """Save, same-layout load, asynchronous stall; then loads by another number of ranks."""
-    saved = _spawn(_save_worker, settings.ranks, settings)
+    saved = spawn(_save_worker, settings.ranks, settings)
     case = f"{settings.ranks} ranks, {settings.megabytes} MiB"
     rows = _fact_rows(
         case,
@@ -317,7 +319,7 @@ def measure_io(settings: Settings) -> list[Row]:
     rows.append(Row(case, "peak extra memory of a save", "MiB", peak, None, None, "< 64"))
     gathers = sum(count for name, count in saved[0]["gathers"].items() if name != "all_reduce")
     rows.append(Row(case, "planning gathers of all saves", "calls", gathers, None, None, "<= 0"))
-    loaded = _spawn(_load_worker, settings.load_ranks, settings)
+    loaded = spawn(_load_worker, settings.load_ranks, settings)
     case = f"{settings.ranks} -> {settings.load_ranks} ranks, {settings.megabytes} MiB"
     rows += _fact_rows(
         case,

@@ -166,7 +166,7 @@ def test_ranks_agree(tmp_path: Path) -> None:
         assert found["again"] == [True, False, False]
         steps_differ, force_differs, metric_differs, _ = found["errors"]
         assert "different steps" in steps_differ and "steps 4 to 5 on all" in steps_differ
-        assert "another metric or force" in force_differs and "another metric or force" in metric_differs
+        assert "the argument `force`" in force_differs and "the argument `metric`" in metric_differs
         assert "too late" not in "".join(found["errors"])
     assert (first["heard"], second["heard"]) == (1, 2)  # chained while we listened, alone afterwards
     assert "steps -1 to 3 on all" in first["errors"][3] and "cannot be negative" in second["errors"][3]

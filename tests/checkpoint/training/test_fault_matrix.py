@@ -59,7 +59,17 @@ def test_runs_are_recorded_whole(calls: dict[Setting, list[list[Call]]]) -> None
     """Both ranks make calls in every setting, and no operation of a storage stays out."""
     assert set(calls) == set(SETTINGS) and all(ranks[0] and ranks[1] for ranks in calls.values())
     operations = {call.operation for ranks in calls.values() for own in ranks for call in own}
-    written = {"lock", "create", "write_at", "close", "commit", "sync_folder", "remove"}
+    written = {
+        "lock",
+        "free_bytes",
+        "create",
+        "write_at",
+        "close",
+        "commit",
+        "sync_folder",
+        "remove",
+        "rename",
+    }
     assert operations == written | {"exists", "list_folder", "read_small", "open_file", "read_at", "view"}
 
 

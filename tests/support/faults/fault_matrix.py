@@ -18,14 +18,17 @@ import errno
 import faulthandler
 import itertools
 import random
+import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from botocore.exceptions import ConnectionClosedError
@@ -33,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, async_save, load, save
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
@@ -77,7 +80,7 @@ class Setting(NamedTuple):
     """What is done, and where."""
 
     action: str  # save or restore
-    through: str  # a manager of steps, or one path that is overwritten
+    through: str  # a manager of steps, one in nodes' memory, or one path that is overwritten
     form: str  # native or zarr
     mode: str  # sync or async
     store: str  # local or s3
@@ -92,9 +95,11 @@ SETTINGS = [
         ("path", "native", "sync"),
         ("path", "native", "async"),
         ("path", "zarr", "sync"),  # the zarr form is written neither behind training nor by managers
+        ("memory", "native", "sync"),  # partners' copies; of one node all is lost before each restore
     )
     for store in ("local", "s3")
     if action == "save" or mode == "sync"  # a restore is the same, however steps are saved
+    if through != "memory" or store == "local"
 ]
 
 
@@ -191,7 +196,11 @@ class _Stage:
     def save(self, setting: Setting, step: int) -> None:
         """Save a state; returns when it is acknowledged."""
         storage, state = self.storage(setting), _state(step)
-        if setting.through == "manager":
+        if setting.through == "memory":
+            with self._in_memory(setting) as manager:
+                manager.save(step, state)
+                manager.wait()
+        elif setting.through == "manager":
             manager = self._manager(setting)
             manager.save(step, state)
             manager.wait()
@@ -205,12 +214,34 @@ class _Stage:
     def restore(self, setting: Setting) -> int:
         """Load what is there; returns which state it is, after every element has been compared."""
         state = _state(0)
-        if setting.through == "manager":
+        if setting.through == "memory":
+            with self._in_memory(setting) as manager:
+                if dist.get_rank() == 1:
+                    shutil.rmtree(self._memory(setting), ignore_errors=True)
+                dist.barrier()
+                restored = manager.restore(state)
+            assert restored is not None and restored.tier == "ram"
+        elif setting.through == "manager":
             restored = self._manager(setting).restore(state)
             assert restored is not None
         else:
             load(self.storage(setting), state, process_group=self.group)
         return _proven(state)
+
+    def _memory(self, setting: Setting) -> Path:
+        """This rank's memory: each rank is a node of its own."""
+        return self._folder / f"{self._run}-{self._num_groups}-node{dist.get_rank()}"
+
+    @contextmanager
+    def _in_memory(self, setting: Setting) -> Iterator[CheckpointManager]:
+        """A manager whose steps go to memory alone, with a copy on the partner, which waits with its save for those."""
+        tier = RamTier("run", folder=self._memory(setting), keep_last=2, replicas=1)
+        tier._root = WatchedStorage(tier._root, self.watch)
+        disk = self._folder / f"{self._run}-{self._num_groups}-disk"
+        never = EverySteps(1 << 40)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("LOCAL_RANK", "0")
+            yield CheckpointManager(disk, save_when=never, ram=tier, process_group=self.group)
 
     def _manager(self, setting: Setting) -> CheckpointManager:
         return CheckpointManager(
