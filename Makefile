@@ -1,7 +1,8 @@
 # make test   the gate and all tests
 # make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
 #                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
-# make test-faults   every fault of saves and restores, of which make test meets a sample (half an hour or more)
+# make test-faults   every fault of saves and restores, and twenty killed ranks, of which make test meets a sample (half an
+#                    hour or more)
 # make test-stacks   the examples on training stacks, which it installs first
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
@@ -52,7 +53,7 @@ test-torch:
 	$(TORCH_VENV)/bin/python -m pytest
 
 test-faults: venv
-	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py
+	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/elastic/test_kills.py
 
 test-stacks: venv
 	$(INSTALL) --editable ".[accelerate,trainer,trl]"

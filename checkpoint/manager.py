@@ -13,13 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, prove_verify
+from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
@@ -44,8 +45,8 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain
+from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
 
@@ -68,6 +69,29 @@ class Restored:
     report: LoadReport
     tier: str
     moves: tuple[FileMove, ...] = ()
+
+
+@dataclass
+class _StepLoad:
+    """How steps are loaded, and what those that failed have left in the state."""
+
+    state: Any
+    strict: bool
+    include: tuple[str, ...] | None
+    verify: Verify
+    meter: Meter
+    overwritten: dict[str, None] = field(default_factory=dict)
+
+    def of(self, found: Candidate, coordinator: Coordinator) -> LoadReport:
+        """Load one step."""
+        if found.supply is not None:
+            found.supply.bring_manifest()
+        loader = Loader(found.storage, coordinator, self.verify, found.supply, self.meter)
+        try:
+            return loader.load(self.state, strict=self.strict, include=self.include)
+        except PartialLoadError as error:
+            self.overwritten |= dict.fromkeys(error.overwritten)
+            raise
 
 
 class CheckpointManager:
@@ -311,6 +335,16 @@ class CheckpointManager:
         finally:
             self._schedule.close()
 
+    def abandon(self) -> None:
+        """Return when nothing is in flight any more, however it has ended: for a job that has lost ranks."""
+        if self._async is not None:
+            self._async.drain()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.error()
+        if self._ram is not None:
+            self._ram.abandon()
+
     def _wait_together(self) -> None:
         with self._coordinator.together("waiting for the save before"):
             self.wait()
@@ -322,11 +356,12 @@ class CheckpointManager:
         step: int | None = None,
         strict: bool = True,
         include: str | tuple[str, ...] | None = None,
-        verify: Verify = "before",
+        verify: Verify = "while",
     ) -> Restored | None:
         """Fill a state from the newest step that is good; a collective.
 
-        A damaged step is skipped with a warning and the next older one is tried. A step that is good but
+        A damaged step is skipped with a warning and the next older one is tried; what the damaged one had overwritten
+        by then, the next one overwrites. A step that is good but
         does not fit the state raises, because older ones would not fit either; and so does one that cannot be read
         for another reason than damage, such as a lost connection or a lack of permission. A step that another job
         removes meanwhile is no damage: the newest one is looked for again.
@@ -340,10 +375,12 @@ class CheckpointManager:
             What was restored; None if no rank sees any checkpoint.
 
         Raises:
-            CorruptCheckpointError: if there are steps, and all are damaged; the state is untouched then,
-                unless ``verify="while"`` was asked for.
+            CorruptCheckpointError: if there are steps, and all are damaged. With ``verify="before"`` damage leaves the
+                state untouched.
             CheckpointError: if a step does not fit the state, the step asked for does not exist, or ranks still see
                 different steps when patience is over. Whatever one rank meets, all raise.
+            PartialLoadError: in place of any of these, if a step had been loaded in part by then and none after it
+                whole; see `load`. One that damage led to is a CorruptCheckpointError too.
         """
         self._wait_together()
         alike: dict[str, Json] = {"strict": strict, "verify": verify}
@@ -353,16 +390,19 @@ class CheckpointManager:
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
-
-        def load(found: Candidate) -> LoadReport:
-            meter = meter_for(self._progress, self._coordinator.rank)
-            loader = Loader(found.storage, self._coordinator, verify, found.supply, meter)
-            return loader.load(state, strict=strict, include=patterns)
-
-        restored = _first_good(search, load)
-        if restored is None:
-            self._prove_none(search, wanted)
-        return restored
+        meter = meter_for(self._progress, self._coordinator.rank)
+        load = _StepLoad(state, strict, patterns, verify, meter)
+        try:
+            restored = _first_good(search, partial(load.of, coordinator=self._coordinator))
+            if restored is None:
+                self._prove_none(search, wanted)
+            return restored
+        except PartialLoadError:
+            raise
+        except Exception as error:
+            if not load.overwritten:
+                raise
+            raise partial_load(error, load.overwritten) from error
 
     def _prove_none(self, search: StepSearch, wanted: int | None) -> None:
         """Raise if there were steps, or if one was asked for."""
@@ -378,7 +418,7 @@ class CheckpointManager:
             raise CheckpointError(
                 "The steps were removed while they were read.",
                 expected="one to remain",
-                got="none; tensors may hold some of what was read",
+                got="none",
                 where=self._root.where,
                 todo="see which job removes them",
             )
@@ -392,12 +432,10 @@ class CheckpointManager:
 
 
 def _first_good(search: StepSearch, load: Callable[[Candidate], LoadReport]) -> Restored | None:
-    """The newest step that can be loaded; None if none is left."""
+    """The newest step that can be loaded, which makes up for what others overwrote in part; None if none is left."""
     while (found := search.newest()) is not None:
         stored, supply = found.step, found.supply
         try:
-            if supply is not None:
-                supply.bring_manifest()
             report = load(found)
         except LostPartError as error:
             search.lost(stored, error)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets
+from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, own_config
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
@@ -48,7 +48,8 @@ class ConvertReport:
     @property
     def dropped_others(self) -> tuple[str, ...]:
         """Other entries of the source that are not in the result."""
-        return tuple(name for name in self.state.left_out if name not in set(self.state.model.optimizer))
+        optimizer = set(self.state.model.optimizer)
+        return tuple(name for name in self.state.left_out if name not in optimizer)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for ``--json``."""
@@ -111,11 +112,6 @@ def _own_assets(source: Source, kind: str) -> str | None:
     return source.store.where if kind == "hf" and is_repository else None
 
 
-def _own_config(source: Source) -> dict[str, Any]:
-    """The config.json beside the source's weights, if there is one."""
-    return Assets(source.store.where).config or {} if source.store.size(CONFIG_FILE) is not None else {}
-
-
 def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
     if kind not in TARGETS:
         raise ConversionError(
@@ -132,7 +128,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         state = whole_state(source, options.model_prefix, options.prefix)
         state = with_optimizer_form(state, options.optimizer)
     if options.rules is not None:
-        state = _with_rules(state, kind, options, assets.config or _own_config(source))
+        state = _with_rules(state, kind, options, assets.config or own_config(source.store))
         warnings += state.warnings
     if kind == "hf" and assets.config is not None:
         from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
@@ -140,6 +136,12 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
         tied, denied = find_tied_twins(state.views, assets.config)
         warnings += denied
         state = state.without(tied)
+    elif kind != "hf":
+        from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+
+        twins, unsaid = left_out_by(source, state.views)
+        warnings += unsaid
+        state = state.with_names_of(twins)
     changed: dict[str, tuple[str, str]] = {}
     uncast: tuple[str, ...] = ()
     quantized = _find_quantized(state, assets, source) if options.dtype else frozenset()
@@ -166,7 +168,7 @@ def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> froz
     from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
-    return find_quantized(infos, assets.config or _own_config(source))
+    return find_quantized(infos, assets.config or own_config(source.store))
 
 
 def _require_text(names: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
     from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
+    from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
         redistribute,
         redistribute_async,
     )
+    from vescale_fsdp.elastic.job import ElasticJob, Training
+    from vescale_fsdp.elastic.membership import Membership, Quorum
+    from vescale_fsdp.elastic.store_membership import StoreMembership
+    from vescale_fsdp.elastic.torchft_membership import TorchftMembership
     from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Rows, Tiles, Whole
     from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, TensorSlot
     from vescale_fsdp.layout.padding import PaddingPolicy, PaddingWarning
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "ElasticJob",
     "Element",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -55,6 +61,8 @@ __all__ = [
     "Granularity",
     "GroupLayout",
     "HSDPMeshInfo",
+    "LoadFromReport",
+    "Membership",
     "MixedPrecisionPolicy",
     "ModelLayout",
     "OffloadPolicy",
@@ -62,15 +70,19 @@ __all__ = [
     "PaddingWarning",
     "PendingTensor",
     "PlanReport",
+    "Quorum",
     "RaggedDTensor",
     "RaggedShard",
     "Rows",
     "ShardPlacementResult",
     "StateDescription",
+    "StoreMembership",
     "StridedRaggedShard",
     "TensorSlot",
     "TensorSpec",
     "Tiles",
+    "TorchftMembership",
+    "Training",
     "Transfer",
     "TransferHandle",
     "TransferPlan",
@@ -85,6 +97,7 @@ __all__ = [
     "is_ragged",
     "is_supported",
     "joint_ranks",
+    "load_from",
     "manual_seed",
     "plan_group",
     "plan_report",
@@ -107,9 +120,14 @@ lazily_export(
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
         "redistribute_async",
+        "vescale_fsdp.elastic.job": "ElasticJob Training",
+        "vescale_fsdp.elastic.membership": "Membership Quorum",
+        "vescale_fsdp.elastic.store_membership": "StoreMembership",
+        "vescale_fsdp.elastic.torchft_membership": "TorchftMembership",
         "vescale_fsdp.runtime.fully_shard": "fully_shard",
         "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole",
         "vescale_fsdp.layout.group_layout": "GroupLayout ModelLayout TensorSlot",

@@ -10,6 +10,8 @@ The tree (each class is also the builtin a caller would expect to catch):
     |   +-- MisuseError(AssertionError)    where torch's FSDP2 asserts: a second wrap, a deepcopy, half a hook
     +-- CheckpointError(RuntimeError)      a checkpoint that cannot be written or read as asked
     |   +-- CorruptCheckpointError         the bytes on disk are not what they claim to be
+    |   +-- PartialLoadError               a load that failed after it had begun to overwrite tensors
+    |       +-- DamagedLoadError           .. because it found damage (a CorruptCheckpointError too)
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as asked
 
 A message answers four questions: what was expected, what was got instead, where, and what to do about it. Our errors
@@ -27,9 +29,11 @@ __all__ = [
     "CheckpointError",
     "ConversionError",
     "CorruptCheckpointError",
+    "DamagedLoadError",
     "LayoutError",
     "LifecycleError",
     "MisuseError",
+    "PartialLoadError",
     "PlacementError",
     "UnsupportedOpError",
     "VescaleError",
@@ -87,6 +91,26 @@ class CheckpointError(VescaleError, RuntimeError):
 
 class CorruptCheckpointError(CheckpointError):
     """The bytes of a checkpoint are not what its metadata says."""
+
+
+class PartialLoadError(CheckpointError):
+    """A load that failed after it had begun to overwrite tensors: they hold values of two states.
+
+    Sharded parameters among them refuse their next forward until a load has filled them; of others nobody can know.
+
+    Args:
+        problem: what the load met, and what becomes of it.
+        overwritten: names of tensors that hold some of what was to be loaded, on this rank. Other ranks may have
+            overwritten theirs where there are none.
+    """
+
+    def __init__(self, problem: str, *, overwritten: Iterable[str] = ()) -> None:
+        super().__init__(problem)
+        self.overwritten = tuple(overwritten)
+
+
+class DamagedLoadError(PartialLoadError, CorruptCheckpointError):
+    """A load that met damage after it had begun to overwrite tensors."""
 
 
 class ConversionError(VescaleError, RuntimeError):

@@ -47,13 +47,16 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # torch 2.11-2.13: the Partial of a vector norm, so that norms of ragged and stock DTensors can be combined.
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+
+# torch 2.11-2.15: DTensor's memory of its decisions.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # torch 2.11-2.13: FSDP inside tensor parallelism on one dim; checkpoints must tell it from a plain Shard.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -92,6 +95,7 @@ __all__ = [
     "StridedShard",
     "TensorMeta",
     "all_gather_single",
+    "apply_to_tensors",
     "autograd_engine_callback",
     "concatenate_meshes",
     "dispatch_to_subclass",
@@ -99,6 +103,7 @@ __all__ = [
     "flatten_state_dict",
     "foreach_copy_",
     "foreach_zero_",
+    "forget_meshes",
     "fqn_of",
     "gloo_group",
     "grad_dtype_of",
@@ -312,6 +317,13 @@ def gloo_group(
     return group  # type: ignore[no-any-return]
 
 
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of decisions by mesh (torch 2.11-2.15): an equal mesh may have other groups now."""
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Point a DTensor at other memory of the same shape (torch 2.11-2.13)."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
@@ -375,6 +387,11 @@ def note_sharded(module: torch.nn.Module, state: object) -> None:
     attributes = vars(module)
     attributes.setdefault(COMPOSABLE_KEY, {}).setdefault("fully_shard", RegistryItem())
     attributes.setdefault(COMPOSABLE_STATES, {})[_torch_fully_shard] = state
+
+
+def apply_to_tensors(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What `Module.to` does with another change than a move: all parameters and buffers (torch 2.11-2.15)."""
+    module._apply(change)
 
 
 def fqn_of(model: torch.nn.Module, name: str) -> str:
@@ -442,14 +459,9 @@ def operator_names() -> list[str]:
     return torch._C._dispatch_get_all_op_names()  # type: ignore[no-any-return]
 
 
-def foreach_types() -> Sequence[type]:
-    """Types that optimizers treat as plain tensors (for tests)."""
-    return tuple(_optim_types)
-
-
-def utility_types() -> Sequence[type]:
-    """Types that gradient clipping treats as plain tensors (for tests)."""
-    return tuple(_util_types)
+def foreach_types() -> set[Any]:
+    """Types that both optimizers and gradient clipping treat as plain tensors (for tests)."""
+    return set(_optim_types) & set(_util_types)
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

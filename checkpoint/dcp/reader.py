@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from vescale_fsdp.checkpoint.loading.load import Loader, Verify
+from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
@@ -55,7 +56,7 @@ class RaggedLoadPlanner(LoadPlanner):
 
     state: Any = None
 
-    def __init__(self, *, strict: bool = True, verify: Verify = "before") -> None:
+    def __init__(self, *, strict: bool = True, verify: Verify = "while") -> None:
         self.strict = strict
         self.verify: Verify = verify
 
@@ -161,7 +162,7 @@ class RaggedReader(StorageReader):
 
     def _read_items(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         assert self._reader is not None
-        targets = []
+        targets, overwriting = [], Overwriting()
         with closing(self._reader.reads()) as reads:
             for item in plan.items:
                 stored = self._stored[item.storage_index.fqn]
@@ -176,11 +177,14 @@ class RaggedReader(StorageReader):
                 if tensor.dtype != stored.dtype:
                     raise _other_dtype(stored, tensor)
                 region = Region(box, FlatRange(0, box.numel))
-                targets.append((item, tensor, reads.ask(stored.place, region, tensor)))
-            reads.run(verify=True)
-        for item, tensor, target in targets:
-            target.finish()
-            planner.commit_tensor(item, tensor)
+                target = reads.ask(stored.place, region, tensor)
+                overwriting.add(item.storage_index.fqn, tensor, target)
+                targets.append((item, tensor, target))
+            with overwriting.together(num_ranks=1):  # DCP itself tells the other ranks
+                reads.run(verify=True)
+                for item, tensor, target in targets:
+                    target.finish()
+                    planner.commit_tensor(item, tensor)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -42,6 +42,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "home_device",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
@@ -81,10 +82,10 @@ def _materialise(model: nn.Module, template: dict[str, Any], state: dict[str, An
 
 
 def _copy_at_home(template: dict[str, Any], fqn: str, value: torch.Tensor) -> torch.Tensor:
-    return value.detach().to(_home(template), template[fqn].dtype, copy=True)
+    return value.detach().to(home_device(template), template[fqn].dtype, copy=True)
 
 
-def _home(template: Any) -> torch.device:
+def home_device(template: Any) -> torch.device:
     """Where a state's tensors lie, or will lie once they are made."""
     tensors = [value for value in template.values() if isinstance(value, torch.Tensor) and value.ndim]
     there = [tensor.device for tensor in tensors if not tensor.is_meta]
@@ -151,7 +152,7 @@ class _Stub(NamedTuple):
 def _cut(template: Any, full: Any, broadcast: bool) -> Any:
     """The full state with every tensor cut as the template's is."""
     describer = Describer()
-    home = _home(template)
+    home = home_device(template)
     if not broadcast or not dist.is_initialized() or dist.get_world_size() == 1:
         return _walk(describer, home, template, full, full, "", broadcast=False)
     skeleton = [_stubs(full) if dist.get_rank() == 0 else None]

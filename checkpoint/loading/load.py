@@ -4,8 +4,8 @@
 2  compute the ranges to read; open every file, prove size, header and checksum table
 3  verify="before": hash every stripe that will be read
 4  meet: any error so far is raised on all ranks, and nothing has been overwritten
-5  read, straight into the tensors where memory allows
-6  meet; then plain values and Stateful objects take theirs
+5  read, straight into the tensors where memory allows; verify="while": hash what has come
+6  plain values and Stateful objects take theirs; meet: any error since 4 is a `PartialLoadError` on all ranks
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
 from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
@@ -71,7 +72,7 @@ def load(
     *,
     strict: bool = True,
     include: str | Sequence[str] | None = None,
-    verify: Verify = "before",
+    verify: Verify = "while",
     process_group: dist.ProcessGroup | None = None,
     progress: Tell = False,
 ) -> LoadReport:
@@ -86,10 +87,11 @@ def load(
         strict: raise if leaves are missing or unexpected, or a name pattern fits none; False reports what is
             missing or unexpected instead.
         include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
-        verify: "before" hashes all bytes before the first tensor is overwritten on any rank. "while" hashes
-            what has been read: bytes come from the disk's cache or over the network once instead of twice,
-            and damage is found all the same, but tensors may hold some of it when the error is raised.
-            "never" trusts the disk; names, sizes and headers of files are checked all the same.
+        verify: "while" hashes what has been read, so that bytes come from the disk or over the network once.
+            Damage is found all the same, but tensors may hold some of it when the error is raised: a
+            `PartialLoadError` then. "before" reads and hashes all bytes before the first tensor is overwritten
+            on any rank, so that damage leaves the state as it was. "never" trusts the disk; names, sizes and
+            headers of files are checked all the same.
         process_group: the ranks that load together; default: all.
         progress: is told how far this rank has come; True draws a bar on rank 0.
 
@@ -100,6 +102,10 @@ def load(
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
         CorruptCheckpointError: on all ranks, if any of them finds damage. Whatever else a rank meets, such as a
             lost connection, it raises itself, and the others a CheckpointError that names it.
+        PartialLoadError: on all ranks, in place of either, if the first tensor had been overwritten by then;
+            ``error.overwritten`` names this rank's. One that damage led to is a CorruptCheckpointError too. DTensors
+            that `fully_shard` made refuse their unit's next forward until a load has filled them, ``load_state_dict``
+            included. Nothing watches over other tensors, FSDP2's among them: there the error has to be heeded.
         ValueError: if there is no such way to verify.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
@@ -129,7 +135,7 @@ class Loader:
 
     storage: Storage
     coordinator: Coordinator
-    verify: Verify = "before"
+    verify: Verify = "while"
     supply: Supply | None = None
     meter: Meter = field(default_factory=Meter)
 
@@ -142,11 +148,12 @@ class Loader:
         start_s = time.monotonic()
         reader = self._open()
         alike: dict[str, Json] = {"strict": strict, "include": include, "verify": self.verify}
+        overwriting = Overwriting()
         with closing(reader.reads()) as reads:
             reads.meter = self.meter
             with self._preparing(reader, alike):
                 with gc_paused():
-                    found, targets = self._prepare(reader, reads, state, strict, include)
+                    found, targets = self._prepare(reader, reads, state, strict, include, overwriting)
                 if self.supply is None:
                     self._prove(reader, reads, found)
             if self.supply is not None:
@@ -154,6 +161,7 @@ class Loader:
                 with self._preparing(reader):
                     self._prove(reader, reads, found)
             with (
+                overwriting.together(self.coordinator.world_size),
                 self.coordinator.together(f"loading {self.storage.where}", _HALF_LOADED),
                 self._reading(reader),
             ):
@@ -219,20 +227,25 @@ class Loader:
         state: Any,
         strict: Strict,
         include: tuple[str, ...] | None,
+        overwriting: Overwriting,
     ) -> tuple[Match, list[LoadTarget]]:
         """Everything that can fail before a file is opened."""
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)
-        wanted: dict[object, tuple[int, Region, torch.Tensor]] = {}
+        wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
         for read in found.reads:
             region, local = self._wanted(reader, describer, read)
             if region is not None and local is not None:
                 # Tensors that were two and are one now: the last one counts, as in load_state_dict, and
                 # not which of them a thread happens to bring later.
                 memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
-                wanted[memory] = (read.place, region, local)
-        targets = [reads.ask(*asked) for asked in wanted.values()]
+                wanted[memory] = (read, region, local)
+        targets = []
+        for read, region, local in wanted.values():
+            target = reads.ask(read.place, region, local)
+            overwriting.add(read.name, read.tensor, target)
+            targets.append(target)
         for place in found.fresh:
             found.fresh[place] = self._fresh(reader, reads, targets, place)
         return found, targets

@@ -151,6 +151,7 @@ class _ReadJob(NamedTuple):
                 continue
             if start != at:
                 runs.append(_FileRun(start, []))
+            sink.begin()
             runs[-1].memories.append(sink.memory[start - sink.start : stop - sink.start])
             at = stop
         return runs, rest

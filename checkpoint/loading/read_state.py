@@ -127,7 +127,8 @@ class CheckpointTensor:
 
         Args:
             box: what to read; default: all.
-            out: filled in place and returned; of the box's shape and the tensor's dtype.
+            out: filled in place and returned; of the box's shape and the tensor's dtype. After an error it may hold
+                some of what was read.
             verify: compare checksums (whole stripes of 4 MiB are read then).
 
         Raises:
@@ -237,7 +238,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
             for rank, blob in zip(ranks, blobs, strict=True):
                 if len(blob):
                     file = self._finder.file(rank)
-                    reads.add(file, Sink(file.blob_start, file.table_start, blob))
+                    reads.add(file, Sink(file.blob_start, file.table_start, None, blob))
             reads.run(verify=True)
         return [memoryview(blob.data) for blob in blobs]
 

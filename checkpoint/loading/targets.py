@@ -34,10 +34,14 @@ class LoadTarget:
 
     Args:
         tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
+
+    Attributes:
+        is_overwritten: whether the tensor may hold something of what is read.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
+        self.is_overwritten = False
         self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it says
         direct = tensor.is_contiguous() and not self._is_lazy
         self._filled = (
@@ -53,8 +57,13 @@ class LoadTarget:
         """1D [numel], under a dtype that every copy kernel knows."""
         return self._filled.view(-1).view(carrier_of(self._filled.dtype))
 
+    def begin(self) -> None:
+        """To be called before the first bytes come."""
+        self.is_overwritten = self.is_overwritten or self._filled is self._tensor
+
     def finish(self) -> None:
         """Bring what was read to where it belongs, once all of it is there."""
+        self.is_overwritten = self._filled.numel() > 0
         if self._is_lazy:
             self._tensor.copy_(self._filled)
         elif self._filled is not self._tensor:
@@ -65,6 +74,7 @@ class Sink(NamedTuple):
     """A half-open byte range of a file and its destination.
 
     Attributes:
+        target: the tensor that it fills; None for memory that is nobody's yet.
         memory: the destination itself, as long as the range; None if the bytes must be delivered.
         deliver: called with (first byte's place in the file, bytes) for parts of the range that together
             make it up; bytes hold whole elements, and must be neither changed nor kept.
@@ -72,11 +82,18 @@ class Sink(NamedTuple):
 
     start: int
     stop: int
+    target: LoadTarget | None
     memory: Bytes | None
     deliver: Deliver | None = None
 
+    def begin(self) -> None:
+        """To be called before bytes come into `memory`."""
+        if self.target is not None:
+            self.target.begin()
+
     def take(self, at: int, data: Bytes) -> None:
         """Bring bytes from file position ``at`` on to where they belong."""
+        self.begin()
         if self.memory is not None:
             self.memory[at - self.start : at - self.start + len(data)] = data
         elif self.deliver is not None:
@@ -90,15 +107,15 @@ def sinks_of(stored: FileShare, target: LoadTarget, *, max_gap_bytes: int) -> It
         start = stored.piece.start_bytes + share.source * itemsize
         stop = start + share.numel * itemsize
         if target.memory is None:
-            yield Sink(start, stop, None, functools.partial(_copy_run, target, share.target, start))
+            yield Sink(start, stop, target, None, functools.partial(_copy_run, target, share.target, start))
             return
         first = share.target * itemsize
-        yield Sink(start, stop, target.memory[first : first + stop - start])
+        yield Sink(start, stop, target, target.memory[first : first + stop - start])
         return
     base = stored.piece.start_bytes + share.source * itemsize
     deliver = functools.partial(_copy_patch, target, share, base)
     for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_bytes // itemsize):
-        yield Sink(base + run.start * itemsize, base + run.stop * itemsize, None, deliver)
+        yield Sink(base + run.start * itemsize, base + run.stop * itemsize, target, None, deliver)
 
 
 def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:

@@ -119,10 +119,14 @@ class Manifest:
         """What one of several replicas of a region stores: an equal part, or all of a small one's first."""
         if replicas == 1 or self.split_bytes is None:
             return region
-        if region.numel * self.entries[place].itemsize < self.split_bytes:
+        if self.is_undivided(place, region):
             start = region.span.start
             return region if replica == 0 else Region(region.box, FlatRange(start, start))
         return region.part(replica, replicas)
+
+    def is_undivided(self, place: int, region: Region) -> bool:
+        """Whether the first of several replicas of a region stores all of it."""
+        return self.split_bytes is not None and region.numel * self.entries[place].itemsize < self.split_bytes
 
     @property
     def num_bytes(self) -> int:

@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
-from vescale_fsdp.checkpoint.saving.save import Saver, is_node_leader
+from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, no_longer_kept, remove_step, retire
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -89,7 +89,8 @@ class RamTier:
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copies")
         self._copies: SaveHandle | None = None
-        self._partners: list[list[int]] | None = None
+        self._leads_node: bool | None = None  # whether this rank is its node's first; not known before a save
+        self._partners: list[list[int]] = []  # by rank, those that keep copies of its files
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be saved."""
@@ -115,9 +116,15 @@ class RamTier:
         """
         with coordinator.together("waiting for the copies of the step before"):
             self.wait()
-        if self.replicas and self._partners is None:
-            self._partners = self._found_partners(coordinator)
-        saver = Saver(self.step_storage(step), coordinator, overwrite=True, every_node=True)
+        if self._leads_node is None:
+            self._look_around(coordinator)
+        saver = Saver(
+            self.step_storage(step),
+            coordinator,
+            overwrite=True,
+            every_node=True,
+            leads_node=bool(self._leads_node),
+        )
         saved = saver.save(state, user)
         if self.replicas:
             assert behind is not None
@@ -139,29 +146,38 @@ class RamTier:
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
         """Forget a step; a collective."""
+        if self._leads_node is None:
+            self._look_around(coordinator)
         with coordinator.together(f"removing step {step} from {self._root.where}", "see what is left of it"):
-            if coordinator.rank == 0 or is_node_leader():
+            if coordinator.rank == 0 or self._leads_node:
                 remove_step(self._root, step)
+
+    def abandon(self) -> None:
+        """Return when no copy is in flight any more, however it has ended."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.error()
 
     def step_storage(self, step: int) -> Storage:
         """The folder of a step in this node's memory."""
         return self._root.child(step_name(step))
 
-    def _found_partners(self, coordinator: Coordinator) -> list[list[int]]:
-        """By rank, those that keep copies of its files."""
+    def _look_around(self, coordinator: Coordinator) -> None:
+        """Find out who shares this rank's node, and who keeps copies of whose files; a collective."""
         with coordinator.together(f"looking at {self._folder}"):
             node = self.node
         nodes = coordinator.everyone(node)
-        if self._mesh is None:
-            return partners_in_cliques(nodes, self.replicas)
-        ranks = dist.get_process_group_ranks(self._mesh.get_group())
-        rank_of = coordinator.rank_of
-        rings = coordinator.everyone([rank if rank_of is None else rank_of[rank] for rank in ranks])
-        return partners_in_rings(rings, nodes, self.replicas)
+        if self.replicas and self._mesh is None:
+            self._partners = partners_in_cliques(nodes, self.replicas)
+        elif self._mesh is not None:
+            ranks = dist.get_process_group_ranks(self._mesh.get_group())
+            rank_of = coordinator.rank_of
+            rings = coordinator.everyone([rank if rank_of is None else rank_of[rank] for rank in ranks])
+            self._partners = partners_in_rings(rings, nodes, self.replicas)
+        self._leads_node = nodes.index(node) == coordinator.rank
 
     def _copy(self, coordinator: Coordinator, step: int) -> None:
         """Send this rank's file to its partners, and keep theirs."""
-        assert self._partners is not None
         storage = self.step_storage(step)
         with coordinator.together(f"copying {storage.where} to other nodes"):
             manifest = read_manifest(storage)
@@ -176,7 +192,7 @@ class RamTier:
 
     def _retire(self, coordinator: Coordinator, saved: int) -> None:
         with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
-            if coordinator.rank == 0 or is_node_leader():
+            if coordinator.rank == 0 or self._leads_node:
                 retire(self._root, lambda found: no_longer_kept(found, saved, keep_last=self._keep_last))
 
     @property

@@ -120,6 +120,7 @@ class Saver:
     format: Format = "native"
     save_id: str | None = None  # of a save of the same state to memory: one for both proves it
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
+    leads_node: bool = False  # of such a storage: this rank commits for its node
     meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
@@ -141,7 +142,7 @@ class Saver:
             with self.coordinator.together(
                 f"committing {where}", "what has become of the checkpoint stands there too"
             ):
-                if self.coordinator.rank == 0 or (self.every_node and is_node_leader()):
+                if self.coordinator.rank == 0 or self.leads_node:
                     commit_manifest(
                         self.storage,
                         manifest,
@@ -280,11 +281,6 @@ def plain_json(user: Json) -> Json:
             where="the argument `user`",
             todo="put other values into the state",
         ) from error
-
-
-def is_node_leader() -> bool:
-    """Whether this rank is its node's first, as torchrun numbers them."""
-    return os.environ.get("LOCAL_RANK") == "0"
 
 
 def commit_manifest(

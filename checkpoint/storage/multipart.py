@@ -1,7 +1,7 @@
 """`MultipartWriter`: a large object of an S3 store, several of its parts on the way at once, in bounded memory.
 
 s3fs has a file that sends each part when it is full and waits for the answer: one connection's speed. Here the next
-parts are filled meanwhile. Nothing is visible before the last call; a part that meets a passing error is sent again alone.
+parts are filled meanwhile. Nothing is visible before the last call; what meets a passing error is sent again alone.
 """
 
 from __future__ import annotations

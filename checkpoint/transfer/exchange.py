@@ -1,7 +1,8 @@
-"""Messages on their way: packed, sent, received and unpacked, a few of them at a time, in memory that is kept.
+"""Messages on their way: sent from where they lie, or packed and unpacked a few at a time, in memory that is kept.
 
     packing    the next message, into one of `IN_FLIGHT` rooms, while those before it are sent
     unpacking  the oldest that arrived, while those behind it arrive
+    in place   messages that need no room are all started as their turn comes, and waited for at the end
 
 A rank that fails at either goes on sending and receiving, so that others do not wait for it; what it met is raised
 on all ranks when they meet at the end.
@@ -88,8 +89,11 @@ class Exchange:
         self._group = group
         self._rooms = rooms
         self._verify = verify
-        self._moving: dict[bool, deque[_Moving]] = {True: deque(), False: deque()}
-        self._noted: dict[tuple[int, bool], list[tuple[int, Sequence[Share]]]] = {}  # by peer and direction
+        self._in_rooms: dict[bool, deque[_Moving]] = {True: deque(), False: deque()}  # by direction
+        self._in_place: list[_Moving] = []
+        self._noted: dict[
+            tuple[int, bool], list[tuple[int, int, Sequence[Share]]]
+        ] = {}  # by peer and direction
         self.error: BaseException | None = None  # the first that was met
 
     def _attempt(self, work: Callable[[], None]) -> None:
@@ -105,20 +109,28 @@ class Exchange:
         """Move everything; `error` tells what went wrong."""
         self._attempt(lambda: self._keep(kept))
         for message in messages:
-            queue = self._moving[message.is_sent]
+            if message.lies_whole:
+                self._in_place.append(self._start(message))
+                continue
+            queue = self._in_rooms[message.is_sent]
             if len(queue) == IN_FLIGHT:
                 self._finish(queue.popleft())
             queue.append(self._start(message))
-        for queue in self._moving.values():
+        for queue in self._in_rooms.values():
             while queue:
                 self._finish(queue.popleft())
+        # From the last one on: when that has arrived so have those before it, and the thread was woken once.
+        while self._in_place:
+            self._finish(self._in_place.pop())
         if self._verify:
             self._compare()
 
     def _start(self, message: Message) -> _Moving:
         room: torch.Tensor | None = None
         if message.lies_whole:
-            data = (self._origin if message.is_sent else self._destination).run(message.shares[0])
+            first = message.shares[0]
+            memory = self._origin if message.is_sent else self._destination
+            data = memory.run(first, message.nbytes // first.itemsize)
         else:
             room = self._rooms.take()
             data = room[: message.nbytes]
@@ -204,14 +216,16 @@ class Exchange:
             return
         if not message.is_sent and not message.lies_whole:
             self._attempt(lambda: self._read_back(message.shares, data))
-        self._noted.setdefault((message.peer, message.is_sent), []).append((_hash(data), message.shares))
+        noted = self._noted.setdefault((message.peer, message.is_sent), [])
+        noted.append((message.number, _hash(data), message.shares))
 
     def _compare(self) -> None:
         """Send checksums after their messages, and compare them where those have gone."""
         moving = []
         for (peer, is_sent), noted in self._noted.items():
+            noted.sort(key=lambda item: item[0])  # messages end in another order than they begin
             numbers = torch.tensor(
-                [number for number, _ in noted], dtype=torch.int64, device=self._rooms.device
+                [number for _, number, _ in noted], dtype=torch.int64, device=self._rooms.device
             )
             numbers = numbers if is_sent else torch.empty_like(numbers)
             moving.append((peer, is_sent, numbers, self._begin(numbers, peer, is_sent)))
@@ -221,7 +235,7 @@ class Exchange:
                 self._attempt(lambda: self._prove(peer, numbers.tolist()))  # noqa: B023  called at once
 
     def _prove(self, peer: int, sent: Sequence[int]) -> None:
-        for number, (own, shares) in zip(sent, self._noted[peer, False], strict=True):
+        for number, (_, own, shares) in zip(sent, self._noted[peer, False], strict=True):
             if number != own:
                 raise self._differs(peer, shares)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dtype_name, dtype_named
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.transfer.coding import CodedTensor, Key
 from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
@@ -155,10 +155,10 @@ class Origin:
             self._scales[key, source.place] = known
         return known
 
-    def run(self, share: Share) -> torch.Tensor:
-        """The bytes of a share that lies as it travels."""
+    def run(self, share: Share, numel: int) -> torch.Tensor:
+        """The bytes of so many items from a share's first one on, which lie as they travel."""
         flat = self.flats[self._plan.leaves[share.leaf].source.place]
-        return bytes_of(flat[share.source : share.source + share.numel])
+        return flat[share.source : share.source + numel].view(torch.uint8)
 
     def pack(self, share: Share, out: torch.Tensor, rank: int) -> None:
         """Write a share's bytes as they travel; ``out`` is 1D uint8."""
@@ -228,10 +228,10 @@ class Destination:
                 todo="pass keep_old=True, which fills the target when all is read",
             )
 
-    def run(self, share: Share) -> torch.Tensor:
-        """The memory of a share that lies as it travels."""
+    def run(self, share: Share, numel: int) -> torch.Tensor:
+        """The memory of so many items from a share's first one on, which lie as they travel."""
         flat = self._flats[self._plan.leaves[share.leaf].target]
-        return bytes_of(flat[share.target : share.target + share.numel])
+        return flat[share.target : share.target + numel].view(torch.uint8)
 
     def unpack(self, share: Share, data: torch.Tensor) -> None:
         """Bring a share's bytes where they belong."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
@@ -19,6 +20,7 @@ from vescale_fsdp.views.rounding import cast_array
 __all__ = ["Difference", "Tolerance", "diff"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
+Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)
 _F64 = dtype_from_torch("float64")
 
 
@@ -70,6 +72,8 @@ def diff(
     """
     chosen = tolerance or Tolerance()
     left, right = _views(a, model_prefix), _views(b, model_prefix)
+    _add_twins(a, left, right)
+    _add_twins(b, right, left)
     has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
     is_whole = not model_only and all(has_more)
     if not is_whole:
@@ -98,7 +102,7 @@ def _values(a: Source, b: Source) -> Iterator[Difference]:
             yield Difference(name, "value", f"{left!r:.60} and {right!r:.60}")
 
 
-def _views(source: Source, prefix: str | None) -> Mapping[tuple[str, str], TensorView]:
+def _views(source: Source, prefix: str | None) -> Views:
     start = f"{prefix.rstrip('.')}." if prefix else ""
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
     names = find_model(source, prefix if has_prefix else None).names
@@ -106,6 +110,15 @@ def _views(source: Source, prefix: str | None) -> Mapping[tuple[str, str], Tenso
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors
     }
+
+
+def _add_twins(source: Source, views: Views, others: Views) -> None:
+    """Give a Hugging Face folder the names of tied weights that it left out and the other side has."""
+    wanted = others.keys() - views.keys()
+    if not any(key[0] == "model" for key in wanted):
+        return
+    twins, _ = left_out_by(source, [name for kind, name in views if kind == "model"])
+    views.update({("model", twin): views["model", twins[twin]] for kind, twin in wanted if twin in twins})
 
 
 def _compare(

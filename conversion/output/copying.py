@@ -143,18 +143,17 @@ class _WorkingFile:
             if isinstance(content, FixedBytes):
                 self.out.write_at(offset, [content.data])
             elif isinstance(content, ComputedBytes):
-                data = content.make(self._tensor_crcs())
+                data = content.make(self._crc_of)
                 planned = content.nbytes
                 assert len(data) == planned, f"{self.plan.name}: {len(data)} bytes, planned {planned}"
                 self.out.write_at(offset, [data])
 
-    def _tensor_crcs(self) -> dict[int, int]:
-        found = {index: 0 for index, _ in self.plan.tensors}
-        for index, pieces in self._crcs.items():
-            kind = self.plan.tensor(index).crc
-            assert kind is not None
-            for _, piece_crc, nbytes in sorted(pieces):
-                found[index] = kind.combine(found[index], piece_crc, nbytes)
+    def _crc_of(self, index: int) -> int:
+        kind = self.plan.tensor(index).crc
+        assert kind is not None
+        found = 0
+        for _, piece_crc, nbytes in sorted(self._crcs.get(index, ())):
+            found = kind.combine(found, piece_crc, nbytes) if found else piece_crc
         return found
 
     @property

@@ -43,7 +43,7 @@ def state_with_rules(
         ConversionError: if the rules do not fit the model, or optimizer state cannot follow them.
     """
     state.model.require_one("key rules rename only one", rules.name)
-    container = _container(state)
+    container = state.container
     model = {fqn: state.views[name] for name, fqn in state.model.names.items()}
     own = own_optimizer(state, container, {fqn: view.info.shape for fqn, view in model.items()})
     applied = apply_rules(rules, model, config, to_hf=to_hf)
@@ -112,15 +112,6 @@ class _Made:
             )
         self._origins[name], self.paths[name] = origin, path
         return name
-
-
-def _container(state: CarriedState) -> Path:
-    """Where the model sits in the nested state."""
-    name, fqn = next(iter(state.model.names.items()))
-    prefix = name.removesuffix(fqn).rstrip(".")
-    paths = (state.path(name) for name in state.model.names)
-    heads = (path[:depth] for path in paths for depth in range(len(path)))
-    return next((head for head in heads if name_of(head) == prefix), (prefix,))
 
 
 def _require_no_numbers(state: CarriedState, name: str, own: Collection[str]) -> None:

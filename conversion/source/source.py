@@ -119,6 +119,18 @@ class Source:
         """Where the checkpoint is: the folder, or the file if it is one file."""
         return f"{self.store.where}/{self.file}" if self.file else self.store.where
 
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        """Names of tensors that are the very bytes of an earlier one -> the name of that."""
+        first: dict[object, str] = {}
+        found = {}
+        for name, tensor in self.tensors.items():
+            if tensor.info.numel and name not in self.readers:
+                places = tuple((c.file, c.offset, c.box, c.strides, c.signs) for c in tensor.chunks)
+                if (kept := first.setdefault((tensor.info.shape, tensor.info.dtype, places), name)) != name:
+                    found[name] = kept
+        return found
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors."""

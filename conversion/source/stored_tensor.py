@@ -7,7 +7,7 @@ in one file at one offset, row-major (or with explicit strides). Finding bytes i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -24,15 +24,17 @@ _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, shape (packed types count bytes in the last dim) and type of one tensor."""
+    """Name, shape (packed types count bytes in the last dim), type and bytes of one tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
+    nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
-            whole_numbers((*whole_numbers(self.shape), self.nbytes))
+            object.__setattr__(self, "nbytes", self.dtype.nbytes(whole_numbers(self.shape)))
+            whole_numbers((self.nbytes,))
         except ValueError as error:
             raise CorruptCheckpointError(
                 "A tensor cannot have this shape.",
@@ -46,11 +48,6 @@ class TensorInfo:
     def numel(self) -> int:
         """Items (not packed elements)."""
         return math.prod(self.shape)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.dtype.nbytes(self.shape)
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,8 @@ class StoredTensor:
             )
             if not fits:
                 raise self._bad_tiling(f"chunk {_text(box)} outside of it")
+        if len(self.chunks) == 1 and self.chunks[0].box.sizes == shape:
+            return  # in one piece, as most are
         filled = [chunk.box for chunk in self.chunks if chunk.box.numel]
         total = sum(box.numel for box in filled)
         if total != self.info.numel:

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from vescale_fsdp.conversion.source.source import Source, StoredValue
 from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
-from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
+from vescale_fsdp.conversion.state.nesting import name_of
+from vescale_fsdp.conversion.views.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.errors import ConversionError
 
 __all__ = ["CarriedState", "model_state", "whole_state"]
@@ -44,6 +46,17 @@ class CarriedState:
         """Where the entry sits in the nested state."""
         return self.paths.get(name, (name,))
 
+    @cached_property
+    def container(self) -> Path:
+        """Where the one model sits in the nested state; key rules leave it there."""
+        if not self.is_model.issuperset(self.model.names):
+            return self.path(next(iter(self.is_model)))[:-1]  # rules have made them
+        name, fqn = next(iter(self.model.names.items()))
+        prefix = name.removesuffix(fqn).rstrip(".")
+        paths = (self.path(name) for name in self.model.names)
+        heads = (path[:depth] for path in paths for depth in range(len(path)))
+        return next((head for head in heads if name_of(head) == prefix), (prefix,))
+
     def filtered(self, include: Sequence[str], exclude: Sequence[str]) -> CarriedState:
         """Only names that match an ``include`` pattern (if any are given) and no ``exclude`` pattern.
 
@@ -70,6 +83,29 @@ class CarriedState:
         """All but these tensors."""
         dropped = set(names)
         return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
+
+    def with_names_of(self, twins: Mapping[str, str]) -> CarriedState:
+        """The same tensors, some of the model's under further names too: name -> the one that it has."""
+        made = {new: RenamedView(self.views[old], new) for new, old in twins.items()}
+        paths = {new: (*self.path(old)[:-1], new) for new, old in twins.items()}
+        return replace(
+            self,
+            views={**self.views, **made},
+            paths={**self.paths, **paths},
+            model=replace(self.model, names={**self.model.names, **{new: new for new in made}}),
+            is_model=self.is_model.union(made),
+        )
+
+    @cached_property
+    def twins(self) -> dict[str, str]:
+        """Names of tensors that are an earlier one under another name -> the name of that."""
+        first: dict[object, str] = {}
+        found = {}
+        for name, view in self.views.items():
+            key = (view.info.shape, view.info.dtype, view.identity())
+            if view.info.numel and (kept := first.setdefault(key, name)) != name:
+                found[name] = kept
+        return found
 
     def with_model_views(self, change: Callable[[list[TensorView]], Iterable[TensorView]]) -> CarriedState:
         """The model's tensors replaced one for one by what ``change`` makes of them (names kept)."""

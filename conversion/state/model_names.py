@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model"]
+__all__ = ["ModelNames", "find_model", "split_entries"]
 
 _OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)(_?\d+|_state_dict)?$")
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?)$")
@@ -73,12 +73,30 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
         ConversionError: if no tensor is left for the model.
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
+    shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
+    return split_entries(paths, shapes, prefix, source.url)
+
+
+def split_entries(
+    paths: Mapping[str, Path], shapes: Mapping[str, Sequence[int]], prefix: str | None, where: str
+) -> ModelNames:
+    """Split the entries of a state, of a file or a live one.
+
+    Args:
+        paths: where each entry sits in the nested state, by flattened name.
+        shapes: those of its tensors.
+        prefix: what the model's names begin with; None to detect it.
+        where: the state, for messages.
+
+    Raises:
+        ConversionError: if no tensor is left for the model.
+    """
     homes = _optimizer_homes(paths.values())
-    optimizer = [name for name, path in paths.items() if _is_optimizer(path, homes)]
-    rest = [name for name in source.tensors if name not in set(optimizer)]
+    optimizer = dict.fromkeys(name for name, path in paths.items() if _is_optimizer(path, homes))
+    rest = [name for name in shapes if name not in optimizer]
     rivals: tuple[str, ...] = ()
     if prefix is None:
-        counters = {name for name in rest if not source.tensors[name].info.shape}
+        counters = {name for name in rest if not shapes[name]}
         models = _find_models({name: paths[name] for name in rest}, counters)
         prefix = _prefix(models[0]) if len(models) == 1 else ""
         if not prefix:
@@ -93,12 +111,11 @@ def find_model(source: Source, prefix: str | None = None) -> ModelNames:
         raise ConversionError(
             "No model weights were found in the source.",
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
-            got=f"{len(source.tensors)} tensors, such as {some(source.tensors, 3)}",
-            where=source.url,
+            got=f"{len(shapes)} tensors, such as {some(shapes, 3)}",
+            where=where,
             todo="pass --model-prefix with what the names of the model's weights begin with",
         )
-    taken = {*names, *optimizer}
-    others = tuple(name for name in paths if name not in taken)
+    others = tuple(name for name in paths if name not in names and name not in optimizer)
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
 
 

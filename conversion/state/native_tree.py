@@ -32,7 +32,7 @@ class _TensorLeaf(NamedTuple):
 def native_tree(
     state: CarriedState, file_order: Callable[[str], Any], reserved: Iterable[str] = ()
 ) -> tuple[Json, list[tuple[str, str]]]:
-    """The tree, and (name in the format, name in the state) of every tensor in file order.
+    """The tree, and (name in the format, name in the state) of every tensor in file order; tied ones are one.
 
     Args:
         state: what is carried over.
@@ -46,13 +46,17 @@ def native_tree(
     leaves: dict[Path, Any] = {state.path(name): _TensorLeaf(name) for name in state.views}
     leaves |= {state.path(name): read() for name, read in state.values.items()}
     found: list[tuple[str, str]] = []
+    numbers: dict[str, int] = {}
     taken = set(reserved)
 
     def number(name: str, leaf: _TensorLeaf) -> Json:
-        claim_name(name, taken)
-        taken.add(name)
-        found.append((name, leaf.name))
-        return {"$": "tensor", "i": len(found) - 1}
+        first = state.twins.get(leaf.name, leaf.name)
+        if first not in numbers:
+            claim_name(name, taken)
+            taken.add(name)
+            numbers[first] = len(found)
+            found.append((name, leaf.name))
+        return {"$": "tensor", "i": numbers[first]}
 
     tree = _node(nest(leaves), "", number)
     order = sorted(range(len(found)), key=lambda place: file_order(found[place][1]))

@@ -11,7 +11,7 @@ are lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -88,9 +88,9 @@ def _depth(path: Path) -> int:
     return len(home_of(path) or ())
 
 
-def _model_fqns(state: CarriedState) -> list[str]:
-    """Names of parameters, longest first, so that the first that fits is the right one."""
-    return sorted((str(state.path(name)[-1]) for name in state.is_model), key=lambda fqn: (-len(fqn), fqn))
+def _model_fqns(state: CarriedState) -> frozenset[str]:
+    """Names of parameters."""
+    return frozenset(str(state.path(name)[-1]) for name in state.is_model)
 
 
 def _flattened(entries: _Entries) -> _Entries:
@@ -114,13 +114,22 @@ def _flattened(entries: _Entries) -> _Entries:
     return found
 
 
-def _nested(entries: _Entries, fqns: list[str]) -> _Entries:
+def _parameter_of(text: str, fqns: Collection[str]) -> str | None:
+    """The parameter whose name, and more, a flattened entry begins with; the longest that fits."""
+    while "." in text:
+        text = text.rpartition(".")[0]
+        if text in fqns:
+            return text
+    return None
+
+
+def _nested(entries: _Entries, fqns: Collection[str]) -> _Entries:
     found = _Entries()
     options: dict[Path, dict[str, dict[str, Any]]] = {}  # container -> parameter -> option -> value
     for name, path in entries.paths.items():
         depth = _depth(path)
         kind, rest = str(path[depth]).split(".", 1)
-        fqn = next((fqn for fqn in fqns if rest.startswith(f"{fqn}.")), None)
+        fqn = _parameter_of(rest, fqns)
         if fqn is None:
             raise ConversionError(
                 "An optimizer entry belongs to no parameter.",

@@ -73,7 +73,8 @@ class SourceView(TensorView):
         yield self.source, self.source_name
 
     def identity(self) -> str:
-        return f"{self.source.fingerprint} {self.source_name}"
+        name = self.source.ties.get(self.source_name, self.source_name)  # tied tensors are one
+        return f"{self.source.fingerprint} {name}"
 
 
 @dataclass(frozen=True)

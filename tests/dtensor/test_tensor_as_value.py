@@ -6,16 +6,18 @@ import copy
 import importlib
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtensor_conformance import plain
-from vescale_fsdp import fully_shard
+from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.dtensor.printed_parts import axis_text
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor, is_ragged
 from vescale_fsdp.errors import UnsupportedOpError
@@ -89,6 +91,35 @@ def test_the_address_is_the_pieces() -> None:
     """Others map tensors by address (accelerate its optimizer's): pieces have their own, a copy another."""
     for filled, distinct in run_ranks(2, addresses):
         assert distinct == filled > 5
+
+
+def told_apart(device: str, granularity: Any) -> tuple[int, list[bool]]:
+    """How many pieces have no memory here; whether all parameters differ in what accelerate hears of them."""
+    with torch.device(device):
+        model = fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(6))), granularity=granularity)
+    params, found = list(model.parameters()), []
+    for module in ("accelerate.accelerator", "accelerate.utils.fsdp_utils"):
+        of_model, of_optimizer = (
+            eval(asked, {"__name__": module, "params": params})
+            for asked in ("[p.data_ptr() for p in params]", "[p._local_tensor.data_ptr() for p in params]")
+        )
+        found += [of_model == of_optimizer, len({*of_model}) == len(params), 0 not in of_model]
+    for module in ("accelerated", __name__):  # others hear of memory alone
+        asked = "[p._local_tensor.data_ptr() == p.data_ptr() == p.to_local().data_ptr() for p in params]"
+        found += eval(asked, {"__name__": module, "params": params})
+    return sum(param.data_ptr() == 0 for param in params), found
+
+
+def all_told_apart() -> list[tuple[int, list[bool]]]:
+    """Cut by elements, with empty pieces, and on the meta device."""
+    return [told_apart("cpu", None), told_apart("cpu", Whole()), told_apart("meta", Whole())]
+
+
+def test_pieces_without_memory_are_told_apart() -> None:
+    """accelerate gives optimizers their parameters by address: it finds one for each, and the same by both its ways."""
+    for every in run_ranks(2, all_told_apart):
+        assert all(all(found) for _, found in every)
+        assert every[1][0] > 2 and every[2][0] > 2
 
 
 def copies() -> None:

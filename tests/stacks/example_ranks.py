@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import nn
@@ -33,14 +34,20 @@ def _as_under_torchrun(train: Callable[..., Any], args: tuple[Any, ...], kwargs:
     from accelerate.state import AcceleratorState, GradientState  # only in the venv of the stacks
 
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
-    os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_FSDP="false")
+    under_torchrun = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "OMP_NUM_THREADS": "1",
+    }
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    try:
-        return train(*args, **kwargs)
-    finally:
-        _uninstall_all()
+    with patch.dict(os.environ, under_torchrun):  # what plugins write there goes with it
+        try:
+            return train(*args, **kwargs)
+        finally:
+            _uninstall_all()
 
 
 def _uninstall_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from examples.accelerate.train import Options, train
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.tiny_llm import CONFIG
 from tests.stacks.example_ranks import divide_once_more, run_example, run_on_ranks
+from tools.torchrun_job import Job
 from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 from vescale_fsdp.errors import UnsupportedOpError
@@ -89,37 +91,64 @@ def test_tied_embeddings(folder: Path) -> None:
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-4, atol=1e-5)
 
 
-def _prepare_by_hand() -> dict[str, Any]:
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+def _two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    weights, biases = ([param for param in model.parameters() if param.ndim == ndim] for ndim in (2, 1))
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "lr": 0.5}], lr=0.1, momentum=0.9)
+
+
+def prepare_by_hand(chosen: str) -> dict[str, Any]:
     """A model that the user has sharded, whose optimizer stands: as accelerate takes them from stock FSDP2's users."""
     allow_fsdp_on_cpu()
-    accelerator = Accelerator(cpu=True, fsdp_plugin=VescalePlugin())
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    fully_shard(model, granularity=Whole())  # most pieces are empty on one of the ranks
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before = [param.full_tensor().clone() for param in model.parameters()]
+    plugin = VescalePlugin if chosen == "ours" else FullyShardedDataParallelPlugin
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(fsdp_version=2))
+    alone, model = (
+        _layers(),
+        fully_shard(_layers(), granularity=Whole()),
+    )  # most pieces are empty on some rank
+    optimizer, optimizer_alone = _two_groups(model), _two_groups(alone)
+    given = [list(group["params"]) for group in optimizer.param_groups]
     prepared, wrapped = accelerator.prepare(model, optimizer)
-    accelerator.backward(prepared(torch.ones(2, 8)).square().sum())
-    wrapped.step()
+    for _ in range(2):
+        accelerator.backward(prepared(torch.ones(2, 8)).square().sum())
+        wrapped.step()
+        wrapped.zero_grad()
+        alone(torch.ones(2, 8)).square().sum().backward()
+        optimizer_alone.step()
+        optimizer_alone.zero_grad()
+    kept = [
+        [*map(id, group["params"])] == [*map(id, before)]
+        for group, before in zip(optimizer.param_groups, given, strict=True)
+    ]
+    trained = zip(model.parameters(), alone.parameters(), strict=True)
     return {
         "empty": sum(param.to_local().numel() == 0 for param in model.parameters()),
-        "same": all(
-            a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
-        ),
-        "moved": all(
-            not torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True)
-        ),
+        "kept": kept,
+        "trained": all(torch.allclose(param.full_tensor(), wanted) for param, wanted in trained),
         "unwrapped": accelerator.unwrap_model(prepared) is model,
     }
 
 
-def test_a_model_sharded_by_hand() -> None:
-    """`prepare` leaves it and its optimizer as they are, also where ranks hold nothing of a parameter."""
-    found = run_on_ranks(2, _prepare_by_hand)
+def _check_by_hand(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["kept"] == [True, True] and found["trained"] and found["unwrapped"]
+    assert max(found["empty"] for found in ranks) > 1
 
-    assert [{key: rank[key] for key in ("same", "moved", "unwrapped")} for rank in found] == 2 * [
-        {"same": True, "moved": True, "unwrapped": True}
-    ]
-    assert sum(rank["empty"] for rank in found) > 0
+
+@pytest.mark.parametrize("chosen", ["ours", "accelerate's"])
+def test_a_model_sharded_by_hand(chosen: str) -> None:
+    """`prepare` leaves it and its optimizer as they are, also where ranks hold nothing of several parameters."""
+    _check_by_hand(run_on_ranks(2, prepare_by_hand, chosen))
+
+
+def test_installed_before_accelerate_is_imported(tmp_path: Path) -> None:
+    """The order of imports is the user's."""
+    Job("tests.stacks.installed_first_job", 2, ["--out", str(tmp_path)], tmp_path / "log").wait()
+    _check_by_hand([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
 
 
 def _fsdp1_inside() -> tuple[str, set[type]]:

@@ -11,6 +11,7 @@ returns a wrong value in silence: an operator without a rule raises.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,17 @@ __all__ = [
     "redistribute_async",
     "wrap_like",
 ]
+
+
+_torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
+
+
+def _told_apart_by_address(local: torch.Tensor) -> bool:
+    """Whether a piece has no address, and the caller's caller hands optimizers a model's parameters by theirs."""
+    # accelerate (1.15) asks the optimizer's for ``_local_tensor.data_ptr()`` and the model's for ``data_ptr()``.
+    if local.numel() and not local.is_meta:
+        return False
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "accelerate"
 
 
 def is_ragged(tensor: object) -> bool:
@@ -122,6 +134,13 @@ class RaggedDTensor(DTensor):
                 todo="flatten the piece: tensor.reshape(-1)[range]",
             )
         return _FromLocal.apply(local_tensor, spec)  # type: ignore[no-any-return]
+
+    def move_to(
+        self, local: torch.Tensor, spec: DTensorSpec, layout_ref: tuple[GroupLayout, str] | None
+    ) -> None:
+        """Become another piece of the same tensor, over other ranks; its values are those of ``local``."""
+        assert spec.tensor_meta == self._spec.tensor_meta
+        self._local_tensor, self._spec, self.layout_ref = local, spec, layout_ref
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -215,7 +234,20 @@ class RaggedDTensor(DTensor):
 
     def data_ptr(self) -> int:
         """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
-        return 0 if takes_address_for_memory() else self._local_tensor.data_ptr()
+        if takes_address_for_memory():
+            return 0
+        local = _torchs_local.__get__(self)
+        return id(self) if _told_apart_by_address(local) else local.data_ptr()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        # torch's attribute; accelerate, who wants an address alone, gets what has one
+        local = _torchs_local.__get__(self)
+        return self if _told_apart_by_address(local) else local
+
+    @_local_tensor.setter
+    def _local_tensor(self, local: torch.Tensor) -> None:
+        _torchs_local.__set__(self, local)
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """torch's, of the global shape."""

@@ -134,10 +134,6 @@ def as_fsdp2(
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
     """What else is replaced, for stacks that ask more than torch's names; of tried versions, which have these names."""
     found: dict[str, tuple[StandIn, ...]] = {}
-    if "accelerate" in stacks:
-        from vescale_fsdp.integrations.accelerate_prepare import PREPARE
-
-        found["accelerate"] = (PREPARE,)
     if (
         "transformers" in stacks and "transformers.core_model_loading" in sys.modules
     ):  # it loads its parts lazily

@@ -65,7 +65,7 @@ def _swap(stand_in: StandIn, old: Callable[..., Any], new: Callable[..., Any]) -
 
 
 def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:
-    """Modules besides the homes, torch and this package that hold an original, and under which names."""
+    """Modules that hold another one's original, besides the homes, torch and this package; and under which names."""
     stand_ins = tuple(stand_ins)
     found: dict[str, list[str]] = {}
     originals = {id(stand_in.original) for stand_in in stand_ins}
@@ -74,7 +74,11 @@ def bound_names(stand_ins: Iterable[StandIn]) -> dict[str, list[str]]:
         if path.split(".")[0] in ("torch", "vescale_fsdp") or path in homes:
             continue
         if isinstance(module, ModuleType):
-            names = [name for name, value in list(vars(module).items()) if id(value) in originals]
+            names = [
+                name
+                for name, value in list(vars(module).items())
+                if id(value) in originals and value.__module__ != path  # its own module
+            ]
             if names:
                 found[path] = sorted(names)
     return found

@@ -38,8 +38,9 @@ def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int,
         ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.
     """
     found = tuple(values)
-    if isinstance(values, (str, dict)) or any(type(n) is not int or not 0 <= n < _LIMIT for n in found):
-        raise ValueError(f"{found!r:.80} are no sizes")
+    for number in found if not isinstance(values, (str, dict)) else ("",):
+        if type(number) is not int or not 0 <= number < _LIMIT:
+            raise ValueError(f"{found!r:.80} are no sizes")
     if count is not None and len(found) != count:
         raise ValueError(f"{len(found)} numbers instead of {count}")
     return found

@@ -121,10 +121,17 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         if algorithm == "adamw":
             param_group = {**asdict(self._adamw), **param_group}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        self._make_state(self.param_groups[-1])
+
+    def make_state(self) -> None:
+        """Make all state anew, as before the first step: for parameters that lie on other ranks now."""
+        for group in self.param_groups:
+            self._make_state(group)
+
+    def _make_state(self, group: dict[str, Any]) -> None:
+        own = group["algorithm"] == self.algorithm
         for param in group["params"]:
             self._check_param(param)
-            own = algorithm == self.algorithm
             self.state[param] = self._init_state(param, group) if own else _adamw_state(param)
 
     def _check_param(self, param: torch.Tensor) -> None:

@@ -426,7 +426,7 @@ class FSDPModule(_Base):
         # Past torch's class, which would look for a state of its own.
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for state in self._states():
-            state._rebind_hook()
+            state.rebind()
         return result
 
 

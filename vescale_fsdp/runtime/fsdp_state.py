@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_fsdp.dtensor.half_loaded import half_loaded_in
 from vescale_fsdp.errors import LifecycleError, explain
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
@@ -41,7 +42,7 @@ from vescale_fsdp.runtime.nested_tensors import (
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
 from vescale_fsdp.runtime.sharding_log import log_sharding
-from vescale_fsdp.runtime.takeover import rebind, refuse_full_tensors
+from vescale_fsdp.runtime.takeover import gives_own, rebind, refuse_full_tensors
 from vescale_fsdp.torch_private import in_functorch, is_view, note_sharded, profiled
 
 __all__ = ["FSDPState", "attach_state", "register_fsdp_forward_method", "state_of"]
@@ -102,13 +103,14 @@ class FSDPState:
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
+        self._loads_own = False  # in this load_state_dict, something that is half loaded
         self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)
             module.register_state_dict_pre_hook(self._reshard_hook)
             module.register_load_state_dict_pre_hook(self._before_load)
-            module.register_load_state_dict_post_hook(self._rebind_hook)
+            module.register_load_state_dict_post_hook(self._loaded_hook)
 
     # -- root -----------------------------------------------------------------------------------------
 
@@ -148,9 +150,21 @@ class FSDPState:
             state.schedule = self.schedule
             state.join(self.comm)
             self.schedule.units.append(state)
-            if state.reshard_after_forward is None and state is not self:
-                state.reshard_after_forward = True
         log_sharding(type(self.modules[0]).__name__, [(state.label, state.groups) for state in below])
+
+    def renew(self, groups: list[ParamGroup]) -> None:
+        """Go on with other groups, over other ranks, as if nothing had run yet: ranks that join start from there."""
+        if self.schedule is not None:
+            self.is_last_backward = self.schedule.is_last_backward
+            self.finalizes_by_hand = self.schedule.finalizes_by_hand
+        most = self.comm.max_reductions
+        self.comm = CommContext(streams_of(self.device))
+        self.comm.max_reductions = most
+        self.groups, self.schedule = groups, None
+        self.is_root = self.agreed = False
+        self.post_optim_event = None
+        self.forget_iteration()
+        self.name_it(self.label)
 
     def compare_below(self) -> None:
         """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
@@ -298,7 +312,7 @@ class FSDPState:
         # optimizer, or a swap of weights, has changed the shards: out of date, in silence (as torch 2.13's FSDP2).
         reshards = self.reshard_after_forward
         if reshards is None:
-            reshards = not torch.is_grad_enabled()
+            reshards = not (self.is_root and torch.is_grad_enabled())
         if reshards and not self._schedule().in_backward:
             self.comm.reshard(self.groups, keep_part=True)
 
@@ -397,12 +411,20 @@ class FSDPState:
         *unused: Any,
     ) -> None:
         self._reshard_hook()
+        # A good load gives what is half loaded new values, and not its own once more.
+        self._loads_own = any(
+            half_loaded_in(group.shard) and gives_own(group, state) for group in self.groups
+        )
         if not metadata.get("assign_to_params_buffers", False):
             refuse_full_tensors(module, state, prefix)
 
-    def _rebind_hook(self, *unused: Any) -> None:
+    def _loaded_hook(self, module: nn.Module, keys: Any) -> None:
+        self.rebind(is_whole=not keys.missing_keys and not self._loads_own)
+
+    def rebind(self, *, is_whole: bool = False) -> None:
+        """See `rebind`."""
         for group in self.groups:
-            rebind(group)
+            rebind(group, is_whole=is_whole)
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

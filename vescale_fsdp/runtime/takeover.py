@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.dtensor.half_loaded import half_loaded_in, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
 from vescale_fsdp.errors import LifecycleError
@@ -37,11 +38,15 @@ from vescale_fsdp.torch_private import (
     storage_id,
 )
 
-__all__ = ["rebind", "refuse_full_tensors", "settle"]
+__all__ = ["gives_own", "rebind", "refuse_full_tensors", "settle"]
 
 
-def rebind(group: ParamGroup) -> None:
-    """Take over what the modules hold, after ``_apply`` or ``load_state_dict``; pieces may still be missing."""
+def rebind(group: ParamGroup, *, is_whole: bool) -> None:
+    """Take over what the modules hold, after ``_apply`` or ``load_state_dict``; pieces may still be missing.
+
+    Args:
+        is_whole: all of it has been loaded, whatever a load before has left.
+    """
     for param in group.params:
         found = param.foreign()
         if found:
@@ -49,6 +54,8 @@ def rebind(group: ParamGroup) -> None:
         param.spec = spec_of(param.sharded)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=False)
+    if is_whole:
+        mark_whole(group.shard)
 
 
 def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
@@ -87,12 +94,21 @@ def refuse_full_tensors(module: nn.Module, state: Mapping[str, Any], prefix: str
         )
 
 
+def gives_own(group: ParamGroup, state: Mapping[str, Any]) -> bool:
+    """Whether a state holds tensors of the group's own memory."""
+    own = storage_id(group.shard)
+    return any(isinstance(each, DTensor) and storage_id(local_of(each)) == own for each in state.values())
+
+
 def settle(group: ParamGroup) -> None:
     """See to it, before a gather, that the modules' parameters are what the shard holds.
 
     Raises:
-        LifecycleError: if a parameter was replaced by what the group cannot take, or is still on the meta device.
+        LifecycleError: if a parameter was replaced by what the group cannot take, is still on the meta device, or was
+            left half overwritten by a load.
     """
+    if half_loaded_in(group.shard):
+        _refuse_half_loaded(group)
     if group.is_intact():
         return
     for param in group.params:
@@ -104,6 +120,17 @@ def settle(group: ParamGroup) -> None:
         _take(group, param, found[0], must_be_new=True)
         param.set_on_modules(param.sharded)
     _unite(group, all_needed=True)
+
+
+def _refuse_half_loaded(group: ParamGroup) -> NoReturn:
+    raise LifecycleError(
+        "A load has failed after it had begun to overwrite these parameters: they hold values of two states, here or "
+        "on other ranks.",
+        expected="parameters of one state",
+        got=", ".join(half_loaded_in(group.shard)[:4]),
+        where=group.label,
+        todo="load a good checkpoint, by vescale_fsdp.checkpoint or load_state_dict, or call to_empty() and initialise",
+    )
 
 
 def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, must_be_new: bool) -> None:

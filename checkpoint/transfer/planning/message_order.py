@@ -22,6 +22,7 @@ class Message(NamedTuple):
     Attributes:
         peer: the other rank.
         is_sent: whether this rank is the sender.
+        number: how many go before it from the one to the other.
         shares: what they are.
         nbytes: of all of them.
         lies_whole: whether the bytes lie in this rank's state as they travel.
@@ -29,6 +30,7 @@ class Message(NamedTuple):
 
     peer: int
     is_sent: bool
+    number: int
     shares: tuple[Share, ...]
     nbytes: int
     lies_whole: bool
@@ -47,16 +49,22 @@ def messages_of(transfers: RankTransfers) -> list[Message]:
             turn = (targets[taker] - sources[sender]) % turns
             for number, shares in enumerate(stream.messages(plan.message_bytes)):
                 nbytes = sum(share.nbytes for share in shares)
-                message = Message(peer, is_sent, shares, nbytes, _lies_whole(plan, shares, is_sent))
+                message = Message(peer, is_sent, number, shares, nbytes, _lies_whole(plan, shares, is_sent))
                 found.append(((turn, number, sources[sender]), message))
     found.sort(key=lambda item: item[0])
     return [message for _, message in found]
 
 
 def _lies_whole(plan: TransferPlan, shares: tuple[Share, ...], is_sent: bool) -> bool:
-    placed, share = plan.leaves[shares[0].leaf], shares[0]
-    if len(shares) > 1:
+    """Whether shares follow each other in one tensor as they do on the wire, under the dtype they have there."""
+    placed = plan.leaves[shares[0].leaf]
+    if placed.narrowed or placed.source.codec is not None if is_sent else placed.widened:
         return False
-    if is_sent:
-        return share.is_source_run and placed.source.codec is None and not placed.narrowed
-    return share.is_target_run and not placed.widened
+    stop: int | None = None
+    for share in shares:
+        start = share.source if is_sent else share.target
+        is_run = share.is_source_run if is_sent else share.is_target_run
+        if not is_run or share.leaf != shares[0].leaf or start != (start if stop is None else stop):
+            return False
+        stop = start + share.numel
+    return True

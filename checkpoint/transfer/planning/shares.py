@@ -65,6 +65,11 @@ class Share(NamedTuple):
         """Whether they do in the target."""
         return self.target_strides == contiguous_strides(self.sizes)
 
+    @property
+    def travels_alone(self) -> bool:
+        """Whether it is sent from where it lies, or received where it belongs, in messages of its own."""
+        return self.nbytes >= _ALONE_BYTES and (self.is_source_run or self.is_target_run)
+
     def between(self, start: int, stop: int) -> Iterator[Share]:
         """Items [start, stop) of the box's, in its order."""
         if (start, stop) == (0, self.numel):
@@ -73,7 +78,8 @@ class Share(NamedTuple):
         for box in boxes_of_range(self.sizes, start, stop):
             source = self.source + _flat(box.offsets, self.source_strides)
             target = self.target + _flat(box.offsets, self.target_strides)
-            yield self._replace(sizes=box.sizes, source=source, target=target)
+            joined = _joined(box.sizes, self.source_strides, self.target_strides)
+            yield Share(self.leaf, self.itemsize, joined[0], source, joined[1], target, joined[2])
 
 
 def _flat(offsets: Shape, strides: Shape) -> int:
@@ -145,7 +151,8 @@ class ShareStream:
     """
 
     def __init__(self, shares: Iterable[Share]) -> None:
-        self.shares = sorted(shares, key=lambda share: -share.itemsize)
+        # Small shares come last of their width, so that one message takes many of them.
+        self.shares = sorted(shares, key=lambda share: (-share.itemsize, not share.travels_alone))
         self._stops = list(accumulate(share.nbytes for share in self.shares))
 
     @property
@@ -179,7 +186,7 @@ class ShareStream:
         """Bytes of what may share messages."""
         low = 0
         for share, stop in zip(self.shares, self._stops, strict=True):
-            if share.nbytes >= _ALONE_BYTES and (share.is_source_run or share.is_target_run):
+            if share.travels_alone:
                 start = stop - share.nbytes
                 yield from ((low, start), (start, stop))
                 low = stop

@@ -8,8 +8,8 @@ holds plain data only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE
 from vescale_fsdp.conversion.formats.torch_save.archive_plan import plan_archive
@@ -27,6 +27,7 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path
 from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.layout.dtypes import DType
 
 __all__ = ["plan_dcp"]
 
@@ -34,8 +35,7 @@ _ITEM_BYTES = 64 * 2**20  # 64 MiB
 _RECORDS = "torch.distributed.checkpoint.metadata"
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     name: str
     offsets: tuple[int, ...] | None  # None for a value
     sizes: tuple[int, ...]
@@ -52,13 +52,18 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     """
     files = _Files(max_shard_bytes)
     for name, view in state.views.items():
-        for first, rows in _row_chunks(view.info):
+        for first, rows in _row_chunks(view.info) if name not in state.twins else ():
             files.add_tensor(name, view, first, rows)
     for name, read in state.values.items():
         files.add_value(name, read())
     plans = files.finish()
-    metadata = dump_pickle(_metadata(state, files.items), where=METADATA_FILE)
-    closing = (ClosingFile(METADATA_FILE, lambda: (metadata,)),)
+    for twin, kept in state.twins.items():  # two names of the same bytes: stock DCP reads where it is told
+        files.items += [item._replace(name=twin) for item in files.items if item.name == kept]
+
+    def metadata() -> tuple[bytes]:
+        return (dump_pickle(_metadata(state, files.items), where=METADATA_FILE),)
+
+    closing = (ClosingFile(METADATA_FILE, metadata),)
     return OutputPlan("dcp", plans, closing, is_stale=_is_stale)
 
 
@@ -75,6 +80,11 @@ def _row_chunks(info: TensorInfo) -> Iterator[tuple[int, int]]:
     step = max(1, _ITEM_BYTES // (info.nbytes // rows))
     for first in range(0, rows, step):
         yield first, min(step, rows - first)
+
+
+@lru_cache(maxsize=256)
+def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
+    return dump_pickle(TensorOut("0", dtype, sizes), where="a tensor")
 
 
 class _Files:
@@ -97,7 +107,7 @@ class _Files:
         per_row = info.numel // info.shape[0] if info.shape and info.numel else 1
         start = first * per_row if info.shape else 0
         stop = start + (rows * per_row if info.numel else 0)
-        pickle = dump_pickle(TensorOut("0", info.dtype, sizes), where=name)
+        pickle = _tensor_pickle(info.dtype, sizes)
         offsets = (first, *(0,) * (len(sizes) - 1)) if info.shape else ()
         self._add(name, offsets, sizes, pickle, [TensorItems(view, start, stop)])
 

@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_fil
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["CONFIG_FILE", "Assets"]
+__all__ = ["CONFIG_FILE", "Assets", "own_config"]
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
@@ -101,6 +101,15 @@ class Assets:
         key = next((key for key in _DTYPE_KEYS if key in self.config), _DTYPE_KEYS[0])
         changed = {**self.config, key: self._weights_dtype}
         return [(json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()]
+
+
+def own_config(store: Storage) -> dict[str, Any]:
+    """The config.json beside a checkpoint's weights; empty if there is none.
+
+    Raises:
+        ConversionError: if it is not JSON.
+    """
+    return Assets(store.where).config or {} if store.size(CONFIG_FILE) is not None else {}
 
 
 def _no_match(pattern: str, files: Sequence[str], url: str) -> ConversionError:

@@ -1,43 +1,126 @@
-"""Tied weights: two names, one storage. Checkpoints forget the tie and store the bytes twice.
+"""Tied weights: several names of one tensor, of which Hugging Face folders store one.
 
-A tie is what the config says *and* the bytes confirm. Then the twin is left out, as Hugging Face does. If
-the bytes differ (training untied them, or the config is another model's) both are kept and a warning says
-so.
+    folder       model.embed_tokens.weight                     and config.json, which names the model's class
+    class        lm_head.weight is model.embed_tokens.weight   transformers knows, see `declared_ties`
+    elsewhere    both names, and one tensor                    as `save` and torch.save write a tied model
+
+Other formats keep the tie as data: both names lead to the same bytes. A folder is not made by what the class says
+alone: the bytes must be equal. If they differ (training untied them, or the config is another model's) both are
+kept and a warning says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from vescale_fsdp.conversion.formats.huggingface.assets import own_config
+from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 
-__all__ = ["equal_bytes", "find_tied_twins"]
+__all__ = ["declared_ties", "equal_bytes", "find_tied_twins", "left_out_by"]
 
+_FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that leave out names
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
-# Names of the output projection and of the input embedding it may share, by architecture family.
-_PAIRS = (
-    ("lm_head.weight", "model.embed_tokens.weight"),
-    ("lm_head.weight", "shared.weight"),
-    ("lm_head.weight", "transformer.wte.weight"),
-    ("embed_out.weight", "gpt_neox.embed_in.weight"),
-    ("encoder.embed_tokens.weight", "shared.weight"),
-    ("decoder.embed_tokens.weight", "shared.weight"),
-    ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-    ("cls.predictions.decoder.bias", "cls.predictions.bias"),
-)
+# Where transformers is not installed: names of the output projection and of the input embedding in common families.
+_PAIRS = {
+    "lm_head.weight": ("model.embed_tokens.weight", "shared.weight", "transformer.wte.weight"),
+    "embed_out.weight": ("gpt_neox.embed_in.weight",),
+    "encoder.embed_tokens.weight": ("shared.weight",),
+    "decoder.embed_tokens.weight": ("shared.weight",),
+    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
+    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
+}
+
+
+def declared_ties(
+    config: Mapping[str, Any], names: Iterable[str] = ()
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Names that folders leave out -> the name that stands for them; and warnings, if it could not be found out.
+
+    transformers is asked, if it is installed, what the class that config.json names does with these settings: the
+    model is made on the meta device, which takes no memory. It is not imported for settings that tie nothing.
+
+    Args:
+        config: a config.json.
+        names: of the tensors at hand, for where transformers is not installed.
+    """
+    said, classes = set(_settings(config)), config.get("architectures") or ()
+    if True not in said and (False in said or not classes):
+        return {}, ()
+    found, warnings = _ask_transformers(config, str(classes[0])) if classes else (None, ())
+    if found is None:
+        known = set(names)
+        found = {
+            twin: kept
+            for twin, candidates in _PAIRS.items()
+            if True in said and (kept := next((name for name in candidates if name in known), None))
+        }
+    return found, warnings
+
+
+def _settings(config: Any) -> Iterator[object]:
+    """What a config.json says of ties, of its parts (text, vision) too."""
+    for key, value in config.items():
+        if key == "tie_word_embeddings":
+            yield value
+        elif isinstance(value, dict):
+            yield from _settings(value)
+
+
+def _ask_transformers(
+    config: Mapping[str, Any], class_name: str
+) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+    """The ties of a class of transformers with these settings; None if there is no such class."""
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        return None, ()
+    model_class: Any = getattr(transformers, class_name, None)
+    is_class = isinstance(model_class, type)
+    if not (is_class and issubclass(model_class, transformers.PreTrainedModel)):
+        return None, ()
+    try:
+        with torch.device("meta"):
+            model = model_class(model_class.config_class.from_dict(dict(config)))
+        return dict(model.get_expanded_tied_weights_keys(all_submodels=True)), ()
+    except Exception as error:  # noqa: BLE001  of whatever kind a model's code raises for settings it cannot take
+        text = f"transformers could not say which weights of {class_name} are tied: {type(error).__name__}: {error}"
+        return None, (text,)
+
+
+def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Names of tied tensors that a Hugging Face folder left out -> one of ``names`` that it has; and warnings."""
+    if source.kind not in _FOLDERS:
+        return {}, ()
+    ties, warnings = declared_ties(own_config(source.store), names)
+    return _absent(ties, names), warnings
+
+
+def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
+    groups: dict[str, list[str]] = {}
+    for twin, kept in ties.items():
+        group = groups.setdefault(kept, groups.get(twin, [kept]))
+        group.append(twin)
+        groups[twin] = group
+    found = {}
+    for name, group in groups.items():
+        stored = next((other for other in group if other in there), None)
+        if name not in there and stored is not None:
+            found[name] = stored
+    return found
 
 
 def find_tied_twins(
     views: Mapping[str, TensorView], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], list[str]]:
     """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny."""
-    if not config or config.get("tie_word_embeddings") is not True:
-        return {}, []
+    ties, unsaid = declared_ties(config or {}, views)
     twins: dict[str, str] = {}
-    warnings: list[str] = []
-    for twin, kept in _PAIRS:
-        if twin in twins or twin not in views or kept not in views:
+    warnings = list(unsaid)
+    for twin, kept in ties.items():
+        if twin not in views or kept not in views:
             continue
         if equal_bytes(views[twin], views[kept]):
             twins[twin] = kept
@@ -47,10 +130,13 @@ def find_tied_twins(
 
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:
-    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time."""
+    """Whether two tensors have the same shape, type and bytes; reads a few MiB at a time, nothing of one that is two
+    names of the same."""
     import numpy as np
 
     if (left.info.shape, left.info.dtype) != (right.info.shape, right.info.dtype):
         return False
+    if left.identity() == right.identity():
+        return True
     pieces = zip(pieces_of(left, _COMPARE_BYTES), pieces_of(right, _COMPARE_BYTES), strict=True)
     return all(np.array_equal(a, b) for a, b in pieces)

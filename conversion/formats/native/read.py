@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, rank_files
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
@@ -104,8 +104,7 @@ def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     """
     found: list[dict[Region, list[StoredChunk]]] = [{} for _ in manifest.entries]
     lost: list[RankFile] = []
-    for rank in range(manifest.world_size):
-        file = RankFile(manifest, rank)
+    for file in rank_files(manifest):
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
@@ -128,7 +127,7 @@ def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
-    for file in map(partial(RankFile, manifest), range(manifest.world_size)):
+    for file in rank_files(manifest):
         store.prove_size(file.name, file.total_bytes)
     tables = ChunkTables(store, manifest)
     for places in manifest.places_by_name.values():

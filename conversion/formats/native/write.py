@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table, rank_files
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.conversion.output.plan import (
@@ -48,12 +48,12 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
         LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
         CheckpointError: for values that the format cannot hold.
     """
-    layouts, slots = _plan_layouts(state, num_ranks, granularity)
+    layouts, slots = _plan_layouts(state.without(state.twins), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
     manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
-    files = tuple(_file(manifest, rank, by_name, tables) for rank in range(num_ranks))
+    files = tuple(_file(file, by_name, tables) for file in rank_files(manifest))
 
     def wrap(name: str, out: FileWriter) -> FileWriter:
         tables[name] = _Stripes(out, manifest.stripe_bytes)
@@ -91,9 +91,10 @@ def _plan_layouts(
     slots: dict[str, LayoutCut] = {}
     for key, specs in groups.items():
         layout = plan_group(specs, num_ranks)
+        number = numbers.setdefault(layout, len(numbers))
         order = {slot.fqn: place for place, slot in enumerate(layout.slots)}
         for name, spec in zip(names[key], specs, strict=True):
-            slots[name] = LayoutCut(numbers.setdefault(layout, len(numbers)), order[spec.fqn])
+            slots[name] = LayoutCut(number, order[spec.fqn])
     return list(numbers), slots
 
 
@@ -101,7 +102,14 @@ def _structure(
     state: CarriedState, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[Structure, list[TensorView]]:
     """State tree and tensors in file order, with the view of each."""
-    cuts = {name: _cut_of(name, state, layouts, slots) for name in state.views}
+    cuts_of: dict[str, list[LayoutCut]] = {}  # by the parameter's name, of several models perhaps
+    for name, slot in slots.items():
+        cuts_of.setdefault(str(state.path(name)[-1]), []).append(slot)
+    cuts: dict[str, tuple[LayoutCut | None, str]] = {
+        name: (slots[name], "") if name in slots else _cut_of(name, state, layouts, cuts_of)
+        for name in state.views
+        if name not in state.twins
+    }
 
     def file_order(name: str) -> tuple[int, int, str, int]:
         cut, role = cuts[name]
@@ -120,29 +128,23 @@ def _structure(
 
 
 def _cut_of(
-    name: str, state: CarriedState, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
+    name: str, state: CarriedState, layouts: list[GroupLayout], cuts_of: Mapping[str, Sequence[LayoutCut]]
 ) -> tuple[LayoutCut | None, str]:
-    """The slot of a tensor, and what it is to its parameter; no slot for what is stored whole."""
-    if name in slots:
-        return slots[name], ""
-    path = [str(part) for part in state.path(name)]
-    for fqn, cut in _candidates(path, state, slots):
-        slot = layouts[cut.layout].slots[cut.slot]
-        if slot.shape == state.views[name].info.shape:
-            return cut, name.replace(fqn, "*", 1)
+    """The slot of an optimizer's tensor, and what it is to its parameter; no slot for what is stored whole."""
+    for fqn in _names_inside(state.path(name)):
+        for cut in cuts_of.get(fqn, ()):
+            if layouts[cut.layout].slots[cut.slot].shape == state.views[name].info.shape:
+                return cut, name.replace(fqn, "*", 1)
     return None, name
 
 
-def _candidates(
-    path: list[str], state: CarriedState, slots: Mapping[str, LayoutCut]
-) -> list[tuple[str, LayoutCut]]:
-    """Parameters whose name is a part of the path, or lies inside one (flattened optimizer state)."""
-    found = []
-    for name, cut in slots.items():
-        fqn = str(state.path(name)[-1])
-        if any(part == fqn or f".{fqn}." in f".{part}." for part in path):
-            found.append((fqn, cut))
-    return sorted(found, key=lambda item: -len(item[0]))  # the longest name is the right one
+def _names_inside(path: Path) -> list[str]:
+    """What may be a parameter's name: runs of dotted words of the path's parts, the longest first."""
+    found: dict[str, None] = {}
+    for words in [str(part).split(".") for part in path]:
+        stops = range(1, len(words) + 1)
+        found |= {".".join(words[start:stop]): None for stop in stops for start in range(stop)}
+    return sorted(found, key=len, reverse=True)  # the longest name is the right one
 
 
 class _Stripes(FileWriter):
@@ -183,13 +185,10 @@ class _Stripes(FileWriter):
         self._out.abort()
 
 
-def _file(
-    manifest: Manifest, rank: int, views: Mapping[str, TensorView], tables: Mapping[str, _Stripes]
-) -> FilePlan:
-    file = RankFile(manifest, rank)
+def _file(file: RankFile, views: Mapping[str, TensorView], tables: Mapping[str, _Stripes]) -> FilePlan:
     contents: list[Content] = [FixedBytes(file.header)]
     for piece in file.pieces:  # every region here is a run of the whole tensor
-        view = views[manifest.entries[piece.place].name]
+        view = views[file.manifest.entries[piece.place].name]
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
     table_bytes = file.total_bytes - file.table_start
     contents.append(ComputedBytes(table_bytes, lambda _: tables[file.name].table()))

@@ -13,9 +13,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
-from vescale_fsdp.conversion.output.plan import ComputedBytes, Content, FixedBytes, TensorItems
+from vescale_fsdp.conversion.output.plan import ComputedBytes, Content, CrcOf, FixedBytes, TensorItems
 from vescale_fsdp.conversion.source.crc import CRC32
 
 __all__ = ["plan_archive"]
@@ -27,13 +28,12 @@ _VERSION_NEEDED = 45  # zip64
 _PADDING_TAG = b"FB"
 
 
-@dataclass(frozen=True)
-class _PlannedRecord:
+class _PlannedRecord(NamedTuple):
     name: bytes
     nbytes: int
     offset: int  # of the local header, in the archive
-    crc: int | None  # None while only the stream knows it
-    content_index: int  # of its bytes, in the file
+    crc: int  # 0 for a storage, whose stream tells
+    storage: int | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -41,72 +41,92 @@ class _PlannedRecord:
 
     @property
     def flags(self) -> int:
-        return _UTF8 | (_HAS_DESCRIPTOR if self.crc is None else 0)
+        return _UTF8 | (_HAS_DESCRIPTOR if self.storage is not None else 0)
 
 
 def plan_archive(pickle: bytes, storages: Sequence[TensorItems], first_index: int) -> list[Content]:
-    """Contents of one archive; storage i is record ``data/i``.
+    """Contents of one archive; storage i is record ``data/i`` and content ``first_index + 2 * i + 1``.
 
     Args:
         pickle: the content of ``data.pkl``.
         storages: the bytes of each storage.
         first_index: number of contents before the archive in its file.
     """
-    plan = _ArchivePlan(first_index)
-    plan.add_bytes("data.pkl", pickle)
-    plan.add_bytes(".format_version", b"1")
-    plan.add_bytes(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
-    plan.add_bytes("byteorder", b"little")
-    for number, storage in enumerate(storages):
-        plan.add_tensor(f"data/{number}", storage)
-    plan.add_bytes("version", b"3\n")
-    plan.add_directory()
-    return plan.contents
+    sizes = tuple(items.nbytes for items in storages)
+    # A checkpoint holds thousands of archives of one tensor, and few that differ in more than its items.
+    plan = (_small_archive if len(sizes) < 2 else _ArchivePlan)(pickle, sizes)
+    contents: list[Content] = [FixedBytes(plan.head)]
+    for number, items in enumerate(storages):
+        contents.append(TensorItems(items.view, items.start, items.stop, crc=CRC32))
+        nbytes = plan.nbytes_after(number)
+        contents.append(ComputedBytes(nbytes, partial(plan.after, number, first_index)))
+    return contents
 
 
 class _ArchivePlan:
-    def __init__(self, first_index: int) -> None:
-        self.contents: list[Content] = []
-        self._first = first_index
+    """One archive: the bytes before its first storage, and those between a storage and the next, or the end."""
+
+    def __init__(self, pickle: bytes, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
         self._records: list[_PlannedRecord] = []
         self._position = 0
+        self._fixed = [b""]  # before the first storage, behind its descriptor, behind that of the second, ...
+        self._add("data.pkl", pickle)
+        self._add(".format_version", b"1")
+        self._add(".storage_alignment", str(_ALIGNMENT_BYTES).encode())
+        self._add("byteorder", b"little")
+        for number, nbytes in enumerate(sizes):
+            self._add_storage(number, nbytes)
+        self._add("version", b"3\n")
 
-    def _add(self, content: Content) -> None:
-        self.contents.append(content)
-        self._position += content.nbytes
+    def _add(self, name: str, data: bytes) -> None:
+        record = _PlannedRecord(f"archive/{name}".encode(), len(data), self._position, zlib.crc32(data))
+        self._append(record, _local_header(record) + data)
 
-    def add_bytes(self, name: str, data: bytes) -> None:
-        record = self._record(name, len(data), zlib.crc32(data))
-        self._add(FixedBytes(_local_header(record) + data))
+    def _add_storage(self, number: int, nbytes: int) -> None:
+        record = _PlannedRecord(f"archive/data/{number}".encode(), nbytes, self._position, 0, number)
+        self._append(record, _local_header(record))
+        self._position += nbytes + _descriptor_bytes(nbytes)
+        self._fixed.append(b"")
 
-    def add_tensor(self, name: str, items: TensorItems) -> None:
-        record = self._record(name, items.nbytes, None, bytes_follow=True)
-        self._add(FixedBytes(_local_header(record)))
-        index = record.content_index
-        self._add(TensorItems(items.view, items.start, items.stop, crc=CRC32))
-        nbytes = items.nbytes
-        size = 24 if record.is_wide else 16
-        self._add(ComputedBytes(size, lambda crcs: _descriptor(crcs[index], nbytes)))
-
-    def _record(
-        self, name: str, nbytes: int, crc: int | None, *, bytes_follow: bool = False
-    ) -> _PlannedRecord:
-        index = self._first + len(self.contents) + (1 if bytes_follow else 0)
-        record = _PlannedRecord(f"archive/{name}".encode(), nbytes, self._position, crc, index)
+    def _append(self, record: _PlannedRecord, data: bytes) -> None:
         self._records.append(record)
-        return record
+        self._fixed[-1] += data
+        self._position += len(data)
 
-    def add_directory(self) -> None:
-        records, start = tuple(self._records), self._position
+    @property
+    def head(self) -> bytes:
+        """What comes before the first storage: everything, if there is none."""
+        return self._fixed[0] if self._sizes else self._fixed[0] + self._directory(lambda _: 0)
 
-        def make(crcs: dict[int, int]) -> bytes:
-            entries = b"".join(
-                _directory_entry(r, crcs[r.content_index] if r.crc is None else r.crc) for r in records
-            )
-            return entries + _end(len(records), len(entries), start)
+    def nbytes_after(self, number: int) -> int:
+        """Bytes between a storage and the next, or the end."""
+        is_last = number == len(self._sizes) - 1
+        known = _descriptor_bytes(self._sizes[number]) + len(self._fixed[number + 1])
+        return known + (self._directory_bytes if is_last else 0)
 
-        blank = dict.fromkeys((r.content_index for r in records), 0)
-        self._add(ComputedBytes(len(make(blank)), make))
+    def after(self, number: int, first_index: int, crc_of: CrcOf) -> bytes:
+        """Those bytes; the archive's first content is number ``first_index`` of its file."""
+
+        def crc_of_storage(storage: int) -> int:
+            return crc_of(first_index + 2 * storage + 1)
+
+        data = _descriptor(crc_of_storage(number), self._sizes[number]) + self._fixed[number + 1]
+        return data + self._directory(crc_of_storage) if number == len(self._sizes) - 1 else data
+
+    @cached_property
+    def _directory_bytes(self) -> int:
+        return len(self._directory(lambda _: 0))
+
+    def _directory(self, crc_of_storage: CrcOf) -> bytes:
+        entries = b"".join(
+            _directory_entry(record, record.crc if record.storage is None else crc_of_storage(record.storage))
+            for record in self._records
+        )
+        return entries + _end(len(self._records), len(entries), self._position)
+
+
+_small_archive = lru_cache(maxsize=256)(_ArchivePlan)
 
 
 def _local_header(record: _PlannedRecord) -> bytes:
@@ -115,8 +135,8 @@ def _local_header(record: _PlannedRecord) -> bytes:
     fixed = 30 + len(record.name) + len(wide)
     padding = -(record.offset + fixed + 4) % _ALIGNMENT_BYTES
     extra = wide + _PADDING_TAG + struct.pack("<H", padding) + b"Z" * padding
-    known = record.nbytes if record.crc is not None else _MAX_32 if record.is_wide else 0
-    fields = _shared_fields(record, record.crc or 0, known, extra)
+    known = record.nbytes if record.storage is None else _MAX_32 if record.is_wide else 0
+    fields = _shared_fields(record, record.crc, known, extra)
     return struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", *fields) + record.name + extra
 
 
@@ -130,6 +150,10 @@ def _shared_fields(record: _PlannedRecord, crc: int, nbytes: int, extra: bytes) 
 def _descriptor(crc: int, nbytes: int) -> bytes:
     form = "<4sIQQ" if nbytes >= _MAX_32 else "<4sIII"
     return struct.pack(form, b"PK\x07\x08", crc, nbytes, nbytes)
+
+
+def _descriptor_bytes(nbytes: int) -> int:
+    return 24 if nbytes >= _MAX_32 else 16
 
 
 def _directory_entry(record: _PlannedRecord, crc: int) -> bytes:

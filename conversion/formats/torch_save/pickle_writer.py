@@ -8,7 +8,7 @@ storage records of the archive around the pickle. Protocol 2 opcodes, as torch.s
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class TensorOut:
     shape: tuple[int, ...]
 
 
+_INT, _UINT = struct.Struct("<i").pack, struct.Struct("<I").pack
 _STORAGE_CLASSES = {dtype: name for name, dtype in STORAGE_TYPES.items()}
 
 
@@ -81,70 +82,116 @@ class _Writer:
         self._where = where
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[Global | str, int] = {}
+        self._written: dict[Call | New, bytes] = {}
 
     def put(self, value: Any) -> None:
-        if value is None or isinstance(value, bool):
-            self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
-        elif isinstance(value, int):
-            self._put_int(int(value))
-        elif isinstance(value, float):
-            self.out += b"G" + struct.pack(">d", value)
-        elif isinstance(value, Global):
-            self._put_once(value, f"c{value.module}\n{value.name}\n".encode())
-        elif isinstance(value, str):
-            data = value.encode("utf-8", "surrogatepass")
-            self._put_once(value, b"X" + struct.pack("<I", len(data)) + data)
-        elif isinstance(value, bytes):
-            self.put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
-        elif isinstance(value, tuple):
-            self._put_marked(b"(", value, b"t")
-        elif isinstance(value, list):
-            self._put_marked(b"](", value, b"e")
-        elif isinstance(value, Mapping):
-            self._put_marked(b"}(", [item for pair in value.items() for item in pair], b"u")
-        elif isinstance(value, Call):
-            self.put(value.func)
-            self.put(value.args)
-            self.out += b"R"
-        elif isinstance(value, New):
-            self.put(value.cls)
-            self.out += b")\x81"
-            self.put(value.state)
-            self.out += b"b"
-        elif isinstance(value, TensorOut):
-            self.put(self._rebuild(value))
-        elif isinstance(value, _StorageId):
-            self.put(value.parts)
-            self.out += b"Q"
-        else:
-            raise ConversionError(
-                "A value cannot be written in this format.",
-                expected="numbers, strings, bytes, lists, tuples and dicts",
-                got=f"{type(value).__module__}.{type(value).__qualname__}",
-                where=self._where,
-                todo="leave the value out with --exclude",
-            )
+        kind = type(value)
+        if kind not in _OPCODES_OF:
+            known = next((base for base in _OPCODES_OF if issubclass(kind, base)), None)
+            if known is None and not isinstance(value, Mapping):
+                raise self._refused(kind)
+            _OPCODES_OF[kind] = _OPCODES_OF[known or dict]
+        _OPCODES_OF[kind](self, value)
 
-    def _put_marked(self, before: bytes, items: Any, after: bytes) -> None:
-        self.out += before
-        for item in items:
-            self.put(item)
-        self.out += after
+    def _refused(self, kind: type) -> ConversionError:
+        return ConversionError(
+            "A value cannot be written in this format.",
+            expected="numbers, strings, bytes, lists, tuples and dicts",
+            got=f"{kind.__module__}.{kind.__qualname__}",
+            where=self._where,
+            todo="leave the value out with --exclude",
+        )
+
+    def _put_constant(self, value: bool | None) -> None:
+        self.out += b"N" if value is None else b"\x88" if value else b"\x89"
 
     def _put_int(self, value: int) -> None:
         if -(2**31) <= value < 2**31:
-            self.out += b"J" + struct.pack("<i", value)
+            self.out += b"J" + _INT(value)
         else:
+            value = int(value)
             data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             self.out += b"\x8a" + bytes([len(data)]) + data
 
-    def _put_once(self, value: Global | str, opcodes: bytes) -> None:
-        """Names repeat thousands of times in metadata: the second time a reference will do."""
-        if value in self._memo:
-            self.out += b"j" + struct.pack("<I", self._memo[value])
-            return
-        self.out += opcodes + b"r" + struct.pack("<I", len(self._memo))
+    def _put_float(self, value: float) -> None:
+        self.out += b"G" + struct.pack(">d", value)
+
+    def _put_bytes(self, value: bytes) -> None:
+        self.put(Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")))
+
+    def _put_tuple(self, items: Iterable[Any]) -> None:
+        self.out += b"("
+        for item in items:
+            self.put(item)
+        self.out += b"t"
+
+    def _put_list(self, items: Iterable[Any]) -> None:
+        self.out += b"]("
+        for item in items:
+            self.put(item)
+        self.out += b"e"
+
+    def _put_mapping(self, mapping: Mapping[Any, Any]) -> None:
+        self.out += b"}("
+        for key, item in mapping.items():
+            self.put(key)
+            self.put(item)
+        self.out += b"u"
+
+    # Names repeat thousands of times in metadata: the second time a reference will do.
+
+    def _put_str(self, value: str) -> None:
+        if not self._put_reference(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self._put_new(value, b"X" + _UINT(len(data)) + data)
+
+    def _put_global(self, value: Global) -> None:
+        if not self._put_reference(value):
+            self._put_new(value, f"c{value.module}\n{value.name}\n".encode())
+
+    def _put_reference(self, value: Global | str) -> bool:
+        place = self._memo.get(value)
+        if place is None:
+            return False
+        self.out += b"j" + _UINT(place)
+        return True
+
+    def _put_new(self, value: Global | str, opcodes: bytes) -> None:
+        self.out += opcodes + b"r" + _UINT(len(self._memo))
         self._memo[value] = len(self._memo)
+
+    # So do sizes and types, which are written of nothing but references and numbers the second time.
+
+    def _put_call(self, value: Call) -> None:
+        if value in self._written:
+            self.out += self._written[value]
+            return
+        start, names = len(self.out), len(self._memo)
+        self.put(value.func)
+        self.put(value.args)
+        self.out += b"R"
+        if len(self._memo) == names:
+            self._written[value] = bytes(self.out[start:])
+
+    def _put_instance(self, value: New) -> None:
+        is_plain = type(value.state) is tuple
+        if is_plain and value in self._written:
+            self.out += self._written[value]
+            return
+        start, names = len(self.out), len(self._memo)
+        self.put(value.cls)
+        self.out += b")\x81"
+        self.put(value.state)
+        self.out += b"b"
+        if is_plain and len(self._memo) == names:
+            self._written[value] = bytes(self.out[start:])
+
+    def _put_tensor(self, value: TensorOut) -> None:
+        self.put(self._rebuild(value))
+
+    def _put_storage(self, value: _StorageId) -> None:
+        self.put(value.parts)
+        self.out += b"Q"
 
     def _rebuild(self, tensor: TensorOut) -> Call:
         dtype = tensor.dtype
@@ -165,3 +212,22 @@ class _StorageId:
     """A persistent id: which storage record holds a tensor's bytes."""
 
     parts: tuple[Any, ...]
+
+
+# How the values of a type are written, and those of types made from it; the first that fits.
+_OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer._put_constant,
+    bool: _Writer._put_constant,
+    int: _Writer._put_int,
+    float: _Writer._put_float,
+    Global: _Writer._put_global,
+    str: _Writer._put_str,
+    bytes: _Writer._put_bytes,
+    tuple: _Writer._put_tuple,
+    list: _Writer._put_list,
+    dict: _Writer._put_mapping,
+    Call: _Writer._put_call,
+    New: _Writer._put_instance,
+    TensorOut: _Writer._put_tensor,
+    _StorageId: _Writer._put_storage,
+}

@@ -21,10 +21,13 @@ def plan_torch(state: CarriedState, file: str) -> OutputPlan:
     """
     leaves: dict[Path, Any] = {}
     storages: list[TensorItems] = []
+    keys: dict[str, str] = {}  # of the storage of each tensor
     for name, view in state.views.items():
-        info = view.info
-        leaves[state.path(name)] = TensorOut(str(len(storages)), info.dtype, info.shape)
-        storages.append(whole(view))
+        info, first = view.info, state.twins.get(name, name)
+        if first not in keys:
+            keys[first] = str(len(storages))
+            storages.append(whole(view))
+        leaves[state.path(name)] = TensorOut(keys[first], info.dtype, info.shape)
     for name, read in state.values.items():
         leaves[state.path(name)] = read()
     contents = plan_archive(dump_pickle(nest(leaves), where=file), storages, 0)

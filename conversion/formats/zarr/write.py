@@ -31,6 +31,7 @@ from vescale_fsdp.conversion.output.plan import (
     ClosingFile,
     ComputedBytes,
     Content,
+    CrcOf,
     FilePlan,
     FixedBytes,
     OutputPlan,
@@ -120,8 +121,8 @@ def _chunk_contents(
     zeros = bytes(padding_bytes)
     zeros_crc = CRC32C.of(zeros)
 
-    def checksum(crcs: dict[int, int]) -> bytes:
-        known[chunk] = CRC32C.combine(crcs[0], zeros_crc, padding_bytes)
+    def checksum(crc_of: CrcOf) -> bytes:
+        known[chunk] = CRC32C.combine(crc_of(0), zeros_crc, padding_bytes)
         return known[chunk].to_bytes(CRC_BYTES, "little")
 
     return (items, FixedBytes(zeros), ComputedBytes(CRC_BYTES, checksum))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.support.checkpoint_states import erase
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint import load, read_state, save, verify
+from vescale_fsdp.checkpoint.loading.load import Verify
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, _checksum
 from vescale_fsdp.checkpoint.saving.save import Format
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
 
 
 def _state(seed: int = 0) -> dict[str, Any]:
@@ -50,14 +52,20 @@ def _flip(file: Path, at: int) -> None:
 
 
 def _assert_refused(path: Path, *texts: str, error: type[Exception] = CheckpointError) -> None:
-    """Loading raises, names what it should, and leaves the state as it was; verify says the same."""
-    state = _state(seed=1)
-    with pytest.raises(error) as caught:
-        load(path, state)
-    for text in texts:
-        assert text in str(caught.value)
-    for name, value in _state(seed=1)["model"].items():
-        assert torch.equal(value, state["model"][name])
+    """Loading raises, names what it should and what it has overwritten, if anything; verify says the same."""
+    for mode in get_args(Verify):
+        if mode == "never":
+            continue
+        state = _state(seed=1)
+        with pytest.raises(error) as caught:
+            load(path, state, verify=mode)
+        for text in texts:
+            assert text in str(caught.value)
+        is_partial = isinstance(caught.value, PartialLoadError)
+        overwritten = caught.value.overwritten if isinstance(caught.value, PartialLoadError) else ()
+        assert bool(overwritten) == is_partial and not (is_partial and mode == "before")
+        for name, value in _state(seed=1)["model"].items():
+            assert f"model/{name}" in overwritten or torch.equal(value, state["model"][name])
     report = verify(path)
     assert not report.ok
     assert all(text in "\n".join(problem.text for problem in report.problems) for text in texts)
@@ -101,11 +109,13 @@ def test_a_flipped_bit_names_the_tensor(tmp_path: Path) -> None:
 
 
 def test_verify_while_reading(saved: Path) -> None:
-    """The faster mode finds the same damage."""
+    """Damage is found, and what was overwritten by then is named; a state that is trusted takes it."""
     _flip(_data_file(saved), _data_file(saved).stat().st_size // 2)
 
-    with pytest.raises(CorruptCheckpointError, match="not those that were written"):
-        load(saved, _state(1), verify="while")
+    with pytest.raises(DamagedLoadError, match="not those that were written") as caught:
+        load(saved, _state(1))
+    again = pickle.loads(pickle.dumps(caught.value))  # as it travels between ranks
+    assert again.overwritten == caught.value.overwritten == tuple(f"model/t{i}" for i in range(4))
     load(saved, _state(1), verify="never")
 
 
@@ -332,8 +342,8 @@ def test_kinds_that_do_not_fit(saved: Path) -> None:
         load(saved, state)
 
 
-def _load_damaged(path: Path) -> tuple[str, int]:
-    """Save, damage the second rank's file, load; the error's kind and how many elements were written."""
+def _load_damaged(path: Path) -> list[tuple[str, tuple[str, ...], int]]:
+    """Save, damage the second rank's file, load; the error, what it names, and how many elements were written."""
     tensors = {"w": distribute_tensor(torch.arange(1.0, 2001.0), cpu_mesh(), [Shard(0)])}
     save(path, tensors)
     if dist.get_rank() == 1:
@@ -342,17 +352,24 @@ def _load_damaged(path: Path) -> tuple[str, int]:
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     dist.barrier()
-    erase(tensors)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        load(path, tensors)
-    return str(caught.value), int(tensors["w"].to_local().count_nonzero())
+    found = []
+    modes: tuple[Verify, ...] = ("before", "while")
+    for mode in modes:
+        erase(tensors)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            load(path, tensors, verify=mode)
+        overwritten = caught.value.overwritten if isinstance(caught.value, DamagedLoadError) else ()
+        found.append((str(caught.value), overwritten, int(tensors["w"].to_local().count_nonzero())))
+    return found
 
 
 def test_damage_that_one_rank_meets(tmp_path: Path) -> None:
-    """The other rank, whose bytes are good, raises too, and neither has overwritten anything."""
-    for rank, (text, numel) in enumerate(run_ranks(2, _load_damaged, tmp_path / "c")):
-        assert "00001-of-00002" in text and numel == 0
-        assert rank == 1 or "1 of 2 ranks failed while preparing" in text
+    """The other rank, whose bytes are good, raises too; "before" neither has overwritten anything."""
+    for rank, (before, meanwhile) in enumerate(run_ranks(2, _load_damaged, tmp_path / "c")):
+        assert "00001-of-00002" in before[0] and before[1:] == ((), 0)
+        assert rank == 1 or "1 of 2 ranks failed while preparing" in before[0]
+        assert "00001-of-00002" in meanwhile[0] and meanwhile[1] == ("w",) and meanwhile[2]
+        assert rank == 1 or "1 of 2 ranks failed while loading" in meanwhile[0]
 
 
 @pytest.mark.parametrize(

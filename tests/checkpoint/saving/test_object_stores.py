@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import fsspec
+import fsspec.registry
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -67,7 +67,6 @@ class _Late(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     listed: ClassVar[dict[str, int]] = {}
-    gone: ClassVar[dict[str, int]] = {}
     lag = 3
 
     @classmethod
@@ -99,15 +98,13 @@ class _Late(MemoryFileSystem):
 
 
 @pytest.fixture(params=["gs", "az"])
-def late(request: pytest.FixtureRequest) -> Iterator[str]:
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL of the protocol, served by the double."""
     for kept in (_Late.store, _Late.listed):
         kept.clear()
-    fsspec.register_implementation(request.param, _Late, clobber=True)
+    monkeypatch.setitem(fsspec.registry._registry, request.param, _Late)
     _Late.clear_instance_cache()
-    yield f"{request.param}://bucket/run"
-    fsspec.registry.target.pop(request.param, None)
-    _Late.clear_instance_cache()
+    return f"{request.param}://bucket/run"
 
 
 def test_listings_that_come_late(late: str) -> None:

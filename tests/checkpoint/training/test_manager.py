@@ -26,7 +26,7 @@ from vescale_fsdp.checkpoint import (
     verify,
 )
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -109,8 +109,14 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="damaged"),
         pytest.raises(CorruptCheckpointError, match="No step of this run is good"),
     ):
-        manager.restore(state)
+        manager.restore(state, verify="before")
     assert torch.equal(_state(0)["w"], state["w"])
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(DamagedLoadError, match="No step of this run is good") as caught,
+    ):
+        manager.restore(state)
+    assert caught.value.overwritten == ("w",) and not torch.equal(_state(0)["w"], state["w"])
 
 
 def test_a_step_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:

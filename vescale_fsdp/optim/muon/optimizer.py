@@ -123,8 +123,7 @@ class Muon(StructuredOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}  # a plan belongs to one layout, and process groups cannot be copied
-        self.__dict__.setdefault("_ranks", {})
+        self._plans, self._ranks = {}, {}  # a plan belongs to one layout, and process groups cannot be copied
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         matrices_of(tuple(param.shape), group["row_splits"])

@@ -20,7 +20,7 @@ from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
 from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
-from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows, plan_group
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows, plan_group
 from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
 from vescale_fsdp.runtime.setup.policies import check_grad_dtype, param_dtype_of
@@ -56,6 +56,7 @@ class GroupPlan:
         part_size: ranks of the smaller groups that hold full parameters between forward and backward, or None.
         is_hooked: whether the parameters are of tensor subclasses that gather themselves.
         param_dtype: what the parameters compute in; None: their own dtype.
+        scatter: what the planner was allowed, for whoever plans anew.
     """
 
     params: dict[str, nn.Parameter]
@@ -66,6 +67,7 @@ class GroupPlan:
     part_size: int | None
     is_hooked: bool
     param_dtype: torch.dtype | None
+    scatter: Scatter
 
 
 @dataclass
@@ -178,6 +180,7 @@ def _plan(group: _GroupParams, rules: PlanRules) -> GroupPlan:
         part_size,
         group.is_hooked,
         group.param_dtype,
+        rules.padding_policy.scatter,
     )
 
 

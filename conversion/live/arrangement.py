@@ -1,0 +1,162 @@
+"""A source's entries at the places where a live state keeps its own: model, optimizer, everything else.
+
+    source   pytorch_model_fsdp_0.a.weight      optimizer.state.0.exp_avg      (of two parameters, by number)
+    state    model.a.weight                     optim.state.a.weight.exp_avg   (by name, nested or flattened)
+
+A state of one model takes the source's model whatever either calls it, and the same holds for the one optimizer. What
+the state has no place for at all (a scheduler, an optimizer beside a lone model) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from vescale_fsdp.conversion.state.carried_state import CarriedState
+from vescale_fsdp.conversion.state.model_names import ModelNames, split_entries
+from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
+from vescale_fsdp.conversion.state.optimizer_owners import home_of
+from vescale_fsdp.errors import ConversionError
+
+__all__ = ["Places", "arranged"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a live state has what.
+
+    Args:
+        leaves: its leaves by path.
+        models: containers of models, as far as modules told; none to find out.
+    """
+
+    leaves: Mapping[Path, Any]
+    models: tuple[Path, ...] = ()
+
+    @cached_property
+    def split(self) -> ModelNames:
+        """Its entries as a source's are split."""
+        paths = {name_of(path): path for path in self.leaves}
+        tensors = {name: self.leaves[path] for name, path in paths.items()}
+        shapes = {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        prefix = name_of(self.models[0]) if len(self.models) == 1 else None
+        return split_entries(paths, shapes, prefix, "the state to be filled")
+
+    @cached_property
+    def model(self) -> Path | None:
+        """The container of the one model; None if there are several."""
+        if self.models:
+            return self.models[0] if len(self.models) == 1 else None
+        if self.split.rivals:
+            return None
+        whole, short = next(iter(self.split.names.items()))
+        path = next(path for path in self.leaves if name_of(path) == whole)
+        return next((path[:at] for at in range(len(path)) if name_of(path[at:]) == short), path[:-1])
+
+    @cached_property
+    def optimizers(self) -> tuple[Path, ...]:
+        """Containers of optimizers."""
+        known = set(self.split.optimizer)
+        homes = (home_of(path) for path in self.leaves if name_of(path) in known)
+        return tuple(dict.fromkeys(home for home in homes if home is not None))
+
+    def is_nested(self, home: Path) -> bool:
+        """Whether an optimizer's state lies by parameter, not flattened."""
+        depth = len(home)
+        kinds = [path[depth:] for path in self.leaves if path[:depth] == home]
+        return any(len(kind) > 1 and str(kind[0]) in ("state", "param_groups") for kind in kinds)
+
+    def parameters(self, home: Path) -> list[str]:
+        """Names of an optimizer's parameters, in the order of its groups."""
+        found: dict[str, None] = {}
+        for path, leaf in self.leaves.items():
+            if path[: len(home) + 1] == (*home, "param_groups") and path[-1] == "params":
+                found |= dict.fromkeys(map(str, leaf))
+        return list(found)
+
+    def holds(self, path: Path) -> bool:
+        """Whether an entry of this path has a place: a leaf, or inside an object or an empty container."""
+        return any(path[:depth] in self.leaves for depth in range(1, len(path) + 1))
+
+
+def arranged(state: CarriedState, places: Places) -> CarriedState:
+    """What a source holds, after key rules, at the places of a live state.
+
+    Raises:
+        ConversionError: if optimizer state is by number and its parameters are not as many.
+    """
+    if places.model is not None and not state.model.rivals:
+        state = _moved(state, dict.fromkeys(state.is_model, state.container), places.model)
+    homes = _optimizers(state)
+    if places.optimizers and len(homes) == len(places.optimizers) == 1:
+        (home,), names = places.optimizers, next(iter(homes.values()))
+        state = _moved(state, dict.fromkeys(names, next(iter(homes))), home)
+        state = _by_name(state, home, places.parameters(home))
+        state = with_optimizer_form(state, "nested" if places.is_nested(home) else "flattened")
+        homes = _optimizers(state)
+    optimizer = {name for names in homes.values() for name in names}
+    kept = {
+        name
+        for name in (*state.views, *state.values)
+        if name in state.is_model
+        or (name in optimizer and places.optimizers)
+        or places.holds(state.path(name))
+    }
+    return replace(
+        state,
+        views={name: view for name, view in state.views.items() if name in kept},
+        values={name: value for name, value in state.values.items() if name in kept},
+        left_out=(*state.left_out, *(n for n in (*state.views, *state.values) if n not in kept)),
+    )
+
+
+def _moved(state: CarriedState, homes: Mapping[str, Path], new: Path) -> CarriedState:
+    """Entries from their containers into another; a model's dict of names stays one, whatever dots it had."""
+    paths = dict(state.paths)
+    for name, home in homes.items():
+        rest = state.path(name)[len(home) :]
+        paths[name] = (*new, name_of(rest)) if name in state.is_model else (*new, *rest)
+    return replace(state, paths=paths)
+
+
+def _optimizers(state: CarriedState) -> dict[Path, list[str]]:
+    """Names of optimizer entries by container."""
+    found: dict[Path, list[str]] = {}
+    for name in (*state.views, *state.values):
+        home = home_of(state.path(name)) if name not in state.is_model else None
+        if home is not None:
+            found.setdefault(home, []).append(name)
+    return found
+
+
+def _by_name(state: CarriedState, home: Path, fqns: list[str]) -> CarriedState:
+    """Optimizer entries under the names of parameters where they are under numbers, as ``optimizer.state_dict()``
+    gives them: both count parameters in the order of the groups."""
+    depth = len(home)
+    mine = {name: path for name, path in state.paths.items() if path[:depth] == home}
+    groups = {path: name for name, path in mine.items() if path[-1] == "params" and name in state.values}
+    numbers = [number for name in groups.values() for number in state.values[name]()]
+    if not fqns or not numbers or not all(str(number).isdecimal() for number in numbers):
+        return state
+    if len(numbers) != len(fqns):
+        raise ConversionError(
+            "Optimizer state is by number, and for another number of parameters.",
+            expected=f"{len(fqns)} parameters, as the optimizer of the state has",
+            got=len(numbers),
+            where=name_of(home),
+            todo="make the optimizer of the parameters that the saved one had, in that order",
+        )
+    names = dict(zip(map(str, numbers), fqns, strict=True))
+    paths, values = dict(state.paths), dict(state.values)
+    for name, path in mine.items():
+        if path[depth] == "state" and len(path) > depth + 1:
+            paths[name] = (*home, "state", names[str(path[depth + 1])], *path[depth + 2 :])
+    for name in groups.values():
+        renamed = [names[str(number)] for number in state.values[name]()]
+        values[name] = lambda renamed=renamed: renamed  # type: ignore[misc]
+    return replace(state, paths=paths, values=values)

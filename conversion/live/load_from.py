@@ -1,0 +1,234 @@
+"""`load_from`: any checkpoint straight into a model that is sharded already, whatever shards it.
+
+1  open the source, plan views of its tensors (renames, key rules, casts), put them where the state has its own
+2  match them with the state: missing, unexpected, of other shapes or types; ranks compare what they found
+3  give tensors on the meta device memory; compare what the source has twice and the state once
+4  meet: any error so far is raised on all ranks, and nothing has been overwritten
+5  read: each rank its own parts, in boxes of at most 16 MiB, straight into the tensors where they lie in the file so
+6  prove the checksums of what ranks read in parts, meet; then plain values and optimizers take theirs
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from vescale_fsdp.checkpoint.manifest.region import whole_region
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.state.tensor_description import Describer
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
+from vescale_fsdp.conversion.live.shard_reading import Filling, fill_all, same_values
+from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.errors import CheckpointError, some
+
+__all__ = ["LoadFromReport", "load_from"]
+
+_NOTHING_LOADED = "nothing was overwritten"
+_HALF_LOADED = "tensors may hold some of what was to be loaded"
+
+
+@dataclass(frozen=True)
+class LoadFromReport:
+    """What `load_from` did not load.
+
+    Attributes:
+        missing: leaves of the state that the source lacks; they keep their values.
+        unexpected: leaves of the source's model and optimizer that the state lacks.
+        mismatched: leaves of other shapes or types, each with what the source and the state have.
+        left_out: other entries of the source that the state has no place for.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+def load_from(
+    source: str | os.PathLike[str],
+    state: Any,
+    *,
+    rules: str | None = None,
+    rules_to: str = "ours",
+    config: str | None = None,
+    dtype: str | Sequence[str] = (),
+    include: str | Sequence[str] | None = None,
+    strict: bool = True,
+    init: Callable[[nn.Module], object] | None = None,
+    model_prefix: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadFromReport:
+    """Fill a model, sharded in whatever way, from a checkpoint of any format. A collective.
+
+    Each rank reads the bytes that its own parts need, and no others but for small gaps: nothing is converted on disk,
+    and no rank holds more than its own parts and some boxes of 16 MiB. Tied weights stay one: a folder that stores
+    them once fills both names.
+
+    >>> with torch.device("meta"):  # doctest: +SKIP
+    ...     model = AutoModelForCausalLM.from_config(config)
+    >>> for layer in model.model.layers:  # doctest: +SKIP
+    ...     fully_shard(layer)
+    >>> fully_shard(model)  # doctest: +SKIP
+    >>> load_from("meta-llama/Llama-3.2-1B", model, dtype="state", init=model._init_weights)  # doctest: +SKIP
+    LoadFromReport(missing=(), unexpected=(), mismatched={}, left_out=())
+
+    Args:
+        source: path or URL of a Hugging Face folder, a DCP folder, per-rank files of FSDP1 or FSDP2, a torch.save
+            file, a zarr or native checkpoint.
+        state: a module, or a dict such as ``{"model": model, "optimizer": optimizer, "step": 0}`` of modules, their
+            optimizers, tensors, plain values and Stateful objects. Tensors may be sharded in any way. Tensors
+            of modules that are on the meta device get memory.
+        rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
+        rules_to: whose names the state has, ``"ours"`` or ``"hf"``: the side of the rules that is made.
+        config: folder or URL with the config.json that rules ask for sizes; default: the source's own.
+        dtype: ``"state"`` casts floats to the types that the state has. Casts as for ``vescale-convert --dtype``,
+            such as ``["bfloat16", "*.gate.bias=float32"]``, come before: types must agree in the end.
+        include: name patterns (fnmatch); only leaves of the state that fit one are loaded.
+        strict: raise if leaves of the state's models and optimizers are missing, unexpected or mismatched, or a
+            pattern fits none; False reports these and loads the rest.
+        init: called with each module that has buffers on the meta device which no checkpoint holds, once they have
+            memory and before anything is read.
+        model_prefix: what the model's names begin with in the source; default: found out.
+        process_group: the ranks that load together; default: all.
+
+    Returns:
+        What was not loaded.
+
+    Raises:
+        CheckpointError: on all ranks, if the source does not fit the state; ranks that met something else raise that.
+        ConversionError: if the source is of no known kind, or rules or casts do not fit it.
+        CorruptCheckpointError: if files are missing, truncated or not what was saved.
+    """
+    patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+    casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    options = LiveOptions(rules, rules_to, config, casts, patterns, strict, init, model_prefix)
+    return _LoadFrom(os.fspath(source), options, coordinator_for(process_group)).run(state)
+
+
+@dataclass
+class _LoadFrom:
+    """The steps of `load_from`."""
+
+    url: str
+    options: LiveOptions
+    coordinator: Coordinator
+
+    @torch.no_grad()
+    def run(self, state: Any) -> LoadFromReport:
+        alike = self.options.to_json()
+        with self._together("planning", alike), gc_paused():
+            source = open_source(self.url)
+            alike["the source's tensors"] = _listing(source)
+            live = LiveState(state)
+            made = match_source(source, live, self.options)
+        # Of ranks that hold stages of a model, each lacks what the others have.
+        everywhere = [set(names) for names in self.coordinator.everyone(made.found.unexpected)]
+        made.found.unexpected = [n for n in made.found.unexpected if all(n in names for names in everywhere)]
+        undo: list[Callable[[], object]] = []
+        try:
+            with self._together("preparing"), gc_paused():
+                if self.options.strict:
+                    made.require_fit(self.url)
+                made = self._with_memory(source, live, made, undo)
+                fillings = self._without_twins(made, list(self._fillings(made)))
+            with self._together("reading", outcome=_HALF_LOADED):
+                fill_all(fillings, self._num_threads(source))
+                source.require_unchanged()
+                made.found.finish()
+                live.give_back()
+        except BaseException:
+            for put_back in undo:  # what was to be filled would pass for values
+                put_back()
+            raise
+        found = made.found
+        return LoadFromReport(tuple(found.missing), tuple(found.unexpected), made.mismatched, made.left_out)
+
+    def _together(
+        self, doing: str, alike: dict[str, Any] | None = None, outcome: str = _NOTHING_LOADED
+    ) -> AbstractContextManager[None]:
+        return self.coordinator.together(f"{doing} to load {self.url}", outcome, alike or {})
+
+    def _with_memory(
+        self, source: Source, live: LiveState, made: LiveMatch, undo: list[Callable[[], object]]
+    ) -> LiveMatch:
+        """The match, with tensors that were on the meta device in memory."""
+        names = [name for name, _, tensor in made.reads if is_meta(tensor)]
+        bare = live.bare_buffers()
+        if bare and self.options.init is None and self.options.strict:
+            raise CheckpointError(
+                "Buffers on the meta device are in no checkpoint.",
+                expected="values for every tensor of the model",
+                got=some(bare),
+                todo="pass init=, which is called with each module that has such buffers: for transformers "
+                "init=model._init_weights, elsewhere often lambda module: module.reset_parameters()",
+            )
+        if not names and not bare:
+            return made
+        bare = bare if self.options.init is not None else {}
+        undo.append(live.allocate(names, bare))
+        for owner in dict.fromkeys(bare.values()):
+            assert self.options.init is not None
+            self.options.init(owner)
+        return match_source(source, live, self.options)
+
+    def _fillings(self, made: LiveMatch) -> Iterator[Filling]:
+        """This rank's parts of everything that is read."""
+        describer = Describer(self.coordinator.rank_of)
+        for name, view, tensor in made.reads:
+            described = describer.describe(name, tensor)
+            if described.local is not None:
+                region = describer.region(described, self.coordinator.rank)
+                yield Filling(name, view, region, described.local)
+        for place, view in made.fresh.items():
+            tensor = torch.empty(view.info.shape, dtype=dtype_named(view.info.dtype.required_torch_name))
+            made.found.fresh[place] = tensor
+            yield Filling(view.info.name, view, whole_region(view.info.shape), tensor)
+
+    def _without_twins(self, made: LiveMatch, fillings: list[Filling]) -> list[Filling]:
+        """One filling for each tensor, whatever number of names it has.
+
+        Raises:
+            CheckpointError: if the source has two tensors where the state has one, and they differ.
+        """
+        first: dict[str, Filling] = {}
+        for filling in fillings:
+            names = made.ties.get(filling.name, (filling.name,))
+            other = first.setdefault(names[0], filling)
+            if (
+                other is not filling
+                and other.view.identity() != filling.view.identity()
+                and not same_values(other, filling)
+            ):
+                raise CheckpointError(
+                    "Two tensors of the source are one in the state, and they differ.",
+                    expected=f"equal values of {other.name} and {filling.name}, which the model ties",
+                    got="other values",
+                    where=self.url,
+                    todo="untie them in the model (config.tie_word_embeddings=False), or leave one out with include=",
+                )
+        return list(first.values())
+
+    def _num_threads(self, source: Source) -> int:
+        return max(1, min(source.store.read_threads, (os.cpu_count() or 1) // num_neighbours()))
+
+
+def _listing(source: Source) -> str:
+    """A digest of what a source says of its tensors, which all ranks must see alike."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in source.tensors.items():
+        places = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
+        digest.update(repr((name, tensor.info.shape, tensor.info.dtype.name, places)).encode())
+    return digest.hexdigest()

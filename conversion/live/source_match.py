@@ -1,0 +1,215 @@
+"""Which tensor of a source fills which leaf of a live state: planned from metadata, before a byte of data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.state.match import Match, match
+from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.live.arrangement import Places, arranged
+from vescale_fsdp.conversion.live.live_state import LiveState
+from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
+from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
+from vescale_fsdp.conversion.state.native_tree import native_tree
+from vescale_fsdp.conversion.state.quantized_weights import find_quantized
+from vescale_fsdp.conversion.views.casting import CastRules, CastView
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.layout.dtypes import dtype_from_torch
+
+__all__ = ["AS_STATE", "LiveMatch", "LiveOptions", "match_source"]
+
+AS_STATE = "state"  # the cast to whatever types the state has
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """The arguments of `load_from`, see there."""
+
+    rules: str | None = None
+    rules_to: str = "ours"
+    config: str | None = None
+    casts: tuple[str, ...] = ()
+    include: tuple[str, ...] | None = None
+    strict: bool = True
+    init: Callable[[nn.Module], object] | None = None
+    model_prefix: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
+            "rules": self.rules,
+            "rules_to": self.rules_to,
+            "config": self.config,
+            "dtype": list(self.casts),
+            "include": self.include,
+            "strict": self.strict,
+            "init": self.init is not None,
+            "model_prefix": self.model_prefix,
+        }
+
+
+@dataclass
+class LiveMatch:
+    """A source and a state side by side.
+
+    Attributes:
+        found: leaves that are missing, unexpected, or of another kind; and what finishes plain values.
+        reads: (leaf, view, tensor) of what is to be filled.
+        fresh: what fills tensors that a Stateful object will be given, by their place in ``found.fresh``.
+        mismatched: leaves that do not fit, each with what the source and the state have.
+        left_out: entries of the source that the state has no place for.
+        ties: names of leaves that are one tensor, by each of them.
+    """
+
+    found: Match
+    reads: list[tuple[str, TensorView, torch.Tensor]] = field(default_factory=list)
+    fresh: dict[int, TensorView] = field(default_factory=dict)
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    ties: Mapping[str, list[str]] = field(default_factory=dict)
+
+    def require_fit(self, where: str) -> None:
+        """Refuse a source that does not have what the state has.
+
+        Raises:
+            CheckpointError: naming the leaves.
+        """
+        found, problem = self.found, None
+        if self.mismatched:
+            name, (stored, held) = next(iter(self.mismatched.items()))
+            todo = "build the model as it was saved"
+            if stored.split(" ", 1)[1] == held.split(" ", 1)[1]:
+                todo = f"pass dtype={AS_STATE!r} to cast floats to the types that the state has"
+            problem = f"{len(self.mismatched)} tensors have another shape or type than in the source."
+            raise CheckpointError(
+                problem,
+                expected=f"{held}, as the state has",
+                got=stored,
+                where=f"{name} in {where}",
+                todo=todo,
+            )
+        if found.unused:
+            raise CheckpointError(
+                "A name pattern fits no leaf.",
+                expected="patterns for names of leaves: their keys, joined by '/'",
+                got=", ".join(map(repr, sorted(found.unused))),
+                where=where,
+                todo="'*' fits '/' and '.' too; strict=False allows patterns for nothing",
+            )
+        if found.missing or found.unexpected:
+            raise CheckpointError(
+                "The state and the source do not hold the same leaves.",
+                expected="equal names",
+                got=f"missing in the source: {some(found.missing, 5)}; "
+                f"unexpected, only in the source: {some(found.unexpected, 5)}",
+                where=where,
+                todo="pass rules= if the source has other names, include= for a part of the state, or strict=False "
+                "to load what both have",
+            )
+
+    def require_kinds(self, where: str) -> None:
+        """Refuse leaves that are tensors on one side only.
+
+        Raises:
+            CheckpointError: naming the first.
+        """
+        if self.found.problems:
+            name, stored, held = self.found.problems[0]
+            raise CheckpointError(
+                f"{len(self.found.problems)} leaves of the state are of another kind than in the source.",
+                expected=f"{held}, as the state has",
+                got=stored,
+                where=f"{name} in {where}",
+                todo="build the state as it was when it was saved",
+            )
+
+
+def match_source(source: Source, live: LiveState, options: LiveOptions) -> LiveMatch:
+    """Plan what fills each leaf.
+
+    Raises:
+        ConversionError: if rules or casts do not fit the source.
+        CheckpointError: for leaves that are tensors on one side only.
+    """
+    carried = _carried(source, options)
+    made = _match(source, carried, live, options)
+    if made.found.missing:
+        # What the state has twice, untied, and a folder once. Asked last: transformers is slow to come.
+        twins, _ = left_out_by(source, carried.views)
+        if twins:
+            made = _match(source, carried.with_names_of(twins), live, options)
+    return made
+
+
+def _match(source: Source, carried: CarriedState, live: LiveState, options: LiveOptions) -> LiveMatch:
+    quantized = find_quantized(_model_infos(carried), _config(source, options))
+    texts = [text for text in options.casts if text != AS_STATE]
+    if texts:
+        rules = CastRules.parse(texts)
+        carried = carried.with_model_views(lambda views: rules.apply(views, quantized))
+    places = Places(live.leaves(), tuple(live.models))
+    carried = arranged(carried, places)
+    tree, names = native_tree(carried, lambda _: 0)
+    views = [carried.views[name] for _, name in names]
+    made = LiveMatch(match(live.tree, tree, options.include), left_out=carried.left_out, ties=live.ties())
+    made.require_kinds(source.url)
+    for name, place, tensor in made.found.reads:
+        view = views[place]
+        if AS_STATE in options.casts and view.info.name not in quantized:
+            view = _as_state(view, tensor)
+        stored, held = (
+            _told(view.info.shape, view.info.dtype.name),
+            _told(tensor.shape, dtype_name(tensor.dtype)),
+        )
+        if stored == held:
+            made.reads.append((name, view, tensor))
+        else:
+            made.mismatched[name] = (stored, held)
+    made.fresh = {place: views[place] for place in made.found.fresh}
+    _forgive_ties(made)
+    return made
+
+
+def _carried(source: Source, options: LiveOptions) -> CarriedState:
+    """The source's state in the names of the live one's side."""
+    carried = whole_state(source, options.model_prefix)
+    if options.rules is None:
+        return carried
+    config = _config(source, options)
+    return state_with_rules(carried, load_rules(options.rules), config, to_hf=options.rules_to == "hf")
+
+
+def _config(source: Source, options: LiveOptions) -> dict[str, Any]:
+    return own_config(source.store) if options.config is None else Assets(options.config).config or {}
+
+
+def _model_infos(carried: CarriedState) -> Iterator[Any]:
+    return (view.info for name, view in carried.views.items() if name in carried.is_model)
+
+
+def _as_state(view: TensorView, tensor: torch.Tensor) -> TensorView:
+    wanted = dtype_from_torch(dtype_name(tensor.dtype))
+    kinds = {view.info.dtype.kind, wanted.kind}
+    return CastView(view, wanted) if kinds == {"float"} and view.info.dtype != wanted else view
+
+
+def _told(shape: tuple[int, ...] | torch.Size, dtype: str) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+def _forgive_ties(made: LiveMatch) -> None:
+    """A name is not missing if what it shares its tensor with is there."""
+    read = {name for name, _, _ in made.reads}
+    made.found.missing = [
+        name for name in made.found.missing if not read.intersection(made.ties.get(name, ()))
+    ]

@@ -1,0 +1,92 @@
+"""Conversions take time that grows with the number of tensors, not with its square; counted in calls."""
+
+from __future__ import annotations
+
+import cProfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.output.copying import CopyLimits
+from vescale_fsdp.conversion.output.run_plan import RunOptions
+
+RANKS = 64
+LIMIT = 2.6  # of one growth to the next, for twice as many tensors: n gives 2, n log n 2.2, a square 4
+LIMITS = CopyLimits(memory_budget_bytes=4 * 2**20, threads=1)
+
+
+def _num_calls(work: Callable[[], object]) -> int:
+    """Calls of functions, generators and built-ins on all threads."""
+    profiles: list[cProfile.Profile] = []
+
+    def start(*_: object) -> None:
+        profiles.append(cProfile.Profile())
+        profiles[-1].enable()
+
+    threading.setprofile(start)
+    start()
+    try:
+        work()
+    finally:
+        profiles[0].disable()
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return sum(row.callcount for profile in profiles for row in profile.getstats())
+
+
+def _state(num_params: int) -> dict[str, Any]:
+    """Experts of an Adam: four tensors per parameter."""
+    names = [f"layers.{place // 32}.experts.{place % 32}.weight" for place in range(num_params)]
+    moments = {"exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4), "step": torch.tensor(3.0)}
+    groups = [{"params": names, "lr": 1e-3}]
+    return {
+        "model": {name: torch.full((4, 4), float(place)) for place, name in enumerate(names)},
+        "optimizer": {"state": dict.fromkeys(names, moments), "param_groups": groups},
+    }
+
+
+def _convert(source: Path, target: Path, kind: str, **options: Any) -> None:
+    run = RunOptions(limits=LIMITS)
+    chosen = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=run, **options)
+    report = convert(open_source(str(source)), str(target), kind, chosen)
+    assert report.outcome.published
+
+
+def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    """From 512 to 1,024 tensors a conversion takes on about twice the calls that it takes on from 256 to 512."""
+    calls: dict[str, list[int]] = {}
+
+    def count(name: str, source: Path, target: str, kind: str, **options: Any) -> Path:
+        made = source.parent / target
+        calls.setdefault(name, []).append(_num_calls(lambda: _convert(source, made, kind, **options)))
+        return made
+
+    for num_params in (64, 128, 256):
+        file = tmp_path / str(num_params) / "file"
+        file.parent.mkdir()
+        torch.save(_state(num_params), file)
+        native = count("torch to native", file, "native", "native")
+        dcp = count("native to dcp, flattened", native, "dcp", "dcp", optimizer="flattened")
+        count("dcp, flattened, to native", dcp, "native_again", "native")
+        count("dcp to torch, nested", dcp, "file_again", "torch", optimizer="nested")
+        count("native to hf", native, "hf", "hf")
+
+    for name, (small, middle, large) in calls.items():
+        assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
+
+
+def test_the_count_shows_a_square() -> None:
+    """A search through all names for each name exceeds the limit above."""
+
+    def search(num_names: int) -> None:
+        names = [str(place) for place in range(num_names)]
+        for name in names:
+            any(name == other for other in names)
+
+    small, middle, large = (_num_calls(partial(search, number)) for number in (100, 200, 400))
+    assert large - middle > LIMIT * (middle - small)

@@ -1,0 +1,141 @@
+"""Renewal: a sharded model and its optimizer, put on other ranks in place.
+
+    stays the same                                  is made anew
+    modules, Parameter objects, hooks on them       mesh, layouts (planned for the new number of ranks), buffers
+    the optimizer, its param groups                 the optimizer's state
+    what the user has set on units                  the schedule: as before the first forward
+
+Values are zeros afterwards; who calls this restores them. So nothing half done can be left of a step that was broken
+off, and the model is what `fully_shard` would make of it on these ranks in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
+
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
+from vescale_fsdp.runtime.fsdp_module import FSDPModule
+from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.setup.data_mesh import DataMesh
+from vescale_fsdp.runtime.setup.group_plan import GroupPlan
+from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
+
+__all__ = ["check_renewable", "renew_model", "renew_optimizer"]
+
+
+def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Prove that a model can be put on other ranks later.
+
+    Raises:
+        UnsupportedOpError: naming the first parameter that cannot, and why.
+    """
+    for state in _states(model):
+        for group in state.groups:
+            problem = None
+            if type(group) is not ParamGroup:
+                problem = "its tensor subclass gathers itself"
+            elif group.data.mesh != mesh or group.data.spmd is not None:
+                problem = f"it is sharded over {group.data.mesh}"
+            elif any(param.prior.spec is not None for param in group.params):
+                problem = "tensor or expert parallelism has cut it"
+            if problem is not None:
+                raise UnsupportedOpError(
+                    "This model cannot be put on other ranks in place.",
+                    expected=f"all units sharded over the mesh that `build` is given, {mesh}, and nothing else",
+                    got=problem,
+                    where=f"{group.params[0].slot.fqn} in {type(state.modules[0]).__name__}",
+                    todo="restart the job when ranks are lost: CheckpointManager.restore goes on on any number of them",
+                )
+
+
+def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Put a sharded model on another mesh; its values are zeros then. On all ranks of the mesh together.
+
+    Args:
+        model: its root, proven by `check_renewable`.
+        mesh: 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
+    """
+    data = DataMesh(mesh)
+    states = _states(model)
+    separate = [state for state in states if any(group.comm.reduce_group for group in state.groups)]
+    for state in states:
+        state.renew([_renewed(group, data) for group in state.groups])
+    if separate:
+        assert isinstance(model, FSDPModule)
+        model.set_separate_reduce_scatter_group(True)
+
+
+def _states(model: nn.Module) -> list[FSDPState]:
+    """The states of all units, each once."""
+    return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
+
+
+def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
+    """A group of the same parameters over other ranks, installed."""
+    slots = old.layout.slots
+    specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
+    outlines = {
+        param.slot.fqn: nn.Parameter(
+            torch.empty(param.slot.shape, dtype=old.shard.dtype, device="meta"), param.sharded.requires_grad
+        )
+        for param in old.params
+    }
+    plan = GroupPlan(
+        params=outlines,
+        owners={param.slot.fqn: param.owners for param in old.params},
+        priors={slot.fqn: PriorSharding(data, None) for slot in slots},
+        layout=plan_group(specs, data.num_shards, scatter=old.scatter),
+        data=data,
+        part_size=_part_size(old.comm.part_size, data.num_shards),
+        is_hooked=False,
+        param_dtype=old.mp_policy.param_dtype,
+        scatter=old.scatter,
+    )
+    new = ParamGroup(plan, old.mp_policy, old.offload or OffloadPolicy(), old.device)
+    _keep_switches(old, new)
+    new.new_shard(old.shard.dtype, old.home)
+    for before, param in zip(old.params, new.params, strict=True):
+        kept, made = before.sharded, param.sharded
+        assert isinstance(kept, RaggedDTensor) and isinstance(made, RaggedDTensor)
+        param.piece = new.shard[param.local]
+        kept.move_to(param.piece, param.spec, made.layout_ref)
+        kept.grad = None
+        param.sharded = kept
+    new.install()
+    return new
+
+
+def _part_size(wanted: int | None, num_shards: int) -> int | None:
+    """Ranks of the smaller groups; None where groups of that size cannot be: then all is gathered twice."""
+    fits = wanted is not None and wanted < num_shards and num_shards % wanted == 0
+    return wanted if fits else None
+
+
+def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:
+    """What a user may have set on a group since it was made."""
+    new.sums_grads = old.sums_grads
+    new.keeps_full = old.keeps_full
+    new.zeros_unused = old.zeros_unused
+    new.requires_all_reduce = old.requires_all_reduce
+    new.all_reduce_hook = old.all_reduce_hook
+    new.comm.divide_factor = old.comm.divide_factor
+    new.comm.force_sum = old.comm.force_sum
+    new.comm.custom_all_gather = old.comm.custom_all_gather
+    new.comm.custom_reduce_scatter = old.comm.custom_reduce_scatter
+
+
+def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Forget the state of an optimizer whose parameters lie on other ranks now, as before its first step."""
+    # What is derived from the state, such as plans of a step and flat views, goes as when another state is loaded.
+    optimizer.__setstate__({"state": defaultdict(dict)})
+    if isinstance(optimizer, StructuredOptimizer):
+        optimizer.make_state()
