@@ -56,7 +56,7 @@ test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/elastic/test_kills.py
 
 test-stacks: venv
-	$(INSTALL) --editable ".[accelerate,trainer,trl]"
+	$(INSTALL) --editable ".[accelerate,trainer,trl,torchdata]"
 	$(IN_VENV) -m pytest tests/stacks
 
 demo: venv

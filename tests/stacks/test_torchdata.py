@@ -10,6 +10,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vescale_fsdp.checkpoint import ReshardableLoader, ReshardableSampler
 
+# torchdata calls what newer torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")
 NUM_SAMPLES = 101
 
 

@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import fsspec.registry
+import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
 from tests.support.s3_server import Weather, s3_server
 from vescale_fsdp import conversion
@@ -102,7 +103,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """A URL of the protocol, served by the double."""
     for kept in (_Late.store, _Late.listed):
         kept.clear()
-    monkeypatch.setitem(fsspec.registry._registry, request.param, _Late)
+    monkeypatch.setitem(_registry, request.param, _Late)  # undone behind the test, unlike a registration
     _Late.clear_instance_cache()
     return f"{request.param}://bucket/run"
 
