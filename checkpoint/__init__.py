@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
+    from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
     from vescale_fsdp.checkpoint.dcp.reader import RaggedLoadPlanner, RaggedReader
     from vescale_fsdp.checkpoint.dcp.state_dict import (
         get_model_state_dict,
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, CheckpointTensor, read_state
     from vescale_fsdp.checkpoint.loading.verify_checkpoint import Problem, VerifyReport, verify
     from vescale_fsdp.checkpoint.manager import CheckpointManager, Restored
-    from vescale_fsdp.checkpoint.ram_tier import RamTier
+    from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
-    from vescale_fsdp.checkpoint.state.per_rank import PerRank
+    from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
     from vescale_fsdp.checkpoint.steps.save_when import (
         BeforeDeadline,
         BestOf,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     )
     from vescale_fsdp.checkpoint.steps.step_folders import latest
     from vescale_fsdp.checkpoint.steps.step_records import StepRecord
+    from vescale_fsdp.checkpoint.storage.progress import ProgressReport
 
 __all__ = [
     "BeforeDeadline",
@@ -51,11 +54,16 @@ __all__ = [
     "OnSignal",
     "PerRank",
     "Problem",
+    "ProgressReport",
     "RaggedLoadPlanner",
     "RaggedReader",
     "RaggedSavePlanner",
     "RaggedWriter",
     "RamTier",
+    "Reshardable",
+    "ReshardableLoader",
+    "ReshardableSampler",
+    "Resharded",
     "Restored",
     "SaveHandle",
     "SaveWhen",
@@ -83,11 +91,14 @@ lazily_export(
         "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
         "vescale_fsdp.checkpoint.loading.load": "LoadReport load",
         "vescale_fsdp.checkpoint.manager": "CheckpointManager Restored",
-        "vescale_fsdp.checkpoint.state.per_rank": "PerRank",
-        "vescale_fsdp.checkpoint.ram_tier": "RamTier",
+        "vescale_fsdp.checkpoint.state.per_rank": "PerRank Reshardable Resharded",
+        "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
+        "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
+        "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
         "vescale_fsdp.checkpoint.steps.save_when": "BeforeDeadline BestOf EveryMinutes EverySteps OnSignal SaveWhen",
         "vescale_fsdp.checkpoint.steps.step_folders": "latest",
         "vescale_fsdp.checkpoint.steps.step_records": "StepRecord",
+        "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
         "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "

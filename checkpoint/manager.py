@@ -24,8 +24,8 @@ from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.peer_memory import LostPartError
-from vescale_fsdp.checkpoint.ram_tier import RamTier
+from vescale_fsdp.checkpoint.memory.peer_memory import LostPartError
+from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
@@ -45,6 +45,7 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
@@ -63,7 +64,8 @@ class Restored:
         skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
         report: what the load left untouched, and the user's JSON.
         tier: where it was read from: "disk" or "ram".
-        moves: files that came from another node's memory, and the ranks that sent and received them.
+        moves: files that did not lie in the memory of the node that needed them: from which rank's memory they came, or
+            that they were put together of the same step on disk (`FROM_DISK`), and which rank received them.
     """
 
     step: int
@@ -82,13 +84,14 @@ class _StepLoad:
     include: tuple[str, ...] | None
     verify: Verify
     read: Read
+    meter: Meter
     overwritten: dict[str, None] = field(default_factory=dict)
 
     def of(self, found: Candidate, coordinator: Coordinator) -> LoadReport:
         """Load one step."""
         if found.supply is not None:
             found.supply.bring_manifest()
-        loader = Loader(found.storage, coordinator, self.verify, found.supply, self.read)
+        loader = Loader(found.storage, coordinator, self.verify, found.supply, self.read, self.meter)
         try:
             return loader.load(self.state, strict=self.strict, include=self.include)
         except PartialLoadError as error:
@@ -115,6 +118,7 @@ class CheckpointManager:
         process_group: the ranks that save and restore together; default: all.
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
             caches can bring about for as long as they are kept; then it raises.
+        progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
 
     Raises:
         ValueError: for limits below 1, or a negative patience.
@@ -135,6 +139,7 @@ class CheckpointManager:
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
         patience_s: float = 30.0,
+        progress: Tell = False,
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
         limits["export_every"] = export_every
@@ -149,7 +154,7 @@ class CheckpointManager:
             )
         rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
-        self._patience_s = patience_s
+        self._patience_s, self._progress = patience_s, progress
         best = dict.fromkeys(rule for rule in (keep_best, *rules) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
         self._export = None if export is None else form_of(export)
@@ -273,33 +278,50 @@ class CheckpointManager:
             TypeError: if the step is no integer.
         """
         decision = self._decide(step, metric, force=force)
-        step = decision.step
+        step, save_id = decision.step, None
         if self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final:
-            self._ram.save(self._coordinator, step, state, user, behind=self._copying)
+            save_id = self._ram.save(self._coordinator, step, state, user, behind=self._copying)
         targets = self._targets(decision)
         if not targets:
             return None
-        if self._async is None or decision.is_final:
-            with self._wait_before(decision):
-                for storage, form in targets:
-                    saved = Saver(storage, self._coordinator, overwrite=True, format=form).save(state, user)
-                    if decision.is_due and storage is targets[0][0]:
-                        self._conclude(decision, self._coordinator, saved)
-        else:
-            self._wait_together()
-            (storage, form), *copies = targets
-            self._handle = self._async.start(
-                storage,
-                state,
-                user=user,
-                overwrite=True,
-                format=form,
-                after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
-                copies=copies,
-            )
+        self._save_to(targets, decision, state, user, save_id)
         if decision.is_due:
             self._schedule.saved(decision)
         return self._handle
+
+    def _save_to(
+        self,
+        targets: Sequence[tuple[Storage, Format]],
+        decision: Decision,
+        state: Any,
+        user: Json,
+        save_id: str | None,
+    ) -> None:
+        """Write a step to disk, in each of its forms."""
+        if self._async is None or decision.is_final:
+            with self._wait_before(decision):
+                for storage, form in targets:
+                    meter = meter_for(self._progress, self._coordinator.rank)
+                    saver = Saver(
+                        storage, self._coordinator, overwrite=True, format=form, save_id=save_id, meter=meter
+                    )
+                    saved = saver.save(state, user)
+                    if decision.is_due and storage is targets[0][0]:
+                        self._conclude(decision, self._coordinator, saved)
+            return
+        self._wait_together()
+        (storage, form), *copies = targets
+        self._handle = self._async.start(
+            storage,
+            state,
+            user=user,
+            overwrite=True,
+            format=form,
+            after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
+            copies=copies,
+            progress=self._progress,
+            save_id=save_id,
+        )
 
     @contextmanager
     def _wait_before(self, decision: Decision) -> Iterator[None]:
@@ -321,7 +343,8 @@ class CheckpointManager:
         doing = f"removing older steps from {self._root.where}"
         with coordinator.together(doing, f"step {decision.step} is committed"):
             if coordinator.rank == 0:
-                record = StepRecord(decision.step, *saved, unix_s=time.time(), metric=decision.metric)
+                took = saved.num_bytes, saved.seconds
+                record = StepRecord(decision.step, *took, time.time(), decision.metric)
                 try:
                     write_record(self._root, record)
                 except Exception as error:  # noqa: BLE001  the step is good without it
@@ -414,7 +437,8 @@ class CheckpointManager:
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
-        load = _StepLoad(state, strict, patterns, verify, read)
+        meter = meter_for(self._progress, self._coordinator.rank)
+        load = _StepLoad(state, strict, patterns, verify, read, meter)
         try:
             restored = _first_good(search, partial(load.of, coordinator=self._coordinator))
             if restored is None:

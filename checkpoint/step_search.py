@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
-from vescale_fsdp.checkpoint.peer_memory import HeldPart, PeerMemory, is_whole
-from vescale_fsdp.checkpoint.ram_tier import RamTier
+from vescale_fsdp.checkpoint.memory.disk_twin import DiskTwin
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, PeerMemory, is_whole
+from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -136,12 +137,13 @@ class StepSearch:
         return _View(frozenset(steps), held, node, is_late, now_s - self._start_s >= self._patience_s)
 
     def _candidate(self, step: StoredStep, views: Sequence[_View]) -> Candidate:
+        disk = self._root.child(step_name(step.number))
         if not step.in_memory:
-            return Candidate(step, self._root.child(step_name(step.number)), None)
+            return Candidate(step, disk, None)
         assert self._ram is not None
         storage = self._ram.step_storage(step.number)
         held = [view.held.get(step, HeldPart(view.node)) for view in views]
-        return Candidate(step, storage, PeerMemory(self._coordinator, storage, held))
+        return Candidate(step, storage, PeerMemory(self._coordinator, storage, held, DiskTwin(disk)))
 
     def pass_over(self, step: StoredStep, error: Exception) -> None:
         """A step has turned out damaged."""

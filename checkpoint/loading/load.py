@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -37,6 +39,7 @@ from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
 from vescale_fsdp.torch_private import local_of
 
@@ -45,6 +48,7 @@ __all__ = ["LoadReport", "Loader", "Read", "Supply", "Verify", "load", "prove_ch
 Verify = Literal["before", "while", "never"]
 Read = Literal["once", "each", "auto"]
 Strict = bool | Literal["missing"]
+_log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"
 
@@ -78,6 +82,7 @@ def load(
     verify: Verify = "while",
     read: Read = "auto",
     process_group: dist.ProcessGroup | None = None,
+    progress: Tell = False,
 ) -> LoadReport:
     """Fill a state in place from a checkpoint. A collective.
 
@@ -101,6 +106,7 @@ def load(
             object stores and from file systems that are mounted over a network, else each. The zarr form is
             read by each rank in any case.
         process_group: the ranks that load together; default: all.
+        progress: is told how far this rank has come; True draws a bar on rank 0.
 
     Returns:
         What was missing or unexpected, and how many bytes were read.
@@ -118,7 +124,9 @@ def load(
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
-        loader = Loader(open_storage(path, neighbours=num_neighbours()), coordinator, verify, read=read)
+        storage = open_storage(path, neighbours=num_neighbours())
+        meter = meter_for(progress, coordinator.rank)
+        loader = Loader(storage, coordinator, verify, read=read, meter=meter)
     return loader.load(state, strict=strict, include=patterns)
 
 
@@ -154,6 +162,7 @@ class Loader:
     verify: Verify = "while"
     supply: Supply | None = None
     read: Read = "auto"
+    meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
         prove_choices(self.verify, self.read)
@@ -168,6 +177,7 @@ class Loader:
     @torch.no_grad()
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
+        start_s = time.monotonic()
         reader = self._open()
         once = self._reads_once
         reading: Json = "once" if once else "each"
@@ -179,6 +189,7 @@ class Loader:
         }
         overwriting = Overwriting()
         with closing(reader.reads()) as reads:
+            reads.meter = self.meter
             with self._preparing(reader, alike):
                 with gc_paused():
                     found, targets = self._prepare(reader, reads, state, strict, include, overwriting)
@@ -202,6 +213,11 @@ class Loader:
                 for target in targets:
                     target.finish()
                 found.finish()
+        if self.coordinator.rank == 0:
+            seconds = time.monotonic() - start_s
+            rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
+            told = "loaded %s: rank 0 read %d bytes in %.3f s, %.2f GB/s"
+            _log.info(told, self.storage.where, reads.num_bytes_read, seconds, rate)
         return LoadReport(
             tuple(found.missing),
             tuple(found.unexpected),

@@ -49,6 +49,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
 
 __all__ = ["ReadPlan", "Reads"]
 
@@ -238,16 +239,27 @@ class Reads(ABC):
         self.storage = storage
         self.num_bytes_read = 0
         self.num_bytes_received = 0
+        self.meter = Meter()  # told of bytes that have been read
 
-    def _map(self, work: Callable[[T], int], items: Sequence[T], *, far: bool = False) -> None:
-        """Do the work of all items, in as many threads as the storage likes; it returns the bytes it has read."""
+    def _map(
+        self, doing: str, work: Callable[[T], int], items: Sequence[T], total: int, *, far: bool = False
+    ) -> None:
+        """Do the work of all items, of ``total`` bytes, in as many threads as the storage likes; it returns the bytes
+        it has read."""
+        self.meter.begin(doing, total)
+
+        def metered(item: T) -> int:
+            num_bytes = work(item)
+            self.meter.advance(num_bytes)
+            return num_bytes
+
         threads = min(self.storage.far_read_threads if far else self.storage.read_threads, len(items))
         if threads <= 1:
             for item in items:
-                self.num_bytes_read += work(item)
+                self.num_bytes_read += metered(item)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            for num_bytes in pool.map(work, items):
+            for num_bytes in pool.map(metered, items):
                 self.num_bytes_read += num_bytes
 
     @abstractmethod
@@ -360,15 +372,15 @@ class ReadPlan(Reads):
             for turn in self._own_turns()
             for file in [self._files[turn.saved_rank]]
         ]
-        self._map(_ReadJob.prove, [*self._jobs(True), *turns])
+        jobs = [*self._jobs(True), *turns]
+        self._map("verifying", _ReadJob.prove, jobs, _size(jobs))
 
     def run(self, *, verify: bool) -> None:
         if self._waves:
             self._run_shared(verify)  # first: whoever fails at what is its own must not leave others waiting
         jobs = list(self._jobs(verify))
-        self._map(
-            _ReadJob.take_and_prove if verify else _ReadJob.take, jobs, far=any(job.is_far for job in jobs)
-        )
+        work = _ReadJob.take_and_prove if verify else _ReadJob.take
+        self._map("loading", work, jobs, _size(jobs), far=any(job.is_far for job in jobs))
 
     def _run_shared(self, verify: bool) -> None:
         wanted = self._shared_sinks()
@@ -420,6 +432,11 @@ class ReadPlan(Reads):
                 wanted = walk.within(start, stop)
                 if wanted or whole_stripes:
                     yield _ReadJob(file, start, stop, wanted, _is_far(file, start, stop, wanted))
+
+
+def _size(jobs: Sequence[_ReadJob]) -> int:
+    """Bytes that jobs read."""
+    return sum(job.stop - job.start for job in jobs)
 
 
 def _is_far(file: OpenRankFile, start: int, stop: int, sinks: Sequence[Sink]) -> bool:

@@ -223,19 +223,24 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def per_rank_values(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
         """Decoded per-rank values of some ranks (default: all), each by name."""
-        chosen = range(self.manifest.world_size) if ranks is None else ranks
+        chosen = list(range(self.manifest.world_size)) if ranks is None else ranks
         if not self.manifest.blob_bytes:
             return [{} for _ in chosen]
-        blobs: list[Bytes] = [np.empty(self.manifest.blob_bytes, dtype=np.uint8) for _ in chosen]
-        with closing(ReadPlan(self.storage, self._finder)) as reads:
-            for rank, blob in zip(chosen, blobs, strict=True):
-                file = self._finder.file(rank)
-                reads.add(file, Sink(file.blob_start, file.table_start, None, blob))
-            reads.run(verify=True)
         return [
-            self._unpack(memoryview(blob.data), self._finder.file(rank).name)
-            for rank, blob in zip(chosen, blobs, strict=True)
+            self._unpack(blob, self._finder.file(rank).name)
+            for rank, blob in zip(chosen, self.blobs(chosen), strict=True)
         ]
+
+    def blobs(self, ranks: list[int]) -> list[memoryview]:
+        """The packed per-rank values of some ranks, verified."""
+        blobs: list[Bytes] = [np.empty(self.manifest.blob_bytes, dtype=np.uint8) for _ in ranks]
+        with closing(ReadPlan(self.storage, self._finder)) as reads:
+            for rank, blob in zip(ranks, blobs, strict=True):
+                if len(blob):
+                    file = self._finder.file(rank)
+                    reads.add(file, Sink(file.blob_start, file.table_start, None, blob))
+            reads.run(verify=True)
+        return [memoryview(blob.data) for blob in blobs]
 
     def _unpack(self, blob: memoryview, file_name: str) -> dict[str, Any]:
         where = f"{self.storage.where}/{file_name}"

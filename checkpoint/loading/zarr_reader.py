@@ -45,11 +45,16 @@ class ZarrReads(Reads):
 
     def prove(self) -> None:
         chunks = dict.fromkeys(read.chunk for read in self._reads)
-        self._map(lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks))
+        size = sum(map(self._size, chunks))
+        self._map("verifying", lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks), size)
 
     def run(self, *, verify: bool) -> None:
         """Whole chunks are read, so that they are proven in any case."""
-        self._map(self._read, self._reads)
+        size = sum(self._size(read.chunk) for read in self._reads)
+        self._map("loading", self._read, self._reads, size)
+
+    def _size(self, chunk: Chunk) -> int:
+        return chunk.box.numel * self._tables.manifest.entries[chunk.place].itemsize
 
     def close(self) -> None:
         """And closed when it has been read."""

@@ -49,6 +49,7 @@ _NOTHING: Alike = {}
 
 _FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
+_ENDLESS = 2**62  # more bytes than any storage has
 _NOTHING_DONE = "nothing was committed"
 
 
@@ -78,6 +79,7 @@ class Agreement(NamedTuple):
     classes: list[tuple[RankSet, Structure]]
     blob_bytes: int  # of the largest rank
     save_id: str
+    free_bytes: int | None  # the least that any rank has; None if nobody knows
 
 
 class Coordinator:
@@ -93,11 +95,13 @@ class Coordinator:
         blob_bytes: int,
         error: BaseException | None,
         alike: Alike = _NOTHING,
+        free_bytes: int | None = None,
     ) -> Agreement:
         """Compare structures; ``structure`` is None only beside an error.
 
         Args:
             alike: arguments that must be the same on all ranks, by name.
+            free_bytes: what is free where this rank is going to write, if that is known.
 
         Raises:
             CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
@@ -105,13 +109,18 @@ class Coordinator:
         """
         words = words_of(structure.digest if structure is not None else bytes(16))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
-        largest_bytes, save_id, *digests = self.raise_together(
-            error, "describing the state", alike=alike, numbers=[blob_bytes, save_id, *both_ways(words)]
+        free = _ENDLESS if free_bytes is None else free_bytes
+        largest_bytes, save_id, least_free, *digests = self.raise_together(
+            error,
+            "describing the state",
+            alike=alike,
+            numbers=[blob_bytes, save_id, -free, *both_ways(words)],
         )
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
-        return Agreement(classes, largest_bytes, f"{save_id:016x}")
+        found = None if -least_free == _ENDLESS else -least_free
+        return Agreement(classes, largest_bytes, f"{save_id:016x}", found)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
         """Every distinct structure, sent once by its first rank, with the ranks that have it."""

@@ -18,9 +18,12 @@ import torch
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
-__all__ = ["FileMove", "move_files", "waves_of"]
+__all__ = ["FROM_DISK", "FileMove", "move_files", "waves_of"]
 
 _PIECE_BYTES = 8 << 20  # 8 MiB, for each file that a rank sends or receives
+
+
+FROM_DISK = -1  # in place of a sender, of a file that no rank had
 
 
 class FileMove(NamedTuple):
@@ -60,7 +63,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
     """
     num_bytes = 0
     with coordinator.together(doing, "files that had come whole are kept"):
-        error: Exception | None = None
+        error: BaseException | None = None
         for wave in waves_of(moves):
             ends: list[_End] = [
                 _Receiver(storage, move) for move in wave if move.receiver == coordinator.rank
@@ -83,7 +86,7 @@ class _End:
 
     def __init__(self, storage: Storage, move: FileMove) -> None:
         self.storage, self.move = storage, move
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.num_bytes = 0
 
     def attempt(self, work: Callable[[], None]) -> None:
@@ -91,7 +94,7 @@ class _End:
         if self.error is None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001  the other end must not wait: `move_files` raises it
+            except BaseException as error:  # noqa: BLE001  the other end must not wait: `move_files` raises it
                 self.error = error
 
     def pieces(self) -> Iterator[torch.Tensor]:

@@ -34,6 +34,7 @@ from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 
 __all__ = ["AsyncSaver", "SaveHandle", "async_save"]
 
@@ -112,6 +113,8 @@ class AsyncSaver:
         format: Format = "native",
         after: Callable[[Saved], None] | None = None,
         copies: Sequence[tuple[Storage, Format]] = (),
+        progress: Tell = False,
+        save_id: str | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on.
 
@@ -125,10 +128,19 @@ class AsyncSaver:
         try:
             self.drain()
             storage = open_storage(path, neighbours=num_neighbours())
-            made = [Saver(storage, self._coordinator, overwrite=overwrite, format=format)]
-            for place, form in copies:
-                made.append(Saver(place, self._coordinator, overwrite=True, format=form))
-            savers = made
+            meter = meter_for(progress, self._coordinator.rank)
+            targets = [(storage, format, overwrite), *((place, form, True) for place, form in copies)]
+            savers = [
+                Saver(
+                    place,
+                    self._coordinator,
+                    overwrite=replace,
+                    format=form,
+                    save_id=save_id,
+                    meter=meter,
+                )
+                for place, form, replace in targets
+            ]
             with torch.no_grad():
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
             user = plain_json(user)
@@ -186,6 +198,7 @@ def async_save(
     overwrite: bool = False,
     format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
+    progress: Tell = False,
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
 
@@ -195,7 +208,7 @@ def async_save(
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
     """
     saver = _saver_for(process_group)
-    return saver.start(path, state, user=user, overwrite=overwrite, format=format)
+    return saver.start(path, state, user=user, overwrite=overwrite, format=format, progress=progress)
 
 
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:

@@ -24,6 +24,8 @@ from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Commit", "Form", "RankShare", "told_if_busy"]
 
+from vescale_fsdp.checkpoint.storage.progress import Meter
+
 
 class Commit(NamedTuple):
     """What is to be done when all ranks have written.
@@ -31,10 +33,12 @@ class Commit(NamedTuple):
     Attributes:
         num_bytes: of tensors and values that all ranks together have written.
         run: makes them valid; called on one rank (or one of every node).
+        save_id: of the manifest, in forms that have one.
     """
 
     num_bytes: int
     run: Callable[[], None]
+    save_id: str = ""
 
 
 class RankShare(NamedTuple):
@@ -45,6 +49,7 @@ class RankShare(NamedTuple):
         blob: its per-rank values, packed.
         replace: whether a folder that is there already may be replaced.
         every_node: whether the storage is each node's own.
+        meter: is told of bytes that have been written.
     """
 
     storage: Storage
@@ -53,6 +58,7 @@ class RankShare(NamedTuple):
     blob: bytes
     replace: bool
     every_node: bool
+    meter: Meter = Meter()
 
 
 class Form(ABC):

@@ -15,6 +15,7 @@ from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm, commit_ma
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
 
 __all__ = ["NativeForm", "write_rank_file"]
 
@@ -31,7 +32,7 @@ class NativeForm(ManifestForm):
                 manifest = plan()
                 file = RankFile(manifest, share.coordinator.rank)
                 image = FileImage(file, share.locals_by_name, share.blob)
-            write_rank_file(share.storage, image)
+            write_rank_file(share.storage, image, share.meter)
         commit = partial(
             commit_manifest,
             share.storage,
@@ -40,14 +41,17 @@ class NativeForm(ManifestForm):
             replace=share.replace,
             check_files=not share.every_node,
         )
-        return Commit(manifest.num_bytes, commit)
+        return Commit(manifest.num_bytes, commit, manifest.save_id)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
         """Nothing is left."""
 
 
-def write_rank_file(storage: Storage, image: FileImage) -> None:
+def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: str | None = None) -> None:
     """Write a rank's file with its checksums; durable on return, gone again after an error.
+
+    Args:
+        name: another one than it will have in the end.
 
     Raises:
         OSError: whatever the storage says, unchanged.
@@ -56,13 +60,15 @@ def write_rank_file(storage: Storage, image: FileImage) -> None:
     threads = 1 if storage.in_order else max(1, min(storage.write_threads, file.num_stripes))
 
     def write() -> None:
-        with storage.create(file.name, file.total_bytes) as writer:
+        meter.begin("saving", file.table_start)
+        with storage.create(name or file.name, file.total_bytes) as writer:
 
             def write_stripe(index: int) -> int:
                 start, stop = file.stripe(index)
                 buffers = image.buffers(start, stop)
                 checksum = _checksum_of(buffers)
                 writer.write_at(start, buffers)
+                meter.advance(stop - start)
                 return checksum
 
             # After an error, `map` begins none of the stripes that are left.

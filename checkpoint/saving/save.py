@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,13 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.manifest.manifest import SPLIT_BYTES, STRIPE_BYTES, build_manifest
+from vescale_fsdp.checkpoint.manifest.manifest import (
+    SPLIT_BYTES,
+    STRIPE_BYTES,
+    Manifest,
+    build_manifest,
+)
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
@@ -39,6 +45,7 @@ from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.per_rank import pack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
+from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.foreign_json import parse_json
 
@@ -51,10 +58,11 @@ _log = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
-    """What a save took: bytes of all tensors and per-rank values, seconds until the commit."""
+    """What a save took: bytes of all tensors and per-rank values, seconds until the commit; and its save_id."""
 
     num_bytes: int
     seconds: float
+    save_id: str
 
 
 def save(
@@ -65,6 +73,7 @@ def save(
     overwrite: bool = False,
     format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
+    progress: Tell = False,
 ) -> None:
     """Write a checkpoint; when this returns on any rank, it is complete and durable. A collective.
 
@@ -79,11 +88,13 @@ def save(
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
             `vescale_fsdp.HuggingFace(..)`, `vescale_fsdp.DCP()`.
         process_group: the ranks that save; default: all.
+        progress: is told how far this rank has come; True draws a bar on rank 0.
 
     Raises:
-        CheckpointError: if another rank fails. A rank that fails itself raises what it met (an OSError, a
-            KeyboardInterrupt, ..), so all ranks raise. Nothing is committed then, except where the error says that
-            the new checkpoint is there: the disk failed behind the commit.
+        CheckpointError: if the storage has no room for it, before a byte is written; if another rank fails. A rank
+            that fails itself raises what it met (an OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is
+            committed then, except where the error says that the new checkpoint is there: the disk failed behind the
+            commit.
     """
     coordinator = coordinator_for(process_group)
     try:
@@ -93,6 +104,7 @@ def save(
     except BaseException as error:
         coordinator.agree(None, 0, error, {})  # where the other ranks are next: raises on all of them
         raise
+    saver.meter = meter_for(progress, coordinator.rank)
     saver.write(partial(take_state, state, rank_of=coordinator.rank_of), user)
 
 
@@ -106,8 +118,10 @@ class Saver:
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int | None = SPLIT_BYTES
     format: Format = "native"
+    save_id: str | None = None  # of a save of the same state to memory: one for both proves it
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
     leads_node: bool = False  # of such a storage: this rank commits for its node
+    meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
         self._form = form_of(self.format)
@@ -127,10 +141,10 @@ class Saver:
             ):
                 if self.coordinator.rank == 0 or self.leads_node:
                     commit.run()
-        saved = Saved(commit.num_bytes, time.monotonic() - start_s)
+        saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
         if self.coordinator.rank == 0:
             rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
-            _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved, rate)
+            _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved[:2], rate)
         return saved
 
     @torch.no_grad()
@@ -142,7 +156,7 @@ class Saver:
             held: on rank 0, gets the folder's lock; to be closed after the commit.
         """
         error: BaseException | None = None
-        structure, blob, alike, save_id, claimed = None, b"", {}, "", False
+        structure, blob, alike, save_id, claimed, free_bytes = None, b"", {}, "", False, None
         try:
             taken = take()
             user = plain_json(user)
@@ -151,31 +165,57 @@ class Saver:
             if self.coordinator.rank == 0:
                 self._form.claim(self.storage, held, overwrite=self.overwrite)
                 claimed = True
+            free_bytes = self.storage.free_bytes  # nobody writes before all have agreed
             # Not beside an error, which all ranks raise first: there may be a `user` that is not JSON.
             structure, alike = taken.structure, {**self._alike, "user": user}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
         try:
-            agreed = self.coordinator.agree(structure, len(blob), error, alike)
-            save_id = agreed.save_id
-            plan = partial(
-                build_manifest,
-                agreed.classes,
-                save_id=save_id,
-                world_size=self.coordinator.world_size,
-                blob_bytes=agreed.blob_bytes,
-                user=user,
-                stripe_bytes=self.stripe_bytes,
-                split_bytes=None if self.every_node else self.split_bytes,
-            )
+            agreed = self.coordinator.agree(structure, len(blob), error, alike, free_bytes)
+            save_id = self.save_id or agreed.save_id
+
+            def plan() -> Manifest:
+                manifest = build_manifest(
+                    agreed.classes,
+                    save_id=save_id,
+                    world_size=self.coordinator.world_size,
+                    blob_bytes=agreed.blob_bytes,
+                    user=user,
+                    stripe_bytes=self.stripe_bytes,
+                    split_bytes=None if self.every_node else self.split_bytes,
+                )
+                self._prove_room(manifest, agreed.free_bytes)
+                return manifest
+
             share = RankShare(
-                self.storage, self.coordinator, taken.locals_by_name, blob, self.overwrite, self.every_node
+                self.storage,
+                self.coordinator,
+                taken.locals_by_name,
+                blob,
+                self.overwrite,
+                self.every_node,
+                self.meter,
             )
             return self._form.write(plan, share)
         except BaseException as failed:
             if claimed:
                 self._clear_away(save_id, failed)
             raise
+
+    def _prove_room(self, manifest: Manifest, free_bytes: int | None) -> None:
+        """Refuse what surely does not fit; all ranks know the least that any of them has free, and decide alike."""
+        needed_bytes = manifest.num_bytes
+        if self.every_node:  # of each node's memory every rank on it takes what it holds
+            neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            needed_bytes = RankFile(manifest, self.coordinator.rank).total_bytes * neighbours
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise CheckpointError(
+                "There is no room for this checkpoint.",
+                expected=f"{needed_bytes} bytes free",
+                got=f"{free_bytes}",
+                where=self.storage.where,
+                todo="remove what is not needed, or save to another disk; nothing was written",
+            )
 
     @property
     def _alike(self) -> dict[str, Json]:
@@ -187,6 +227,7 @@ class Saver:
             "stripe_bytes": self.stripe_bytes,
             "split_bytes": self.split_bytes,
             "every_node": self.every_node,
+            "save_id": self.save_id,
             # Other folders may be one under two names, as mounted; not so those that are named by a step.
             "step": folder if parse_step_name(folder) else None,
         }

@@ -30,6 +30,7 @@ from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
 
 __all__ = ["ZarrForm"]
 
@@ -45,12 +46,12 @@ class ZarrForm(ManifestForm):
         with coordinator.together("planning chunks"):
             with gc_paused():
                 manifest = as_arrays(plan())
-            arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator)
+            arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
         with coordinator.together(f"writing to {storage.where}"):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
-            write_rank_file(storage, FileImage(file, {}, share.blob, table))
+            write_rank_file(storage, FileImage(file, {}, share.blob, table), Meter())
         commit = partial(
             commit_manifest,
             storage,
@@ -59,7 +60,7 @@ class ZarrForm(ManifestForm):
             replace=share.replace,
             check_files=not share.every_node,
         )
-        return Commit(manifest.num_bytes, commit)
+        return Commit(manifest.num_bytes, commit, manifest.save_id)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
         """Group metadata, so that the tree opens as zarr groups."""
@@ -91,11 +92,12 @@ class ArrayWriter:
         manifest: Manifest,
         locals_by_name: Mapping[str, torch.Tensor],
         coordinator: Coordinator,
+        meter: Meter,
     ) -> None:
         self._manifest = manifest
-        self._storage = storage
+        self.storage = storage
         self._locals_by_name = locals_by_name
-        self._coordinator = coordinator
+        self._coordinator, self.meter = coordinator, meter
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
         self._kept = FirstError()
         self._bits: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
@@ -120,27 +122,25 @@ class ArrayWriter:
             BaseException: the first thing that went wrong on this rank, when its neighbours have had their parts.
         """
         names = []
-        threads = max(1, self._storage.write_threads)
+        own = [step for step in self._steps if step.holders[0].rank == self._coordinator.rank]
+        self.meter.begin("saving", sum(step.chunk.box.numel * step.dtype.itemsize for step in own))
+        threads = max(1, self.storage.write_threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
             work: list[Future[None]] = []
             for place in self._heads:
                 names.append(f"{self._manifest.array_paths[place]}/zarr.json")
                 data = array_json(self._manifest, place)
-                work.append(pool.submit(_put, self._storage, names[-1], data))
+                work.append(pool.submit(_put, self.storage, names[-1], data))
             for step in self._steps:
                 elements = self._exchanged(step)
                 if elements is not None and self._kept.error is None:
                     names.append(chunk_file(self._manifest, *step.chunk))
-                    work.append(
-                        pool.submit(
-                            _put_chunk, self._storage, step.chunk, elements, names[-1], self.checksums
-                        )
-                    )
+                    work.append(pool.submit(_put_chunk, self, step.chunk, elements, names[-1]))
                 while len(work) > 2 * threads:  # bounds the chunks in memory
                     self._kept.attempt(work.pop(0).result)
             for future in work:
                 self._kept.attempt(future.result)
-            self._kept.attempt(lambda: list(pool.map(self._storage.sync_folder, _folders(names))))
+            self._kept.attempt(lambda: list(pool.map(self.storage.sync_folder, _folders(names))))
         self._kept.raise_kept()
 
     def _exchanged(self, step: _Step) -> torch.Tensor | None:
@@ -205,13 +205,12 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
         view.copy_(part.view(view.shape))
 
 
-def _put_chunk(
-    storage: Storage, chunk: Chunk, elements: torch.Tensor, name: str, checksums: dict[Chunk, int]
-) -> None:
+def _put_chunk(writer: ArrayWriter, chunk: Chunk, elements: torch.Tensor, name: str) -> None:
     data = elements.view(torch.uint8).numpy()
     checksum = google_crc32c.value(data.tobytes())
-    _put(storage, name, data, struct.pack("<I", checksum))
-    checksums[chunk] = checksum
+    _put(writer.storage, name, data, struct.pack("<I", checksum))
+    writer.checksums[chunk] = checksum
+    writer.meter.advance(len(data))
 
 
 def _put(storage: Storage, name: str, *buffers: Buffer) -> None:

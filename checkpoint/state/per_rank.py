@@ -1,7 +1,8 @@
 """`PerRank`: a value that differs between ranks (random state, data loader), and how it is packed.
 
 Everything else in a state is the same on all ranks or one tensor cut over them. A per-rank value is stored
-in its rank's own file, and restored by rank, or, at another world size, by a merge function.
+in its rank's own file, and restored by rank, or, at another world size, by a merge function. `Resharded` is for values
+that have a way of their own to be put together and cut anew.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["PerRank", "pack_blob", "unpack_blob"]
+__all__ = ["PerRank", "Reshardable", "Resharded", "pack_blob", "unpack_blob"]
 
 Merge = Callable[[list[Any], int, int], Any]
 
@@ -44,6 +45,39 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+class Reshardable(Protocol):
+    """A value that many ranks have a part of, such as a place in the data: what `Resharded` takes."""
+
+    def state_dict(self) -> Any:
+        """This rank's part."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take a part for this rank's."""
+
+    def merge(self, states: list[Any]) -> Any:
+        """The whole, of the parts of all ranks that saved."""
+
+    def split(self, whole: Any, rank: int, world_size: int) -> Any:
+        """One rank's part of the whole; pure: every rank calls it with the same whole."""
+
+
+class Resharded(PerRank):
+    """A leaf of a state that is cut anew when other ranks go on: as `PerRank`, and on another number of ranks each gets
+    its part of what all had together.
+
+    Args:
+        value: such as a `ReshardableSampler` or a `ReshardableLoader`.
+    """
+
+    def __init__(self, value: Reshardable) -> None:
+        super().__init__(
+            value, merge=lambda states, rank, world_size: value.split(value.merge(states), rank, world_size)
+        )
+
+    def __repr__(self) -> str:
+        return f"Resharded({self.value!r})"
 
 
 def pack_blob(values: Mapping[str, tuple[Any, list[torch.Tensor]]]) -> bytes:

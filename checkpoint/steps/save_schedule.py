@@ -33,7 +33,8 @@ from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Decision", "SaveSchedule"]
 
-_LARGEST = 2**62  # numbers that ranks compare are signed, of 64 bits
+_RANK_BITS = 20  # a step and a rank that has it go together in a signed number of 64 bits
+_LARGEST_STEP = 2**42
 
 
 class Decision(NamedTuple):
@@ -129,26 +130,34 @@ class SaveSchedule:
         now_s = self._clock()
         is_late = any(now_s - self._last_save_s >= pause_s for pause_s in self._pauses_s)
         is_over = self._signals.heard or any(now_s >= end_s for end_s in self._ends_s)
-        words = words_of({"step": step, "metric": metric, "force": force})
-        shown = min(step, _LARGEST)
         is_last = is_over and not self._has_ended
-        numbers = [int(is_late), int(is_last), shown, -shown, *both_ways(words)]
-        return _Ride(step, self._coordinator.begin_largest(numbers))
+        place = (min(step, _LARGEST_STEP) << _RANK_BITS) + self._coordinator.rank
+        shown = [
+            place,
+            place - 2 * (place >> _RANK_BITS << _RANK_BITS),
+        ]  # of the newest step and of the oldest
+        alike = [*words_of({"step": step}), int(force), *words_of({"metric": metric})]
+        return _Ride(
+            step, self._coordinator.begin_largest([int(is_late), int(is_last), *shown, *both_ways(alike)])
+        )
 
     def _arrived(self, ride: _Ride) -> tuple[bool, bool]:
         """Whether on any rank it is time for a save, and for the last one."""
-        is_late, is_last, newest, oldest, *words = ride.arrive()
-        if not is_same(words):
-            raise CheckpointError(
-                "Ranks came to the manager with different steps, or with different arguments for one.",
-                expected="the same step, metric and force on all ranks",
-                got=f"step {ride.step} on this one, steps {-oldest} to {newest} on all"
-                if newest != -oldest
-                else f"step {ride.step} on all, with another metric or force",
-                where=f"rank {self._coordinator.rank}",
-                todo="call should_save and save on all ranks at the same steps; nothing of this step was saved",
-            )
-        return bool(is_late), bool(is_last)
+        is_late, is_last, newest, oldest, *alike = ride.arrive()
+        if is_same(alike):
+            return bool(is_late), bool(is_last)
+        half = len(alike) // 2
+        differs = next(place for place in range(half) if alike[place] != -alike[half + place])
+        name = "step" if differs < 4 else "force" if differs == 4 else "metric"
+        ends = [(-(oldest >> _RANK_BITS), oldest), (newest >> _RANK_BITS, newest)]
+        told = "; ".join(f"step {step} on ranks [{rank % (1 << _RANK_BITS)}]" for step, rank in ends)
+        raise CheckpointError(
+            "Ranks came to the manager with different steps, or with different arguments for one.",
+            expected="the same on all ranks",
+            got=f"from {told}" if name == "step" else f"step {ride.step}, but not the same {name}",
+            where=f"the argument `{name}`",
+            todo="call should_save and save on all ranks at the same steps; nothing of this one was saved",
+        )
 
     def _is_among_best(self, metric: float) -> bool:
         if not self._best:

@@ -100,7 +100,9 @@ def remove_step(root: Storage, step: int) -> str | None:
         if root.exists(manifest):
             return f"{manifest} is still there"
         root.remove(name)
-        rest = root.list_folder(name)
+        rest = [
+            left for left in root.list_folder(name) if root.exists(f"{name}/{left}")
+        ]  # some stores list late
     except Exception as error:  # noqa: BLE001  the next step may still be removable
         return f"{name}: {type(error).__name__}: {error}"
     return f"{name} still holds {', '.join(rest[:4])}" if rest else None

@@ -376,6 +376,11 @@ class Storage(ABC):
         except SourceError as carried:
             raise carried.error from carried.error.__cause__
 
+    @property
+    def free_bytes(self) -> int | None:
+        """Room for what is to be written; None where that is not known."""
+        return None
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder against other jobs.

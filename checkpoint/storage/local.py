@@ -453,6 +453,15 @@ class LocalStorage(Storage):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
 
+    @property
+    def free_bytes(self) -> int | None:
+        made = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        try:
+            found = os.statvfs(made)
+        except OSError:  # a file system that does not say; whether it has room, writing tells
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         self.folders.make(self.root)

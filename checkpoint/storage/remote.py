@@ -3,7 +3,8 @@
 There is no rename and no fsync: a file is durable when its `close` has returned, and the commit is one
 small object, put last. Every attempt writes under a fresh prefix, so attempts never mix. Listings are
 asked of the store, never of fsspec's cache. Errors that may pass (5xx, time-outs, lost connections) are retried
-with growing pauses, an upload from its first byte on; a lost upload leaves at most parts that nobody can see. What
+with growing pauses, an upload from its first byte on, or a part of it where parts are ours to send (see `multipart`);
+a lost upload leaves at most parts that nobody can see. What
 outlasts all tries is a `ConnectionError`: the store could not be reached, and what lies there may be sound.
 """
 
@@ -26,13 +27,13 @@ from vescale_fsdp.checkpoint.storage.base import (
     SourceError,
     Storage,
 )
+from vescale_fsdp.checkpoint.storage.multipart import PART_BYTES, MultipartWriter
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
 __all__ = ["RemoteStorage"]
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_PART_BYTES = 16 << 20  # 16 MiB per part of an upload
 _TRIES = 5  # on top of what the file system itself retries: 3 s of pauses in all
 _FIRST_PAUSE_S = 0.2
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -238,7 +239,9 @@ class RemoteStorage(Storage):
         return RemoteStorage(f"{self._url}/{name}", **self._options)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        file = self.filesystem.open(self._path(name), "wb", block_size=_PART_BYTES)
+        if size_bytes > PART_BYTES and self.place[0] == "s3":
+            return MultipartWriter(self.filesystem, self._path(name), size_bytes, self.retrying)
+        file = self.filesystem.open(self._path(name), "wb", block_size=PART_BYTES)
         return _RemoteWriter(file, lambda: self.remove(name))
 
     def open_file(self, name: str) -> FileReader:

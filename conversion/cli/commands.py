@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_fsdp import conversion
+from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
@@ -26,7 +27,6 @@ from vescale_fsdp.conversion.cli.options import (
     positive_numbers,
     with_options,
 )
-from vescale_fsdp.conversion.cli.progress import ProgressBar
 from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.formats.table import TARGETS
 

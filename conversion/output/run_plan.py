@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -134,6 +135,7 @@ class Execution:
             return Outcome(published=True)
         kept, limits = self._keep_finished(), self._options.limits
         todo = [file for file in self._files if file.name not in kept]
+        self._prove_room(todo)
         try:
             if not self._mine.is_started:
                 self._mine.start()
@@ -160,6 +162,22 @@ class Execution:
         finally:
             self._store.folders.remove_empty()
         return Outcome(tuple(file.name for file in todo), tuple(kept), published)
+
+    def _prove_room(self, files: Sequence[FilePlan]) -> None:
+        """Refuse what surely does not fit, before the first byte."""
+        free_bytes, needed_bytes = self._store.free_bytes, sum(file.nbytes for file in files)
+        if free_bytes is None or needed_bytes <= free_bytes:
+            return
+        # What a run that was killed has left is removed before it is written anew.
+        left_bytes = sum(self._store.size(self._store.working_name(file.name)) or 0 for file in files)
+        if needed_bytes > free_bytes + left_bytes:
+            raise ConversionError(
+                "There is no room for the result.",
+                expected=f"{needed_bytes} bytes free",
+                got=f"{free_bytes + left_bytes}",
+                where=self._store.where,
+                todo="remove what is not needed, or write to another disk; nothing was written",
+            )
 
     def _keep_finished(self) -> list[str]:
         """Files an earlier run finished, each read again and compared with its digest."""

@@ -31,6 +31,7 @@ LEVELS = (
         "runtime.setup",
         "quantize",
         "checkpoint.ranks",
+        "checkpoint.data",
         "checkpoint.state",
         "conversion.views",
     ),
@@ -43,6 +44,7 @@ LEVELS = (
         "conversion.state",
         "conversion.output",
     ),
+    ("checkpoint.memory",),
     (
         "optim",
         "checkpoint.dcp",

@@ -27,6 +27,7 @@ class Weather:
         self.drop_next = 0
         self.refuse_if: Callable[[str, str], bool] = lambda method, path: False
         self.pause_s = 0.0
+        self.uploading = self.most_uploading = 0  # parts on their way at once, now and at most
         self.requests: list[tuple[str, str, str]] = []
 
     def wrap(self, application: Application) -> Application:
@@ -42,7 +43,13 @@ class Weather:
                 self.drop_next -= dropped
             if dropped:
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            is_part = method == "PUT" and "partNumber" in environ["QUERY_STRING"]
+            with self._lock:
+                self.uploading += is_part
+                self.most_uploading = max(self.most_uploading, self.uploading)
             time.sleep(self.pause_s)
+            with self._lock:
+                self.uploading -= is_part
             if refused:
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 start_response("503 Slow Down", [("Content-Type", "application/xml")])

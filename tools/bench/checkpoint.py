@@ -11,6 +11,7 @@ tensors. Reads come from the page cache, for all alike, except in the cold rows:
 before each read, a row is void if mincore still finds 1 %, and the raw rival reads with as many threads as we do.
 The stall of an asynchronous save is compared with one memcpy of the shard. Peak memory is the growth of the
 resident set's high-water mark during one call.
+What a lost node's part costs from its partner's memory is in `lost_node.py`.
 Planning needs no processes: layouts of 256 and 16,384 ranks are planned here and now.
 """
 

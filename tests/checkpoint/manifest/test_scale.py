@@ -165,6 +165,7 @@ def _write_as(path: Path, structure: Structure, world: int) -> None:
     from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
     from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm, write_rank_file
     from vescale_fsdp.checkpoint.storage.local import LocalStorage
+    from vescale_fsdp.checkpoint.storage.progress import Meter
 
     storage: Any = LocalStorage(path, durable=False)
     manifest = build_manifest(
@@ -172,7 +173,7 @@ def _write_as(path: Path, structure: Structure, world: int) -> None:
     )
     whole = torch.arange(1800).reshape(600, 3)
     for rank in range(world):
-        write_rank_file(storage, FileImage(RankFile(manifest, rank), {"x": whole}, b""))
+        write_rank_file(storage, FileImage(RankFile(manifest, rank), {"x": whole}, b""), Meter())
     commit_manifest(storage, manifest, form=NativeForm(), replace=False)
 
 

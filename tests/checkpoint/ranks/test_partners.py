@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vescale_fsdp.checkpoint.peer_memory import HeldPart, is_whole, plan_moves
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, is_whole, plan_moves
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, waves_of
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.errors import CheckpointError

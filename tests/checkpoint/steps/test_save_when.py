@@ -165,11 +165,16 @@ def test_ranks_agree(tmp_path: Path) -> None:
         assert found["best"] == [(5, 1.0), (6, 2.0), (8, 7.0)]
         assert found["again"] == [True, False, False]
         steps_differ, force_differs, metric_differs, _ = found["errors"]
-        assert "different steps" in steps_differ and "steps 4 to 5 on all" in steps_differ
-        assert "another metric or force" in force_differs and "another metric or force" in metric_differs
+        assert (
+            "different steps" in steps_differ and "step 4 on ranks [0]; step 5 on ranks [1]" in steps_differ
+        )
+        assert "the argument `force`" in force_differs and "the argument `metric`" in metric_differs
         assert "too late" not in "".join(found["errors"])
     assert (first["heard"], second["heard"]) == (1, 2)  # chained while we listened, alone afterwards
-    assert "steps -1 to 3 on all" in first["errors"][3] and "cannot be negative" in second["errors"][3]
+    assert (
+        "step -1 on ranks [1]; step 3 on ranks [0]" in first["errors"][3]
+        and "cannot be negative" in second["errors"][3]
+    )
     assert not (tmp_path / "unlike0" / "step-00000004").exists()
 
 

@@ -5,6 +5,7 @@ Each rank is a node of its own: it has a folder in memory, and is the first of i
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.checkpoint_states import erase, mixed_state
-from tests.support.distributed import run_ranks
+from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, Restored
+from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK
 from vescale_fsdp.checkpoint.storage.base import FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
@@ -39,6 +41,9 @@ def _as_nodes() -> Iterator[None]:
 class _NoReads(LocalStorage):
     """A disk on which nothing may be read but names."""
 
+    def child(self, name: str) -> LocalStorage:
+        return _NoReads(self.root / name)
+
     def open_file(self, name: str) -> FileReader:
         raise AssertionError(f"{name} was read from disk")
 
@@ -53,9 +58,11 @@ def _state(step: int) -> dict[str, Any]:
     return state | {"own": PerRank(step + dist.get_rank(), merge=lambda values, rank, world: sum(values))}
 
 
-def _manager(root: LocalStorage | Path, shm: Path, **options: Any) -> CheckpointManager:
+def _manager(
+    root: LocalStorage | Path, shm: Path, *, behind: bool = False, **options: Any
+) -> CheckpointManager:
     tier = RamTier("run", folder=shm / f"node{dist.get_rank()}", **options)
-    return CheckpointManager(root, save_interval=4, ram=tier)
+    return CheckpointManager(root, save_interval=4, async_=behind, ram=tier)
 
 
 def _save_steps(root: Path, shm: Path, options: dict[str, Any], steps: int = 7) -> list[str]:
@@ -137,6 +144,87 @@ def test_a_lost_clique_is_said_and_the_disk_counts(tmp_path: Path) -> None:
         assert [number for number, _ in restored.skipped] == [6]
         assert [text[:26] for text in said] == (["step 6 (ram) was skipped: "] if rank == 0 else [])
         assert "none of rank 2, 3" in restored.skipped[0][1]
+
+
+@pytest.mark.parametrize(("world", "behind"), [(4, False), (3, True), (5, False)])
+def test_what_memory_has_lost_comes_from_disk(tmp_path: Path, world: int, behind: bool) -> None:
+    """A step that was saved to both: what a lost node held is put together of the disk's, the rest stays in memory."""
+    shm = tmp_path / "shm"
+    run_ranks(4, _save_steps, tmp_path / "steps", shm, {"behind": behind}, 5)
+    lost = 3 if world == 3 else 2
+    _lose(shm, lost)
+
+    for rank, (restored, own, said) in enumerate(
+        run_ranks(world, _restore, tmp_path / "steps", shm, True, {})
+    ):
+        assert (restored.step, restored.tier, restored.skipped, said) == (4, "ram", (), [])
+        assert own == (4 + rank if world == 4 else 4 * 4 + 0 + 1 + 2 + 3)
+        data = [move for move in restored.moves if "data-" in move.name]
+        from_disk = [move.name for move in data if move.sender == FROM_DISK]
+        assert len(from_disk) == 1 and f"{lost:05d}-of" in from_disk[0]
+        others = {move.name.rpartition("/")[2][:5] for move in data if move.sender != FROM_DISK}
+        assert f"{lost:05d}" not in others or world != 4  # made once, and sent to who else wants it
+
+
+def test_another_attempt_on_disk_is_no_twin(tmp_path: Path) -> None:
+    """Only what was saved at once proves to be the same state; damage on disk is found while the file is made."""
+    shm, root = tmp_path / "shm", tmp_path / "steps"
+    run_ranks(2, _save_steps, root, shm, {}, 5)
+    twin = shutil.copytree(root / "step-00000004", tmp_path / "twin")
+    run_ranks(2, _save_steps, root, tmp_path / "other", {}, 5)
+    _lose(shm, 1)
+    for restored, _, _ in run_ranks(2, _restore, root, shm, True, {}):
+        assert (restored.step, restored.tier) == (4, "disk") and restored.moves == ()
+        assert "or the same step on disk" in restored.skipped[0][1]
+
+    shutil.rmtree(root / "step-00000004")
+    shutil.copytree(twin, root / "step-00000004")
+    for file in (root / "step-00000004").glob("data-*/*"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    for restored, _, _ in run_ranks(2, _restore, root, shm, True, {}):
+        assert (restored.step, restored.tier) == (0, "disk")
+        assert [number for number, _ in restored.skipped] == [4, 4]
+    assert not list(shm.rglob("*.partial"))
+
+
+def _dies(root: Path, shm: Path, told: Path) -> None:
+    """Restore; rank 1, who holds the only copy, is gone when it has sent a part of it."""
+    with _as_nodes():
+        manager = _manager(root, shm, replicas=1)
+        if dist.get_rank() == 1:
+            read_at = LocalStorage.open_file
+
+            def open_file(self: LocalStorage, name: str) -> FileReader:
+                if "00000-of" in name:
+                    os._exit(1)
+                return read_at(self, name)
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(LocalStorage, "open_file", open_file)
+                manager.restore(_state(0))
+        try:
+            manager.restore(_state(0))
+            told.write_text("returned")
+        except CheckpointError as error:
+            told.write_text(str(error))
+
+
+def test_a_partner_dies_while_it_holds_the_only_copy(tmp_path: Path) -> None:
+    """Who waited for it raises; when all start anew the copy is still there; if its node is lost too, the disk is."""
+    shm, root = tmp_path / "shm", tmp_path / "steps"
+    run_ranks(2, _save_steps, root, shm, {"replicas": 1})
+    _lose(shm, 0)
+    with pytest.raises(RankError):
+        run_ranks(2, _dies, root, shm, tmp_path / "told")
+    assert "could not be reached" in (tmp_path / "told").read_text()
+
+    for restored, _, _ in run_ranks(2, _restore, root, shm, False, {"replicas": 1}):
+        assert (restored.step, restored.tier) == (6, "ram") and restored.moves
+    _lose(shm, 0, 1)
+    for restored, _, _ in run_ranks(2, _restore, root, shm, True, {"replicas": 1}):
+        assert (restored.step, restored.tier, restored.moves) == (4, "disk", ())
 
 
 def _replicated(root: Path, shm: Path) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from tests.support.distributed import run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes
 from vescale_fsdp.checkpoint import PerRank, load, read_state
 from vescale_fsdp.checkpoint import verify as engine_verify
-from vescale_fsdp.checkpoint.ram_tier import RamTier
+from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.open import open_storage

@@ -19,15 +19,18 @@ import errno
 import faulthandler
 import itertools
 import random
+import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from botocore.exceptions import ConnectionClosedError
@@ -36,7 +39,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
 from vescale_fsdp import DCP, HuggingFace
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, async_save, load, save
 from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -84,7 +87,7 @@ class Setting(NamedTuple):
     """What is done, and where."""
 
     action: str  # save or restore
-    through: str  # a manager of steps, or one path that is overwritten
+    through: str  # a manager of steps, one in nodes' memory, or one path that is overwritten
     form: str  # native, zarr, hf or dcp
     mode: str  # a save's: sync or async; a restore's: once or each, as ranks read what both want
     store: str  # local, s3, or far: local, and not in the page cache
@@ -101,13 +104,16 @@ SETTINGS = [
         ("path", "hf", "sync"),
         ("path", "hf", "async"),
         ("path", "dcp", "sync"),
+        ("memory", "native", "sync"),  # partners' copies; of one node all is lost before each restore
     )
     for store in ("local", "s3")
+    if through != "memory" or store == "local"
 ] + [
     Setting("restore", through, form, read, store)
     for through, form, read, stores in (
         ("manager", "native", "each", ("local", "s3")),
         ("manager", "native", "once", ("local", "s3")),
+        ("memory", "native", "each", ("local",)),
         ("path", "native", "each", ("local", "s3", "far")),
         ("path", "zarr", "each", ("local", "s3")),  # the zarr form is read by each rank in any case
     )
@@ -216,7 +222,11 @@ class _Stage:
             form = HuggingFace(assets=self._assets)
         elif form == "dcp":
             form = DCP()
-        if setting.through == "manager":
+        if setting.through == "memory":
+            with self._in_memory(setting) as manager:
+                manager.save(step, state)
+                manager.wait()
+        elif setting.through == "manager":
             manager = self._manager(setting)
             manager.save(step, state)
             manager.wait()
@@ -239,12 +249,34 @@ class _Stage:
                     raise
                 return None
         state = _state(0)
-        if setting.through == "manager":
+        if setting.through == "memory":
+            with self._in_memory(setting) as manager:
+                if setting.action == "restore" and dist.get_rank() == 1:
+                    shutil.rmtree(self._memory(setting), ignore_errors=True)
+                dist.barrier()
+                restored = manager.restore(state)
+            assert restored is not None and restored.tier == "ram"
+        elif setting.through == "manager":
             restored = self._manager(setting).restore(state, read=_read_of(setting))
             assert restored is not None
         else:
             load(self.storage(setting), state, read=_read_of(setting), process_group=self.group)
         return _proven(state)
+
+    def _memory(self, setting: Setting) -> Path:
+        """This rank's memory: each rank is a node of its own."""
+        return self._folder / f"{self._run}-{self._num_groups}-node{dist.get_rank()}"
+
+    @contextmanager
+    def _in_memory(self, setting: Setting) -> Iterator[CheckpointManager]:
+        """A manager whose steps go to memory alone, with a copy on the partner, which waits with its save for those."""
+        tier = RamTier("run", folder=self._memory(setting), keep_last=2, replicas=1)
+        tier._root = WatchedStorage(tier._root, self.watch)
+        disk = self._folder / f"{self._run}-{self._num_groups}-disk"
+        never = EverySteps(1 << 40)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("LOCAL_RANK", "0")
+            yield CheckpointManager(disk, save_when=never, ram=tier, process_group=self.group)
 
     def _manager(self, setting: Setting) -> CheckpointManager:
         return CheckpointManager(

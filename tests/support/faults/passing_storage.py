@@ -66,8 +66,15 @@ class PassingStorage(Storage):
     def info(self, name: str) -> FileInfo | None:
         return self.inner.info(name)
 
+    @property
+    def free_bytes(self) -> int | None:
+        return self.inner.free_bytes
+
     def append(self, name: str, data: bytes) -> None:
         self.inner.append(name, data)
+
+    def rename(self, old: str, new: str) -> None:
+        self.inner.rename(old, new)
 
     def sync_folder(self, name: str) -> None:
         self.inner.sync_folder(name)

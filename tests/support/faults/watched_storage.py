@@ -122,11 +122,18 @@ class WatchedStorage(PassingStorage):
     def list_folder(self, name: str) -> list[str]:
         return self._do("list_folder", name, lambda: self.inner.list_folder(name))
 
+    def rename(self, old: str, new: str) -> None:
+        self._do("rename", old, lambda: self.inner.rename(old, new))
+
     def sync_folder(self, name: str) -> None:
         self._do("sync_folder", name, lambda: self.inner.sync_folder(name))
 
     def remove(self, name: str) -> None:
         self._do("remove", name, lambda: self.inner.remove(name))
+
+    @property
+    def free_bytes(self) -> int | None:
+        return self._do("free_bytes", "", lambda: self.inner.free_bytes)
 
     def retrying(self, work: Callable[[], T]) -> T:
         return self.inner.retrying(work)

@@ -4,29 +4,31 @@
     now wanted          a: 0 1 2      b: 3 4       c: 5 6        d: 7
     moves               3: a -> b, 4: c -> b
 
-Each file goes to a node once, from the rank that has least to send. Nothing is read from a disk.
+Each file goes to a node once, from the rank that has least to send. Nothing is read from a disk, unless a file is lost
+with all nodes that held it: where the disk has the same step, one of the ranks that want the file makes it anew.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.memory.disk_twin import DiskTwin
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK, FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import ranks_by_node
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["HeldPart", "LostPartError", "PeerMemory", "is_whole", "plan_moves"]
+__all__ = ["HeldPart", "LostPartError", "PeerMemory", "is_whole", "plan_makers", "plan_moves"]
 
 _ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
 
 
 class LostPartError(CheckpointError):
-    """A part of a step is in no node's memory any more."""
+    """A part of a step is in no node's memory any more, nor on disk."""
 
 
 class HeldPart(NamedTuple):
@@ -56,13 +58,16 @@ class PeerMemory:
     Args:
         storage: the step's folder in this node's memory; it may not exist yet.
         held: by rank, what its node holds of the step.
+        twin: where the disk has it, if it does.
 
     Attributes:
-        moves: files that were brought from one node to another, the same on all ranks.
+        moves: files that were brought from one node to another, or from disk, the same on all ranks.
     """
 
-    def __init__(self, coordinator: Coordinator, storage: Storage, held: Sequence[HeldPart]) -> None:
-        self._coordinator, self._storage, self._held = coordinator, storage, held
+    def __init__(
+        self, coordinator: Coordinator, storage: Storage, held: Sequence[HeldPart], twin: DiskTwin
+    ) -> None:
+        self._coordinator, self._storage, self._held, self._twin = coordinator, storage, held, twin
         self._on_own_node = frozenset(held[coordinator.rank].saved_ranks)
         self._anywhere = frozenset(rank for part in held for rank in part.saved_ranks)
         self.moves: tuple[FileMove, ...] = ()
@@ -95,7 +100,7 @@ class PeerMemory:
         """Bring the files that this rank reads to its node; a collective.
 
         Raises:
-            LostPartError: on all ranks, if one of them reads a file that no node holds.
+            LostPartError: on all ranks, if one of them reads a file that no node holds, and the disk does not either.
         """
         wanted = self._coordinator.everyone(sorted(saved_ranks - self._on_own_node))
         lost = {
@@ -104,17 +109,45 @@ class PeerMemory:
             for rank in ranks
             if rank not in self._anywhere
         }
+        held = [set(part.saved_ranks) for part in self._held]
         if lost:
+            self._prove_twin(manifest, lost)
+            makers = plan_makers(wanted, lost.keys())
+            self._make(manifest, makers)
+            for number, maker in makers.items():
+                for part, numbers in zip(self._held, held, strict=True):
+                    if part.node == self._held[maker].node:
+                        numbers.add(number)
+        self._move(
+            [set(map(manifest.file_name, ranks)) for ranks in wanted],
+            [set(map(manifest.file_name, numbers)) for numbers in held],
+        )
+
+    def _prove_twin(self, manifest: Manifest, lost: Mapping[int, int]) -> None:
+        """Raise on all ranks unless all of them see the same step on disk."""
+        has_twin = False
+        with self._coordinator.together(
+            "looking on disk for what memory has lost", "nothing was overwritten"
+        ):
+            has_twin = self._twin.has(manifest)
+        if not all(self._coordinator.everyone(has_twin)):
             raise LostPartError(
                 "A part of this step is in no node's memory any more.",
-                expected="the file of each rank that saved, or a copy of it",
+                expected="the file of each rank that saved, a copy of it, or the same step on disk",
                 got=f"none of rank {', '.join(map(str, sorted(lost)[:8]))}, wanted by rank {min(lost.values())}",
                 where=self._storage.where,
                 todo="an older step or the disk has it; RamTier(replicas=1) survives the loss of a node",
             )
-        self._move(
-            [set(map(manifest.file_name, ranks)) for ranks in wanted],
-            [set(map(manifest.file_name, part.saved_ranks)) for part in self._held],
+
+    def _make(self, manifest: Manifest, makers: Mapping[int, int]) -> None:
+        """Make lost files anew, each on one rank."""
+        doing = f"making anew of the disk what {self._storage.where} has lost"
+        with self._coordinator.together(doing, "nothing was overwritten"):
+            for number, maker in makers.items():
+                if maker == self._coordinator.rank:
+                    self._twin.make(manifest, number, self._storage)
+        self.moves += tuple(
+            FileMove(manifest.file_name(number), FROM_DISK, maker) for number, maker in makers.items()
         )
 
     def _move(self, wanted: Sequence[set[str]], held: Sequence[set[str]]) -> None:
@@ -122,6 +155,21 @@ class PeerMemory:
         doing = f"bringing {self._storage.where} from other nodes' memory"
         move_files(self._coordinator, self._storage, moves, doing)
         self.moves += tuple(moves)
+
+
+def plan_makers(wanted: Sequence[Sequence[int]], lost: Iterable[int]) -> dict[int, int]:
+    """Who makes which lost file: of the ranks that want it the one that makes the fewest.
+
+    Args:
+        wanted: by rank, whose files it wants.
+    """
+    made = Counter[int]()
+    makers = {}
+    for number in sorted(lost):
+        wanting = [rank for rank, numbers in enumerate(wanted) if number in numbers]
+        makers[number] = min(wanting, key=lambda rank: (made[rank], rank))
+        made[makers[number]] += 1
+    return makers
 
 
 def plan_moves(wanted: Sequence[set[str]], held: Sequence[set[str]], nodes: Sequence[str]) -> list[FileMove]:

@@ -8,8 +8,9 @@ same nodes no rank needs another's memory.
     replicas=1      a partner node has a copy of each file, sent behind training out of the memory that holds it
                     anyway, so that the trainer waits for nothing more. Losing any one node costs no read of a disk
 
-On other nodes, or on fewer or more of them, what a rank needs comes from the nodes that hold it (see `peer_memory`). A
-step of which a part is lost is passed over.
+On other nodes, or on fewer or more of them, what a rank needs comes from the nodes that hold it (see `peer_memory`).
+What none of them holds any more comes from disk, if the same step was saved there too (see `disk_twin`); else the step
+is passed over.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.peer_memory import HeldPart
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
@@ -103,30 +104,35 @@ class RamTier:
         user: Json,
         *,
         behind: Coordinator | None = None,
-    ) -> None:
+    ) -> str:
         """Save a step and forget older ones; a collective.
 
         Args:
             behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
                 replicas. It is they who forget older steps then, when the copies are there.
+
+        Returns:
+            The step's save_id, for a save of the same state to disk.
         """
         with coordinator.together("waiting for the copies of the step before"):
             self.wait()
         if self._leads_node is None:
             self._look_around(coordinator)
-        Saver(
+        saver = Saver(
             self.step_storage(step),
             coordinator,
             overwrite=True,
             every_node=True,
             leads_node=bool(self._leads_node),
-        ).save(state, user)
+        )
+        saved = saver.save(state, user)
         if self.replicas:
             assert behind is not None
             copies = self._copier.submit(self._copy, behind, step)
             self._copies = SaveHandle(copies)
         else:
             self._retire(coordinator, step)
+        return saved.save_id
 
     def wait(self) -> None:
         """Return when all copies have been made.

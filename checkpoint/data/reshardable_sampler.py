@@ -1,0 +1,174 @@
+"""`ReshardableSampler`: every sample of an epoch once, on whichever ranks, however often their number changes.
+
+An epoch's order follows from seed and epoch alone. Ranks take turns at it; when others go on, they take turns at what
+is left of it. How many each rank had taken tells what that is, so the state is a few numbers per restart:
+
+    order             7 2 5 0 3 6 1 4     2 ranks: 7 5 3 1 and 2 0 6 4
+    taken             7 5 | 2             stages [[2, 1]]
+    left              0 3 6 1 4           3 ranks: 0 1, 3 4 and 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from vescale_fsdp.errors import CheckpointError, explain
+
+__all__ = ["ReshardableSampler"]
+
+_CHUNK = 4096  # samples that become Python numbers at a time
+_ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
+
+
+class ReshardableSampler(Sampler[int]):
+    """This rank's samples of an epoch, for a `DataLoader`; for `Resharded`, by itself or in a `ReshardableLoader`.
+
+    An iteration goes on where the one before has stopped; behind the last sample the next epoch begins. What a data
+    loader's workers read ahead counts as taken here: with workers put the loader into a `ReshardableLoader`.
+
+    Args:
+        num_samples: of the data set.
+        shuffle: whether every epoch has an order of its own; else it is that of the data set.
+        seed: of the orders; the same on all ranks.
+        drop_last: leave out up to ``world_size - 1`` samples of an epoch, so that all ranks have equally many; else
+            some ranks have one more than others.
+        rank, world_size: this rank and how many there are; default: of all in `torch.distributed`.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = rank if rank is not None else 0 if is_alone else dist.get_rank()
+        self.world_size = world_size if world_size is not None else 1 if is_alone else dist.get_world_size()
+        if num_samples < 0 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                explain(
+                    "A sampler needs samples and a rank.",
+                    expected="num_samples >= 0 and 0 <= rank < world_size",
+                    got=f"{num_samples}, {self.rank}, {self.world_size}",
+                )
+            )
+        self._settings = {
+            "num_samples": num_samples,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
+        self.epoch = 0
+        self._stages: list[list[int]] = []  # for each number of ranks so far, what each rank took
+        self.num_taken = 0
+        self.has_ended = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it is the one that is under way."""
+        if epoch != self.epoch:
+            self.epoch, self._stages, self.num_taken, self.has_ended = epoch, [], 0, False
+
+    def begin(self) -> None:
+        """Go on to the next epoch if this one has ended."""
+        if self.has_ended:
+            self.set_epoch(self.epoch + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.begin()
+        own = self._own()
+        for start in range(self.num_taken, len(own), _CHUNK):
+            for sample in own[start : start + _CHUNK].tolist():
+                self.num_taken += 1
+                yield sample
+        self.has_ended = True
+
+    def __len__(self) -> int:
+        """Samples that are left to this rank."""
+        return len(self._own()) - self.num_taken
+
+    def _own(self) -> torch.Tensor:
+        """This rank's samples since the number of ranks last changed, 1D."""
+        count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
+        order = torch.arange(count)
+        if self._settings["shuffle"]:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch_seed))
+        for taken in self._stages:
+            order = order[_left(count=len(order), taken=taken)]
+        stop = len(order) // self.world_size * self.world_size if self._settings["drop_last"] else len(order)
+        return order[self.rank : stop : self.world_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is."""
+        return self.state_at(self.num_taken, has_ended=self.has_ended)
+
+    def state_at(self, num_taken: int, *, has_ended: bool) -> dict[str, Any]:
+        """The state in which this rank has taken so many samples."""
+        whole = {**self._settings, "epoch": self.epoch, "stages": self._stages, "has_ended": has_ended}
+        return {**whole, "num_taken": num_taken, "rank": self.rank, "world_size": self.world_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            CheckpointError: if it is the state of other samples, or of another rank.
+        """
+        expected = {**self._settings, "rank": self.rank, "world_size": self.world_size}
+        unlike = {key: state[key] for key in expected if state[key] != expected[key]}
+        if unlike:
+            raise CheckpointError(
+                "A sampler gets the state of another one.",
+                expected=", ".join(f"{key}={expected[key]}" for key in unlike),
+                got=", ".join(f"{key}={value}" for key, value in unlike.items()),
+                todo="make it as it was made when it was saved; where the number of ranks may change, save "
+                "Resharded(sampler)",
+            )
+        self.epoch = state["epoch"]
+        self._stages = [list(taken) for taken in state["stages"]]
+        self.num_taken, self.has_ended = state["num_taken"], state["has_ended"]
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What the samplers of all ranks together have left.
+
+        Raises:
+            CheckpointError: if they are not the samplers of all ranks, in the same epoch.
+        """
+        first = states[0]
+        for number, state in enumerate(states):
+            expected = {**first, "rank": number, "world_size": len(states)}
+            unlike = [
+                key
+                for key in (*_ALIKE, "epoch", "stages", "rank", "world_size")
+                if state[key] != expected[key]
+            ]
+            if unlike:
+                raise CheckpointError(
+                    "Samplers of different ranks do not fit together.",
+                    expected=", ".join(f"{key}={expected[key]}" for key in unlike),
+                    got=", ".join(f"{key}={state[key]}" for key in unlike),
+                    where=f"rank {number} of those that saved",
+                    todo="save while all ranks are in the same epoch: drop_last=True lets them end together",
+                )
+        whole = {key: first[key] for key in (*_ALIKE, "epoch")}
+        stages = [*first["stages"], [state["num_taken"] for state in states]]
+        return {**whole, "stages": stages, "has_ended": all(state["has_ended"] for state in states)}
+
+    def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+        """A rank's part of what is left."""
+        return {**whole, "num_taken": 0, "rank": rank, "world_size": world_size}
+
+
+def _left(*, count: int, taken: Sequence[int]) -> torch.Tensor:
+    """Which places of an order are left when ranks that take turns have taken so many each; 1D, bool."""
+    is_left = torch.ones(count, dtype=torch.bool)
+    for rank, number in enumerate(taken):
+        is_left[rank :: len(taken)][:number] = False
+    return is_left

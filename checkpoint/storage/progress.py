@@ -1,0 +1,120 @@
+"""How far a save, a load or a command has come: told to a function, or drawn as a bar."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Meter", "ProgressBar", "ProgressReport", "Tell", "meter_for"]
+
+
+class ProgressReport(NamedTuple):
+    """How far one rank has come with its part.
+
+    Attributes:
+        doing: "saving", "verifying" (what is hashed before it is loaded) or "loading".
+        total_bytes: of the rank's part.
+        seconds: since its first byte.
+    """
+
+    doing: str
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate so far."""
+        return self.done_bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to go at this rate; None before the first byte."""
+        return (self.total_bytes - self.done_bytes) / self.bytes_per_s if self.bytes_per_s else None
+
+
+Tell = bool | Callable[[ProgressReport], object]
+"""What ``progress=`` takes: a function, called with a report from several threads, one at a time; or True, a bar."""
+
+
+class ProgressBar:
+    """Bytes on stderr; nothing if that is no terminal, unless it is asked for all the same."""
+
+    def __init__(self, total_bytes: int, *, quiet: bool, asked_for: bool = False) -> None:
+        self._bar = None
+        if not quiet and (asked_for or sys.stderr.isatty()):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, file=sys.stderr)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def announce(self, total_bytes: int) -> None:
+        """What there is to do, once it is known."""
+        if self._bar is not None:
+            self._bar.reset(total_bytes)
+
+    def advance(self, nbytes: int) -> None:
+        """From any thread."""
+        if self._bar is not None:
+            with self._lock:
+                self._bar.update(nbytes)
+
+    def show(self, report: ProgressReport) -> None:
+        """Draw a report; the last one closes the bar."""
+        if self._bar is not None:
+            self._bar.set_description(report.doing, refresh=False)
+            self._bar.update(report.done_bytes - self._bar.n)
+            if report.done_bytes >= report.total_bytes:
+                self._bar.close()
+
+
+class Meter:
+    """Counts the bytes of one save or load.
+
+    Args:
+        start: called when work begins, with the bytes there are; returns whom to tell.
+    """
+
+    def __init__(self, start: Callable[[int], Callable[[ProgressReport], object]] | None = None) -> None:
+        self._start = start
+        self._tell: Callable[[ProgressReport], object] | None = None
+        self._lock = threading.Lock()
+        self._report = ProgressReport("", 0, 0, 0.0)
+        self._start_s = 0.0
+
+    def begin(self, doing: str, total_bytes: int) -> None:
+        """So many bytes are to come, from the first one on: also where an upload begins anew."""
+        if self._start is None:
+            return
+        self._start_s = time.monotonic()
+        self._report = ProgressReport(doing, 0, total_bytes, 0.0)
+        self._tell = self._start(total_bytes)
+        self._tell(self._report)
+
+    def advance(self, num_bytes: int) -> None:
+        """From any thread."""
+        if self._tell is not None and num_bytes:
+            with self._lock:
+                doing, done_bytes, total_bytes, _ = self._report
+                seconds = time.monotonic() - self._start_s
+                self._report = ProgressReport(doing, done_bytes + num_bytes, total_bytes, seconds)
+                self._tell(self._report)
+
+
+def meter_for(progress: Tell, rank: int) -> Meter:
+    """A meter that tells a function, or draws a bar on rank 0."""
+    if callable(progress):
+        return Meter(lambda total_bytes: progress)
+    if progress and rank == 0:
+        return Meter(lambda total_bytes: ProgressBar(total_bytes, quiet=False, asked_for=True).show)
+    return Meter()
