@@ -213,6 +213,30 @@ class Storage(ABC):
     def exists(self, name: str) -> bool:
         """Whether a file exists, asked of the store itself and never of a cache."""
 
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        """Start a new file that several processes write: it has its size, and blocks, before any of them does.
+
+        Raises:
+            UnsupportedOperation: where files are streams, which have one writer.
+        """
+        raise UnsupportedOperation(f"{self.where}: a file has one writer")
+
+    def join(self, name: str) -> FileWriter:
+        """Write into a file that another process has laid out; to give it up leaves it there. Raises as `lay_out`."""
+        raise UnsupportedOperation(f"{self.where}: a file has one writer")
+
+    def beside(self, name: str) -> Storage:
+        """The storage of another folder in the folder that this one lies in. Raises as `take_over`."""
+        raise UnsupportedOperation(f"{self.where}: folders are not renamed")
+
+    def take_over(self, other: Storage) -> None:
+        """Hold what another folder beside this one holds, at once; what was here is gone, and that folder too.
+
+        Raises:
+            UnsupportedOperation: where folders cannot be renamed.
+        """
+        raise UnsupportedOperation(f"{self.where}: folders are not renamed")
+
     def is_link(self, name: str) -> bool:
         """Whether a folder is a link to one that lies elsewhere."""
         return False

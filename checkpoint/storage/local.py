@@ -20,15 +20,18 @@ from pathlib import Path
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
 from vescale_fsdp.checkpoint.storage.direct_reads import DirectReads, is_cached
+from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
 from vescale_fsdp.checkpoint.storage.preallocate import reserve
 
-__all__ = ["LocalStorage"]
+__all__ = ["LOCK_NAMES", "LocalStorage"]
 
+_MAKE = os.O_CREAT | os.O_EXCL
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
 _MAX_OPEN_FILES = 256  # of more files than this the rest are opened again for every read
 _slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
+LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # what locks leave in a folder
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -60,13 +63,31 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
 class _LocalWriter(FileWriter):
-    def __init__(self, path: Path, durable: bool, reserved_bytes: int) -> None:
+    """A new file, or one that another process has laid out.
+
+    Args:
+        reserved_bytes: blocks to ask for.
+        size_bytes: the file's size from the start; None lets it grow.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        durable: bool,
+        reserved_bytes: int = 0,
+        *,
+        size_bytes: int | None = None,
+        is_new: bool = True,
+    ) -> None:
         self._path = path
         self._durable = durable
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._is_new = is_new
+        self._file = os.open(path, (_MAKE if is_new else 0) | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             with self._named_errors():
                 reserve(self._file, reserved_bytes)
+                if size_bytes is not None:
+                    os.ftruncate(self._file, size_bytes)
         except OSError:
             self.abort()
             raise
@@ -99,7 +120,8 @@ class _LocalWriter(FileWriter):
         with contextlib.suppress(OSError):
             os.close(self._file)
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            if self._is_new:
+                self._path.unlink()
 
 
 def _transfer(
@@ -233,6 +255,11 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     return memoryview(pages)[start - first :]
 
 
+def _is_still(file: int, path: Path) -> bool:
+    """Whether a path names the file that is open under a number."""
+    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
+
+
 def _sync(folder: Path) -> None:
     """Make the names in a folder durable."""
     try:
@@ -313,6 +340,24 @@ class LocalStorage(Storage):
     def create(self, name: str, size_bytes: int) -> FileWriter:
         path, reserved_bytes = self.root / name, size_bytes if self._whole_files else 0
         return self.folders.using(path.parent, lambda: _LocalWriter(path, self._durable, reserved_bytes))
+
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        path = self.root / name
+        return self.folders.using(
+            path.parent, lambda: _LocalWriter(path, self._durable, size_bytes, size_bytes=size_bytes)
+        )
+
+    def join(self, name: str) -> FileWriter:
+        return _LocalWriter(self.root / name, self._durable, is_new=False)
+
+    def beside(self, name: str) -> LocalStorage:
+        return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
+
+    def take_over(self, other: Storage) -> None:
+        assert isinstance(other, LocalStorage)
+        self._held.clear()
+        move_over(other.root, Path(os.path.realpath(self.root)))
+        other.remove("")
 
     def open_file(self, name: str) -> FileReader:
         if not self._whole_files:
@@ -428,4 +473,6 @@ class LocalStorage(Storage):
                     self.root / LOCK_FILE_NAME,
                 )
                 held.enter_context(held_by_file(self.root))
+            if not _is_still(file, self.root / _LOCK_NAME):
+                raise BlockingIOError(errno.EWOULDBLOCK, "its folder was renamed by the process that held it")
             yield

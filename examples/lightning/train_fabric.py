@@ -37,9 +37,15 @@ def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
 
 
 class Run:
-    """A model, its optimizer and the steps it has done."""
+    """A model, its optimizer and the steps it has done.
 
-    def __init__(self, strategy: Any) -> None:
+    Args:
+        strategy: Fabric's.
+        clip: as Fabric's ``clip_gradients`` takes it.
+    """
+
+    def __init__(self, strategy: Any, **clip: float) -> None:
+        self._clip = clip or {"max_norm": 1.0}
         self.fabric = Fabric(
             accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy=strategy
         )
@@ -61,7 +67,7 @@ class Run:
                     loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
                     self.fabric.backward(loss / MICRO_BATCHES)
                 losses.append(loss.item())
-            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+            self.fabric.clip_gradients(self.model, self.optimizer, **self._clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.next_step = until

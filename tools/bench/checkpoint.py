@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.cold_reads import measure_cold, measure_replicas
 from tools.bench.rows import Row, print_table, write_json
 from tools.bench.shards import Settings, Shards, fact_rows, median, spawn, start_rank, timed
+from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
@@ -74,13 +75,15 @@ def _status_mib(status: Path, key: str) -> float:
 
 @contextmanager
 def counted_collectives(found: Counter[str]) -> Iterator[None]:
-    """Counts calls of every collective that could gather plans."""
+    """Counts calls of every collective that could gather plans, and of what could bring tensors to another rank."""
     names = (
         "all_gather",
         "all_gather_object",
         "gather_object",
         "scatter_object_list",
         "broadcast_object_list",
+        "send",
+        "isend",
     )
     real = {name: getattr(dist, name) for name in (*names, "all_reduce")}
 
@@ -105,6 +108,10 @@ def _save_worker(rank: int, settings: Settings) -> None:
     shards = Shards(settings, start_rank(rank, settings.ranks, settings.port))
     root = Path(settings.folder)
     raw, native, stock = root / f"raw{rank}", root / "native", root / "dcp"
+    repository, by_rank = root / "hf", root / "dcp-form"
+    form = HuggingFace(
+        assets=root / "assets", model_prefix=""
+    )  # moments too: the same bytes as the native save
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     gathers: Counter[str] = Counter()
@@ -117,8 +124,8 @@ def _save_worker(rank: int, settings: Settings) -> None:
     def clear() -> None:
         dist.barrier()
         if rank == 0:
-            shutil.rmtree(native, ignore_errors=True)
-            shutil.rmtree(stock, ignore_errors=True)
+            for folder in (native, stock, repository, by_rank):
+                shutil.rmtree(folder, ignore_errors=True)
         raw.unlink(missing_ok=True)
         dist.barrier()
 
@@ -128,6 +135,9 @@ def _save_worker(rank: int, settings: Settings) -> None:
         with counted_collectives(gathers), peak_growth(memory, "save"):
             turn("save", lambda: save(native, shards.state))
         turn("dcp.save", lambda: dcp.save(shards.state, checkpoint_id=stock))
+        with counted_collectives(gathers), peak_growth(memory, "hf"):
+            turn("hf", lambda: save(repository, shards.state, format=form))
+        turn("dcp form", lambda: save(by_rank, shards.state, format=DCP()))
         turn("readinto", lambda: shards.read_raw(raw))
         turn("load while", lambda: load(native, shards.state, verify="while"))
         turn("load before", lambda: load(native, shards.state, verify="before"))
@@ -167,6 +177,9 @@ def _load_worker(rank: int, settings: Settings) -> None:
 
 def measure_io(settings: Settings) -> list[Row]:
     """Save, same-layout load, asynchronous stall; then loads by another number of ranks."""
+    assets = Path(settings.folder, "assets")
+    assets.mkdir()
+    (assets / "config.json").write_text("{}")
     saved = spawn(_save_worker, settings.ranks, settings)
     case = f"{settings.ranks} ranks, {settings.megabytes} MiB"
     rows = fact_rows(
@@ -175,6 +188,8 @@ def measure_io(settings: Settings) -> list[Row]:
         [
             ("save", "save", "write", ">= 0.92"),
             ("save", "save", "dcp.save", ">= 1.6"),
+            ("Hugging Face folder from live shards", "hf", "save", ">= 0.85"),
+            ("DCP folder from live shards", "dcp form", "dcp.save", None),
             ("load, verified while reading", "load while", "readinto", ">= 0.82"),
             ("load, verified before", "load before", "readinto", None),
             ("load, not verified", "load never", "readinto", ">= 0.93"),
@@ -190,6 +205,8 @@ def measure_io(settings: Settings) -> list[Row]:
     peak = max(figure["memory"]["save"] for figure in saved)
     rows.append(Row(case, "peak extra memory of a save", "MiB", peak, None, None, "< 64"))
     gathers = sum(count for name, count in saved[0]["gathers"].items() if name != "all_reduce")
+    peak = max(figure["memory"]["hf"] for figure in saved)
+    rows.append(Row(case, "peak extra memory of a Hugging Face folder", "MiB", peak, None, None, "< 64"))
     rows.append(Row(case, "planning gathers of all saves", "calls", gathers, None, None, "<= 0"))
     loaded = spawn(_load_worker, settings.load_ranks, settings)
     case = f"{settings.ranks} -> {settings.load_ranks} ranks, {settings.megabytes} MiB"

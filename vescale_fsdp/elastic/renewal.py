@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
@@ -45,6 +46,8 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
                 problem = "its tensor subclass gathers itself"
             elif group.data.mesh != mesh or group.data.spmd is not None:
                 problem = f"it is sharded over {group.data.mesh}"
+            elif group.wanted_part_size is not None:
+                problem = f"reshard_after_forward={group.wanted_part_size}, which not every number of ranks divides by"
             elif any(param.prior.spec is not None for param in group.params):
                 problem = "tensor or expert parallelism has cut it"
             if problem is not None:
@@ -95,7 +98,7 @@ def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
         priors={slot.fqn: PriorSharding(data, None) for slot in slots},
         layout=plan_group(specs, data.num_shards, scatter=old.scatter),
         data=data,
-        part_size=_part_size(old.comm.part_size, data.num_shards),
+        part_size=None,
         is_hooked=False,
         param_dtype=old.mp_policy.param_dtype,
         scatter=old.scatter,
@@ -107,17 +110,11 @@ def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
         kept, made = before.sharded, param.sharded
         assert isinstance(kept, RaggedDTensor) and isinstance(made, RaggedDTensor)
         param.piece = new.shard[param.local]
-        kept.move_to(param.piece, param.spec, made.layout_ref)
+        move_to(kept, made, param.piece)
         kept.grad = None
         param.sharded = kept
     new.install()
     return new
-
-
-def _part_size(wanted: int | None, num_shards: int) -> int | None:
-    """Ranks of the smaller groups; None where groups of that size cannot be: then all is gathered twice."""
-    fits = wanted is not None and wanted < num_shards and num_shards % wanted == 0
-    return wanted if fits else None
 
 
 def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:

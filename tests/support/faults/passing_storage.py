@@ -33,6 +33,18 @@ class PassingStorage(Storage):
     def create(self, name: str, size_bytes: int) -> FileWriter:
         return self.inner.create(name, size_bytes)
 
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        return self.inner.lay_out(name, size_bytes)
+
+    def join(self, name: str) -> FileWriter:
+        return self.inner.join(name)
+
+    def beside(self, name: str) -> Storage:
+        return self.inner.beside(name)
+
+    def take_over(self, other: Storage) -> None:
+        self.inner.take_over(other)
+
     def open_file(self, name: str) -> FileReader:
         return self.inner.open_file(name)
 

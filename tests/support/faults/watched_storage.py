@@ -88,6 +88,24 @@ class WatchedStorage(PassingStorage):
         made = self._do("create", name, lambda: self.inner.create(name, size_bytes))
         return _WatchedWriter(made, lambda operation, work: self._do(operation, name, work))
 
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        made = self._do("lay_out", name, lambda: self.inner.lay_out(name, size_bytes))
+        return _WatchedWriter(made, lambda operation, work: self._do(operation, name, work))
+
+    def join(self, name: str) -> FileWriter:
+        joined = self._do("join", name, lambda: self.inner.join(name))
+        return _WatchedWriter(joined, lambda operation, work: self._do(operation, name, work))
+
+    def beside(self, name: str) -> Storage:
+        return WatchedStorage(self.inner.beside(name), self._watch, "beside/")
+
+    def take_over(self, other: Storage) -> None:
+        assert isinstance(other, WatchedStorage)
+        self._do("take_over", "", lambda: self.inner.take_over(other.inner))
+
+    def list_files(self) -> list[str]:
+        return self._do("list_files", "", self.inner.list_files)
+
     def open_file(self, name: str) -> FileReader:
         opened = self._do("open_file", name, lambda: self.inner.open_file(name))
         return _WatchedReader(opened, self._is_far, lambda operation, work: self._do(operation, name, work))
