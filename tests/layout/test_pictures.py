@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.bench.model_shapes import LAYERS
+from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from tools.bench.model_shapes import LAYERS
+from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp import Element, PaddingPolicy, PlanReport, Rows, fully_shard, plan_report
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.group_layout import GroupLayout

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.bench.model_shapes import LAYERS
+from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Granularity, Rows
 from vescale_fsdp.layout.group_layout import GroupLayout

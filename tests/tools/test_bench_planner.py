@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.model_shapes import LAYERS
+from tools.bench.parts.model_shapes import LAYERS
 from tools.bench.planner import fsdp2_padding, lcm_padding, measure, rows_of
 from vescale_fsdp.layout.geometry import numel_of
 

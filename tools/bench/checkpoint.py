@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.bench.cold_reads import measure_cold, measure_replicas
+from tools.bench.parts.cold_reads import measure_cold, measure_replicas
+from tools.bench.parts.shards import Settings, Shards, fact_rows, median, spawn, start_rank, timed
 from tools.bench.rows import Row, print_table, write_json
-from tools.bench.shards import Settings, Shards, fact_rows, median, spawn, start_rank, timed
 from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, load, save
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, LayoutCut, ShardCut

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.bench.checkpoint import Settings, _median, _spawn, _start, peak_growth, timed
+from tools.bench.checkpoint import peak_growth
+from tools.bench.parts.shards import Settings, median, spawn, start_rank, timed
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import RaggedDTensor, RaggedShard, load_from
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
@@ -117,7 +118,7 @@ def read_raw(folder: Path, rank: int, world: int, memory: bytearray) -> None:
 
 
 def _worker(rank: int, settings: Settings) -> None:
-    mesh = _start(rank, settings.ranks, settings.port)
+    mesh = start_rank(rank, settings.ranks, settings.port)
     root = Path(settings.folder)
     seconds: dict[str, list[float]] = {}
     peaks: dict[str, float] = {}
@@ -144,12 +145,12 @@ def measure(settings: Settings) -> list[Row]:
     for dtype in set(_WAYS.values()):
         write_folder(root / dtype, settings.megabytes << 20, getattr(torch, dtype))
     (root / "rules.toml").write_text(_RULES)
-    figures = _spawn(_worker, settings.ranks, settings)
+    figures = spawn(_worker, settings.ranks, settings)
     case = f"{settings.ranks} ranks, {settings.megabytes} MiB"
     rows = []
     for way, dtype in _WAYS.items():
         total = sum(file.stat().st_size for file in (root / dtype).glob("*.safetensors")) / 1e9
-        ours, raw = total / _median(figures, way), total / _median(figures, f"raw {way}")
+        ours, raw = total / median(figures, way), total / _median(figures, f"raw {way}")
         target = ">= 0.6" if dtype == "float32" else None  # a cast is no read
         rows.append(Row(case, f"HF folder into shards, {way}", "GB/s", ours, raw, "readinto", target))
         peak = max(figure["memory"][way] for figure in figures)

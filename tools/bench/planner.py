@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.bench.model_shapes import LAYERS
+from tools.bench.parts.model_shapes import LAYERS
 from tools.bench.rows import Row, machine, print_table, write_json
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import parse_granularity

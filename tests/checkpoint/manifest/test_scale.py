@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.checkpoint_states import mixed_state
 from tests.support.distributed import run_ranks
 from tools.bench.checkpoint import counted_collectives, peak_growth, simulated
-from tools.bench.shards import Settings, Shards
+from tools.bench.parts.shards import Settings, Shards
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint.loading.locate import ShareFinder
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, ShardCut

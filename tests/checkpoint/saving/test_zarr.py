@@ -134,7 +134,7 @@ def test_zeros_are_written_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["flip", "cut", "metadata"])
 def test_damage_is_found(kind: str, tmp_path: Path) -> None:
-    """A flipped bit, a short chunk, changed metadata: named before anything is overwritten."""
+    """A flipped bit, a short chunk, changed metadata: named before anything of it is taken."""
     save(tmp_path / "c", {"a": torch.arange(100.0), "b": torch.arange(50.0)}, format="zarr")
     (chunk,) = (tmp_path / "c").glob("data-*/b/c/0")
     data = bytearray(chunk.read_bytes())
@@ -151,8 +151,11 @@ def test_damage_is_found(kind: str, tmp_path: Path) -> None:
     if kind != "metadata":  # our loader does not need zarr's own
         state = {"a": torch.zeros(100), "b": torch.zeros(50)}
         with pytest.raises(CorruptCheckpointError, match="tensor b"):
-            load(tmp_path / "c", state)
+            load(tmp_path / "c", state, verify="before")
         assert not state["a"].any()
+        with pytest.raises(CorruptCheckpointError, match="tensor b"):
+            load(tmp_path / "c", state)
+        assert not state["b"].any()  # whole chunks are read, and proven before they are copied
 
 
 def test_names_that_are_no_file_names(tmp_path: Path) -> None:
@@ -193,7 +196,7 @@ def _assert_found(path: Path, saved: Path) -> None:
     if saved.name == "zarr.json":
         return
     with pytest.raises(CorruptCheckpointError, match=r"chunk of tensor|another checkpoint's file"):
-        load(path, state, strict=False)
+        load(path, state, strict=False, verify="before")
     assert all(bool((tensor == 7).all()) for tensor in state.values())
 
 
