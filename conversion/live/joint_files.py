@@ -31,7 +31,7 @@ from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, OutputPlan
 from vescale_fsdp.conversion.views.tensor_view import TensorView, read_range
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["MIN_BUDGET_BYTES", "JointFiles", "Segment", "segments_of"]
+__all__ = ["MIN_BUDGET_BYTES", "FileSegment", "JointFiles", "segments_of"]
 
 _ROOMS = 6  # for the bytes of others: one that comes in, one that is put together, four that are written
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
@@ -39,7 +39,7 @@ MIN_BUDGET_BYTES = _ROOMS << 10  # 1 KiB per segment
 _FAILED = -1  # in the place of a number of bytes
 
 
-class Segment(NamedTuple):
+class FileSegment(NamedTuple):
     """Items [start, stop) of a tensor of a file.
 
     Attributes:
@@ -72,13 +72,13 @@ class Segment(NamedTuple):
 
 def segments_of(
     plan: OutputPlan, shards: HeldShards, world_size: int, segment_bytes: int, *, one_writer: bool
-) -> list[Segment]:
+) -> list[FileSegment]:
     """The segments that this rank has to do with, in the order in which all ranks walk them. Pure.
 
     Args:
         one_writer: whether files are streams, which one rank writes from front to back.
     """
-    found: list[tuple[int, Segment]] = []  # (its number in the file, ..)
+    found: list[tuple[int, FileSegment]] = []  # (its number in the file, ..)
     for number, file in enumerate(plan.files):
         walk = _segments_of_file(number, file, shards, world_size, segment_bytes, one_writer=one_writer)
         found += enumerate(walk)
@@ -90,7 +90,7 @@ def segments_of(
 
 def _segments_of_file(
     number: int, file: FilePlan, shards: HeldShards, world_size: int, segment_bytes: int, *, one_writer: bool
-) -> Iterator[Segment]:
+) -> Iterator[FileSegment]:
     for index, items in file.tensors:
         view = items.view
         itemsize = view.info.dtype.itemsize
@@ -107,7 +107,7 @@ def _segments_of_file(
                 in_place = holders[turn % len(holders)] if holders else turn % world_size
                 writer = number % world_size if one_writer else in_place
             offset = file.offsets[index] + (start - items.start) * itemsize
-            yield Segment(number, offset, view, start, stop, turn, writer, holders)
+            yield FileSegment(number, offset, view, start, stop, turn, writer, holders)
 
 
 @dataclass
@@ -210,7 +210,7 @@ class JointFiles:
                 self._open[number] = self.storage.join(file.name)
         return self._open[number]
 
-    def _do(self, pool: ThreadPoolExecutor, segment: Segment) -> None:
+    def _do(self, pool: ThreadPoolExecutor, segment: FileSegment) -> None:
         """Write a segment, or have it written: at once as far as others are concerned, the rest behind."""
         room = None if segment.is_solo else self._exchanged(segment)
         is_writer = segment.writer == self.coordinator.rank
@@ -230,7 +230,7 @@ class JointFiles:
 
         self._jobs.append(pool.submit(work))
 
-    def _own_bytes(self, segment: Segment) -> Buffer:
+    def _own_bytes(self, segment: FileSegment) -> Buffer:
         """A segment that only this rank brings: memory of the tensor itself, where nothing is to be done to it."""
         view, leaf = segment.view, segment.view.stored
         is_plain = leaf is not None and leaf.info.dtype == view.info.dtype and self.shards.lies_in_runs(view)
@@ -238,7 +238,7 @@ class JointFiles:
             return self.shards.own_bytes(leaf, segment.start, segment.stop)
         return read_range(view, segment.start, segment.stop, np.empty(segment.nbytes, dtype=np.uint8))
 
-    def _exchanged(self, segment: Segment) -> torch.Tensor | None:
+    def _exchanged(self, segment: FileSegment) -> torch.Tensor | None:
         """A room with a segment's bytes, of which others bring some; if it is another's, this rank's go there."""
         rank, attempt = self.coordinator.rank, self._kept.attempt
         room = self._rooms.get()
@@ -268,7 +268,7 @@ class JointFiles:
             self.coordinator.send(torch.from_numpy(packed), to_rank)
 
     def _receive(
-        self, data: np.ndarray, segment: Segment, numbers: np.ndarray | None, from_rank: int
+        self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int
     ) -> None:
         """Take what a rank brings, to where it belongs; nothing of one that has failed, which will say so."""
         size = torch.zeros(1, dtype=torch.int64)
@@ -280,7 +280,7 @@ class JointFiles:
             self._kept.attempt(lambda: self._place(data, segment, numbers, from_rank, nbytes))
 
     def _place(
-        self, data: np.ndarray, segment: Segment, numbers: np.ndarray | None, from_rank: int, nbytes: int
+        self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int, nbytes: int
     ) -> None:
         items = data.view(segment.view.info.dtype.raw)
         came = self._incoming[:nbytes].numpy().view(items.dtype)
@@ -296,7 +296,7 @@ class JointFiles:
         items[wanted] = came
 
 
-def _of_rank(data: np.ndarray, segment: Segment, numbers: np.ndarray | None, rank: int) -> np.ndarray:
+def _of_rank(data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, rank: int) -> np.ndarray:
     """The items of a segment that a rank brings; all of them where it alone does."""
     items = data.view(segment.view.info.dtype.raw)
     return items if numbers is None else items[numbers == rank + 1]

@@ -206,6 +206,7 @@ def _fail(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     save(folder / "out", {"a": ragged(mesh, torch.ones(50, 3))}, format=plain)
     before, names = bytes_of_folder(folder / "out"), sorted(path.name for path in folder.iterdir())
+    dist.barrier()
     storage = _Dying(folder / "out") if rank else LocalStorage(folder / "out")
     if rank:
         storage.error = OSError("no more")  # type: ignore[attr-defined]
