@@ -18,8 +18,17 @@ from examples.accelerate.train import train
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stack_options import Options
 from examples.tiny_llm import CONFIG
-from tests.stacks.against_stock import HALF, KINDS, LARGEST, History, check_losses, control_of, converted
-from tests.stacks.example_ranks import run_example, run_on_ranks
+from tests.stacks.example_ranks import (
+    HALF,
+    KINDS,
+    LARGEST,
+    History,
+    check_losses,
+    control_of,
+    converted,
+    run_example,
+    run_on_ranks,
+)
 from tools.torchrun_job import Job
 from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from examples.tiny_llm import Sequences, tiny_llama
-from tests.stacks.against_stock import converted
+from tests.stacks.example_ranks import converted
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import FSDPModule, Rows
 from vescale_fsdp.checkpoint import get_state_dict, load, save, set_state_dict

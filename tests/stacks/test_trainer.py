@@ -14,8 +14,16 @@ from examples.accelerate_on_cpu import allow_fsdp_on_cpu
 from examples.stack_options import Options
 from examples.tiny_llm import Sequences, tiny_llama
 from examples.trainer.train import arguments, train
-from tests.stacks.against_stock import HALF, KINDS, LARGEST, History, check_losses, control_of, converted
-from tests.stacks.example_ranks import run_example
+from tests.stacks.example_ranks import (
+    HALF,
+    KINDS,
+    LARGEST,
+    History,
+    check_losses,
+    control_of,
+    converted,
+    run_example,
+)
 from vescale_fsdp.integrations import as_fsdp2
 
 CLIP = {"norm_type": LARGEST, "max_norm": 0.05}

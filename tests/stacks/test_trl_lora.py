@@ -12,8 +12,17 @@ from safetensors.torch import load_file
 from examples.stack_options import Options
 from examples.tiny_llm import tiny_llama
 from examples.trl_lora.train import LORA, train
-from tests.stacks.against_stock import HALF, KINDS, LARGEST, History, check_losses, control_of, converted
-from tests.stacks.example_ranks import run_example, run_on_ranks
+from tests.stacks.example_ranks import (
+    HALF,
+    KINDS,
+    LARGEST,
+    History,
+    check_losses,
+    control_of,
+    converted,
+    run_example,
+    run_on_ranks,
+)
 from tests.support.distributed import cpu_mesh
 from vescale_fsdp import FSDPModule
 from vescale_fsdp.integrations import as_fsdp2

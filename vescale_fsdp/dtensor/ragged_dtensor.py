@@ -25,7 +25,7 @@ from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
-from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, index_text
+from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, piece_text
 from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local, start_redistribution
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
@@ -45,7 +45,6 @@ from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
     local_of,
-    printoptions,
     refuse_fsdp2,
     refuse_set_state_dict,
     register_foreach_type,
@@ -252,21 +251,8 @@ class RaggedDTensor(DTensor):
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, dtype={self.dtype}{grad},\n"
             f"  {'; '.join(map(axis_text, *axes_of(self.device_mesh), self.placements))},\n"
-            f"  {self._describe_piece()})"
+            f"  {piece_text(self._spec, self._local_tensor)})"
         )
-
-    def _describe_piece(self) -> str:
-        if self.device_mesh.get_coordinate() is None:
-            return f"not on this rank: mesh {self.device_mesh}"
-        place = place_in(self.device_mesh)
-        where = f"rank {place[0] if len(place) == 1 else place} of {self.device_mesh.shape}"
-        start, stop = self.piece
-        if start == stop:
-            return f"{where} holds nothing"
-        boxes = ", ".join(map(index_text, self.boxes))
-        with printoptions(threshold=6, edgeitems=3):
-            values = " ".join(str(self._local_tensor.detach()).split())
-        return f"{where} holds elements [{start}:{stop}) = {boxes},\n  local={values}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # torch.save pickles with this protocol; pickle, multiprocessing and DCP's process writer with a later
