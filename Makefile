@@ -58,7 +58,7 @@ test-torch:
 	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER)
 
 test-faults: venv
-	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/elastic/test_kills.py
+	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/checkpoint/elastic/test_kills.py
 
 # Automodel without what it needs besides: it pins another transformers, and kernels for GPUs. Its parallelizers, which are
 # what is tried, need neither.

@@ -7,7 +7,7 @@
     another process starts             4 go on
 
 torchrun's agent stops all workers when one of them fails, so each rank has a launcher of its own: here they are plain
-subprocesses of this command, which also runs the store that they meet at. On a cluster it would be Slurm:
+subprocesses of this command, which also holds the store that they meet at. On a cluster it would be Slurm:
 
     srun --no-kill --kill-on-bad-exit=0 --ntasks-per-node 1 python -m examples.elastic_without_restart --rank ...
 
@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,16 @@ from vescale_fsdp.checkpoint import CheckpointManager, RamTier
 NUM_RANKS = 4
 
 
+def end_with(launcher_pid: int) -> None:
+    """End this process when its launcher has ended, whichever way."""
+    while os.getppid() == launcher_pid:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def rank(options: argparse.Namespace) -> None:
     """One rank's process, from start to end."""
+    threading.Thread(target=end_with, args=(options.launcher,), daemon=True).start()
     torch.set_num_threads(1)
     batches = Batches(read_corpus(), batch_size=12, seq_len=options.seq_len)
     trainers: list[Trainer] = []
@@ -83,18 +92,26 @@ class Launcher:
 
     def __init__(self, out: Path, memory: Path, arguments: list[str]) -> None:
         self._out, self._memory, self._arguments = out, memory, arguments
-        command = ["-m", "vescale_fsdp.elastic.store_server", "--host", "127.0.0.1", "--port", "0"]
-        self._server = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
-        assert self._server.stdout is not None
-        self._port = self._server.stdout.readline().split()[-1]
+        # In this process, which is no rank. Elsewhere: python -m vescale_fsdp.elastic.store_server
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[subprocess.Popen[bytes]] = []
+        self._killed: set[int] = set()
 
     def start(self) -> None:
         """Start one more rank."""
         loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback[0], **os.environ}
         memory = ["--memory", str(self._memory / f"node{len(self.ranks)}")]
-        command = [sys.executable, "-m", "examples.elastic_without_restart", "--rank", "--store", self._port]
+        command = [
+            sys.executable,
+            "-m",
+            "examples.elastic_without_restart",
+            "--rank",
+            "--launcher",
+            str(os.getpid()),
+            "--store",
+            str(self._store.port),
+        ]
         with open(self._out / f"log{len(self.ranks)}", "w") as log:
             self.ranks.append(
                 subprocess.Popen(
@@ -116,20 +133,25 @@ class Launcher:
             ]
             if len(found) >= num_steps:
                 return found
-            failed = [n for n, each in enumerate(self.ranks) if each.poll() not in (None, 0, -signal.SIGKILL)]
-            if failed or all(each.poll() is not None for each in self.ranks):
-                sys.exit(f"ranks failed; see {[str(self._out / f'log{number}') for number in failed]}")
+            ended = [
+                n
+                for n, each in enumerate(self.ranks)
+                if each.poll() is not None and each.pid not in self._killed
+            ]
+            if ended:
+                sys.exit(f"a rank has ended; see {[str(self._out / f'log{number}') for number in ended]}")
             time.sleep(0.02)
 
     def kill(self, pid: int) -> float:
         """SIGKILL, which leaves no chance to say goodbye; when that was."""
         now_s = time.time()
+        self._killed.add(pid)
         os.kill(pid, signal.SIGKILL)
         return now_s
 
     def end(self) -> None:
         """Leave nothing running."""
-        for process in (*self.ranks, self._server):
+        for process in self.ranks:
             process.kill()
             process.wait()
 
@@ -173,6 +195,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

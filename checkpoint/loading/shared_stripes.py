@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -144,8 +145,7 @@ def exchange_stripes(
 
     def brought(stripe: SharedStripe) -> torch.Tensor:
         room = torch.zeros(size_of(stripe) + 1, dtype=torch.uint8)
-        data = memoryview(room.numpy())[:-1]
-        room[-1] = attempts.do(lambda: read(stripe, data))
+        room[-1] = attempts.do(lambda: read(stripe, _data_in(room)))
         return room
 
     own = iter([stripe for wave in waves for stripe in wave if stripe.reader == rank])
@@ -172,7 +172,12 @@ def exchange_stripes(
             coordinator.exchange(outgoing, incoming)
             for stripe, room in come:
                 if room[-1]:
-                    attempts.do(lambda stripe=stripe, room=room: take(stripe, memoryview(room.numpy())[:-1]))  # type: ignore[misc]
+                    attempts.do(partial(take, stripe, _data_in(room)))
     if attempts.error is not None:
         raise attempts.error
     return num_bytes
+
+
+def _data_in(room: torch.Tensor) -> memoryview:
+    """A stripe's bytes, without the one behind them."""
+    return room.numpy().data.cast("B")[:-1]

@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.model_names import ModelNames, split_entries
+from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
 from vescale_fsdp.conversion.state.optimizer_owners import home_of
+from vescale_fsdp.conversion.views.tensor_view import TensorView, ZerosView
 from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 __all__ = ["Places", "arranged"]
 
@@ -38,14 +42,34 @@ class Places:
     leaves: Mapping[Path, Any]
     models: tuple[Path, ...] = ()
 
+    url: str = "the state to be filled"
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorView]:
+        """By flattened name; stand-ins, of which nobody asks more than the shape."""
+        found = {name_of(p): leaf for p, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
+        infos = (
+            TensorInfo(n, tuple(t.shape), dtype_from_torch(dtype_name(t.dtype))) for n, t in found.items()
+        )
+        return {info.name: ZerosView(info) for info in infos}
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Everything else."""
+        return {name_of(p): leaf for p, leaf in self.leaves.items() if not isinstance(leaf, torch.Tensor)}
+
+    @cached_property
+    def _paths(self) -> dict[str, Path]:
+        return {name_of(path): path for path in self.leaves}
+
+    def path(self, name: str) -> Path:
+        """Where an entry sits in the state."""
+        return self._paths[name]
+
     @cached_property
     def split(self) -> ModelNames:
         """Its entries as a source's are split."""
-        paths = {name_of(path): path for path in self.leaves}
-        tensors = {name: self.leaves[path] for name, path in paths.items()}
-        shapes = {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        prefix = name_of(self.models[0]) if len(self.models) == 1 else None
-        return split_entries(paths, shapes, prefix, "the state to be filled")
+        return find_model(self, name_of(self.models[0]) if len(self.models) == 1 else None)
 
     @cached_property
     def model(self) -> Path | None:
@@ -55,7 +79,7 @@ class Places:
         if self.split.rivals:
             return None
         whole, short = next(iter(self.split.names.items()))
-        path = next(path for path in self.leaves if name_of(path) == whole)
+        path = self.path(whole)
         return next((path[:at] for at in range(len(path)) if name_of(path[at:]) == short), path[:-1])
 
     @cached_property

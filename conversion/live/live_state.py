@@ -114,6 +114,8 @@ class LiveState:
         """Buffers on the meta device that no checkpoint holds, and the module of each."""
         found = {}
         for model in self.models.values():
+            if not any(buffer.is_meta for buffer in model.buffers()):
+                continue
             held = get_model_state_dict(model)
             for path, owner in model.named_modules():
                 for name, buffer in owner.named_buffers(recurse=False):

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
+from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import whole_region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
@@ -31,6 +33,7 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
 from vescale_fsdp.conversion.live.shard_reading import Filling, fill_all, same_values
 from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
+from vescale_fsdp.conversion.source.checked_ranges import SeenPieces
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import CheckpointError, some
 
@@ -77,13 +80,21 @@ def load_from(
     and no rank holds more than its own parts and some boxes of 16 MiB. Tied weights stay one: a folder that stores
     them once fills both names.
 
-    >>> with torch.device("meta"):  # doctest: +SKIP
-    ...     model = AutoModelForCausalLM.from_config(config)
-    >>> for layer in model.model.layers:  # doctest: +SKIP
-    ...     fully_shard(layer)
-    >>> fully_shard(model)  # doctest: +SKIP
-    >>> load_from("meta-llama/Llama-3.2-1B", model, dtype="state", init=model._init_weights)  # doctest: +SKIP
-    LoadFromReport(missing=(), unexpected=(), mismatched={}, left_out=())
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        load_from("Llama-3.2-1B", model, dtype="state", init=model._init_weights)
+
+    >>> import tempfile
+    >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, f"{(folder := tempfile.mkdtemp())}/linear.pt")
+    >>> with torch.device("meta"):
+    ...     model = nn.Linear(3, 2)
+    >>> load_from(f"{folder}/linear.pt", model).missing
+    ()
+    >>> model.weight.sum().item()
+    6.0
 
     Args:
         source: path or URL of a Hugging Face folder, a DCP folder, per-rank files of FSDP1 or FSDP2, a torch.save
@@ -111,6 +122,10 @@ def load_from(
         CheckpointError: on all ranks, if the source does not fit the state; ranks that met something else raise that.
         ConversionError: if the source is of no known kind, or rules or casts do not fit it.
         CorruptCheckpointError: if files are missing, truncated or not what was saved.
+        PartialLoadError: on all ranks, in place of any of these, once the first tensor may have been overwritten:
+            names, shapes and sizes of files are compared before, damaged bytes are found when they come.
+            ``error.overwritten`` names this rank's tensors; see `vescale_fsdp.checkpoint.load`. What was on the
+            meta device is there again.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
@@ -144,11 +159,18 @@ class _LoadFrom:
                     made.require_fit(self.url)
                 made = self._with_memory(source, live, made, undo)
                 fillings = self._without_twins(made, list(self._fillings(made)))
-            with self._together("reading", outcome=_HALF_LOADED):
-                fill_all(fillings, self._num_threads(source))
-                source.require_unchanged()
-                made.found.finish()
-                live.give_back()
+            overwriting = Overwriting()
+            for filling in fillings:
+                overwriting.add(filling.name, filling.tensor, filling.target)
+            with overwriting.together(self.coordinator.world_size):
+                with self._together("reading", outcome=_HALF_LOADED):
+                    fill_all(fillings, self._num_threads(source))
+                pieces = self.coordinator.everyone(source.seen_in_part())
+                with self._together("verifying", outcome=_HALF_LOADED):
+                    source.prove_with(_share(pieces, self.coordinator.rank))
+                    source.require_unchanged()
+                    made.found.finish()
+                    live.give_back()
         except BaseException:
             for put_back in undo:  # what was to be filled would pass for values
                 put_back()
@@ -191,11 +213,11 @@ class _LoadFrom:
             described = describer.describe(name, tensor)
             if described.local is not None:
                 region = describer.region(described, self.coordinator.rank)
-                yield Filling(name, view, region, described.local)
+                yield Filling(name, view, region, tensor, LoadTarget(described.local))
         for place, view in made.fresh.items():
             tensor = torch.empty(view.info.shape, dtype=dtype_named(view.info.dtype.required_torch_name))
             made.found.fresh[place] = tensor
-            yield Filling(view.info.name, view, whole_region(view.info.shape), tensor)
+            yield Filling(view.info.name, view, whole_region(view.info.shape), tensor, LoadTarget(tensor))
 
     def _without_twins(self, made: LiveMatch, fillings: list[Filling]) -> list[Filling]:
         """One filling for each tensor, whatever number of names it has.
@@ -223,6 +245,21 @@ class _LoadFrom:
 
     def _num_threads(self, source: Source) -> int:
         return max(1, min(source.store.read_threads, (os.cpu_count() or 1) // num_neighbours()))
+
+
+def _share(pieces: Sequence[Sequence[SeenPieces]], rank: int) -> Iterator[SeenPieces]:
+    """What ranks have read, in parts, of ranges with one checksum: of those that this rank is to prove.
+
+    A record of a file, such as a whole matrix, has one checksum, and no rank wants all of it. One of those that read
+    some of it joins the checksums of all parts; what nobody wanted it reads.
+    """
+    seen: dict[tuple[str, int], dict[int, SeenPieces]] = {}
+    for reader, found in enumerate(pieces):
+        for each in found:
+            seen.setdefault((each.file, each.start), {})[reader] = each
+    for number, readers in enumerate(seen.values()):
+        if list(readers)[number % len(readers)] == rank:
+            yield from readers.values()
 
 
 def _listing(source: Source) -> str:

@@ -32,13 +32,15 @@ class Filling(NamedTuple):
 
     Attributes:
         name: of the leaf.
-        local: this rank's part, in the type of the view.
+        tensor: the leaf.
+        target: this rank's part of it, in the type of the view.
     """
 
     name: str
     view: TensorView
     region: Region
-    local: torch.Tensor
+    tensor: torch.Tensor
+    target: LoadTarget
 
 
 class _Job(NamedTuple):
@@ -50,6 +52,7 @@ class _Job(NamedTuple):
     first: int
 
     def run(self) -> None:
+        self.target.begin()
         raw, stop = self.view.info.dtype.raw, self.first + self.box.numel
         if self.target.memory is not None:
             items = self.target.memory.view(raw)[self.first : stop]
@@ -68,16 +71,15 @@ def fill_all(fillings: Iterable[Filling], num_threads: int) -> None:
         CorruptCheckpointError: if a file turns out damaged.
     """
     found = list(fillings)
-    targets = [LoadTarget(filling.local) for filling in found]
-    jobs = (job for filling, target in zip(found, targets, strict=True) for job in _jobs(filling, target))
+    jobs = (job for filling in found for job in _jobs(filling))
 
     def work(shared: Shared[_Job]) -> None:
         for job in shared:
             job.run()
 
     in_threads(num_threads, work, jobs)
-    for target in targets:
-        target.finish()
+    for filling in found:
+        filling.target.finish()
 
 
 def same_values(a: Filling, b: Filling) -> bool:
@@ -93,10 +95,10 @@ def same_values(a: Filling, b: Filling) -> bool:
     return True
 
 
-def _jobs(filling: Filling, target: LoadTarget) -> Iterator[_Job]:
+def _jobs(filling: Filling) -> Iterator[_Job]:
     for whole, place in filling.region.pieces():
-        for box, first in _cut(whole, target.itemsize, place):
-            yield _Job(filling.view, box, target, first)
+        for box, first in _cut(whole, filling.target.itemsize, place):
+            yield _Job(filling.view, box, filling.target, first)
 
 
 def _cut(box: Box, itemsize: int, first: int) -> Iterator[tuple[Box, int]]:

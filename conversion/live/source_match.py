@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,7 +146,9 @@ def match_source(source: Source, live: LiveState, options: LiveOptions) -> LiveM
     made = _match(source, carried, live, options)
     if made.found.missing:
         # What the state has twice, untied, and a folder once. Asked last: transformers is slow to come.
-        twins, _ = left_out_by(source, carried.views)
+        twins, unsaid = left_out_by(source, carried.views)
+        for text in unsaid:
+            warnings.warn(text, stacklevel=4)
         if twins:
             made = _match(source, carried.with_names_of(twins), live, options)
     return made

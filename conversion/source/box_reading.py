@@ -20,6 +20,7 @@ __all__ = ["read_box"]
 Locate = Callable[[StoredChunk], StoredChunk]
 ReadBytes = Callable[[str, int, memoryview], None]  # (file, offset, buffer to fill)
 
+_GAP_BYTES = 64 * 2**10  # 64 KiB: reading over a gap of this size costs less than asking twice
 _COVER_BYTES = 4 * 2**20  # 4 MiB: largest scratch read for items that are not one run in the file
 
 
@@ -76,6 +77,12 @@ def _read_strided(
         read(offset, _bytes_of(view))
         return
     cover = (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))) * itemsize
+    dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
+    step = strides[dim] * itemsize
+    if sizes[dim] > 1 and step - (cover - (sizes[dim] - 1) * step) > _GAP_BYTES:
+        parts = [(index, index + 1) for index in range(sizes[dim])]
+        _read_parts(read, offset, dim, parts, strides, view)
+        return
     if cover <= _COVER_BYTES or (is_run and cover <= 2 * _COVER_BYTES):
         scratch = np.empty(cover // itemsize, dtype=view.dtype)
         read(offset, _bytes_of(scratch))
@@ -83,11 +90,22 @@ def _read_strided(
         view[...] = np.lib.stride_tricks.as_strided(scratch, sizes, byte_strides, writeable=False)
         return
     # Cut the dim that spans most of the file, so that few wide reads remain instead of many narrow ones.
-    dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
     half = sizes[dim] // 2
-    for start, stop in ((0, half), (half, sizes[dim])):
+    _read_parts(read, offset, dim, [(0, half), (half, sizes[dim])], strides, view)
+
+
+def _read_parts(
+    read: Callable[[int, memoryview], None],
+    offset: int,
+    dim: int,
+    parts: list[tuple[int, int]],
+    strides: tuple[int, ...],
+    view: np.ndarray,
+) -> None:
+    """Read ranges of one dim, each by itself."""
+    for start, stop in parts:
         part = view[(slice(None),) * dim + (slice(start, stop),)]
-        _read_strided(read, offset + start * strides[dim] * itemsize, part.shape, strides, part)
+        _read_strided(read, offset + start * strides[dim] * view.dtype.itemsize, part.shape, strides, part)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

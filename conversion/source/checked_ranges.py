@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vescale_fsdp.conversion.source.crc import Crc
 from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["CheckedRange", "CheckedRanges"]
+__all__ = ["CheckedRange", "CheckedRanges", "SeenPieces"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class CheckedRange:
     def stop(self) -> int:
         """End of the range in its file."""
         return self.start + self.nbytes
+
+
+class SeenPieces(NamedTuple):
+    """What a process has read of a range: its file and first byte, and (first byte, end, CRC) of each piece."""
+
+    file: str
+    start: int
+    pieces: tuple[tuple[int, int, int], ...]
 
 
 @dataclass
@@ -116,6 +125,30 @@ class CheckedRanges:
         if not gaps and not seen.is_proven:
             self._prove(seen)
         return [] if seen.is_proven else gaps
+
+    def seen_in_part(self) -> list[SeenPieces]:
+        """What was seen of ranges that are not proven."""
+        with self._lock:
+            return [
+                SeenPieces(file, seen.checked.start, tuple(seen.pieces))
+                for file, found in sorted(self._found.items())
+                for seen in found
+                if seen.pieces and not seen.is_proven
+            ]
+
+    def learn(self, others: Iterable[SeenPieces]) -> list[CheckedRange]:
+        """Take in what other processes have seen of ranges that are known here; these.
+
+        Raises:
+            CorruptCheckpointError: if that completes a range whose bytes are not those that were saved.
+        """
+        known: dict[tuple[str, int], CheckedRange] = {}
+        for file, first, pieces in others:
+            seen = next(seen for seen in self._within(file, first, first + 1) if seen.checked.start == first)
+            known[file, first] = seen.checked
+            for start, stop, crc in pieces:
+                self._add_piece(seen, start, stop, crc)
+        return list(known.values())
 
     def _within(self, file: str, start: int, stop: int) -> list[_Seen]:
         with self._lock:

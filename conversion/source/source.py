@@ -7,7 +7,7 @@ routine then reads boxes of any format (`box_reading.py`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import xxhash
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges
+from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
@@ -207,16 +207,34 @@ class Source:
         Raises:
             CorruptCheckpointError: if the file is too short or its bytes are not those that were saved.
         """
+        self.store.read_into(file, offset, buffer)
         checked = self.checked(file)
         if checked is not None:
-            proven = self._proven.setdefault(file, set())
-            size, stop = checked.stripe_bytes, min(offset + len(buffer), checked.checked_bytes)
-            for index in range(offset // size, -(-stop // size)):
-                if index not in proven:
-                    checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
-                    proven.add(index)
-        self.store.read_into(file, offset, buffer)
+            self._prove_stripes(checked, self._proven.setdefault(file, set()), offset, buffer)
         self._ranges.saw(file, offset, buffer)
+
+    def _prove_stripes(self, file: StripedFile, proven: set[int], offset: int, data: memoryview) -> None:
+        """Compare the stripes that hold bytes just read; those at the edges are read again, in whole."""
+        size, stop = file.stripe_bytes, min(offset + len(data), file.checked_bytes)
+        for index in range(offset // size, -(-stop // size)):
+            first, end = index * size, min((index + 1) * size, file.checked_bytes)
+            if index in proven:
+                continue
+            if offset <= first and end <= stop:
+                digest = xxhash.xxh3_64_intdigest(data[first - offset : end - offset])
+            else:
+                digest = file.hash_stripe(index, bytearray(_SCRATCH_BYTES))
+            file.prove_stripe(index, digest)
+            proven.add(index)
+
+    def seen_in_part(self) -> list[SeenPieces]:
+        """What has been read of ranges with checksums that were not read to the end."""
+        return self._ranges.seen_in_part()
+
+    def prove_with(self, others: Iterable[SeenPieces]) -> None:
+        """Prove ranges of which this process has seen a part, and others the rest; raises as `prove`."""
+        for checked in self._ranges.learn(others):
+            self.prove_range(checked)
 
     def prove(self, name: str) -> None:
         """Read what nobody has read yet of the ranges with checksums that hold a tensor.

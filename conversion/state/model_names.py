@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model", "split_entries"]
+__all__ = ["ModelNames", "find_model"]
 
 _OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)(_?\d+|_state_dict)?$")
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?)$")
@@ -66,31 +66,33 @@ class ModelNames:
             )
 
 
-def find_model(source: Source, prefix: str | None = None) -> ModelNames:
-    """Split a source's entries; ``prefix`` overrides the detection.
+class StateEntries(Protocol):
+    """What is asked of a state to split it: a `Source` answers, and the places of a live state."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """By flattened name, with an ``info``."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Everything else."""
+
+    @property
+    def url(self) -> str:
+        """The state, for messages."""
+
+    def path(self, name: str) -> Path:
+        """Where an entry sits in the nested state."""
+
+
+def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
+    """Split a state's entries; ``prefix`` overrides the detection.
 
     Raises:
         ConversionError: if no tensor is left for the model.
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
-    return split_entries(paths, shapes, prefix, source.url)
-
-
-def split_entries(
-    paths: Mapping[str, Path], shapes: Mapping[str, Sequence[int]], prefix: str | None, where: str
-) -> ModelNames:
-    """Split the entries of a state, of a file or a live one.
-
-    Args:
-        paths: where each entry sits in the nested state, by flattened name.
-        shapes: those of its tensors.
-        prefix: what the model's names begin with; None to detect it.
-        where: the state, for messages.
-
-    Raises:
-        ConversionError: if no tensor is left for the model.
-    """
     homes = _optimizer_homes(paths.values())
     optimizer = dict.fromkeys(name for name, path in paths.items() if _is_optimizer(path, homes))
     rest = [name for name in shapes if name not in optimizer]
@@ -112,7 +114,7 @@ def split_entries(
             "No model weights were found in the source.",
             expected=f"tensors whose names begin with {prefix!r}" if prefix else "tensors of a model",
             got=f"{len(shapes)} tensors, such as {some(shapes, 3)}",
-            where=where,
+            where=source.url,
             todo="pass --model-prefix with what the names of the model's weights begin with",
         )
     others = tuple(name for name in paths if name not in names and name not in optimizer)

@@ -1,6 +1,6 @@
 """Reinforcement learning in two jobs: one trains a policy, sharded; another samples from it with the newest weights.
 
-    python -m examples.rl_weight_sync.train                 two trainers and one sampler, some seconds on a CPU
+    python -m examples.rl_weight_sync.train                 two trainers and one sampler, on a CPU
     python -m examples.rl_weight_sync.train --steps 100 --samplers 2 --picture /tmp/weights.svg
 
 The policy writes letters and is rewarded for each that follows the one before it in the alphabet. In every step
@@ -56,13 +56,13 @@ class Options:
     meet: str = ""
     trainers: int = 2
     samplers: int = 1
-    steps: int = 60
+    steps: int = 40
     batch: int = 96
     picture: Path | None = None
 
 
 class Policy(nn.Module):
-    """The next letter's logits from the last letter and its place."""
+    """Logarithms of the next letter's chances, from the last letter and its place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Policy(nn.Module):
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
         places = torch.arange(letters.shape[-1]).expand_as(letters)
-        logits: torch.Tensor = self.head(self.body(self.letter(letters) + self.place(places)))
-        return logits
+        found: torch.Tensor = self.head(self.body(self.letter(letters) + self.place(places))).log_softmax(-1)
+        return found
 
 
 def rewards_of(letters: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def train(options: Options) -> list[float]:
         mean = reward.mean()
         dist.all_reduce(mean)
         mean /= options.trainers
-        chosen = policy(letters[:, :-1]).log_softmax(-1).gather(2, letters[:, 1:, None]).squeeze(2)
+        chosen = policy(letters[:, :-1]).gather(2, letters[:, 1:, None]).squeeze(2)
         (-(reward - mean) * chosen).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -156,8 +156,8 @@ def sample(options: Options) -> list[float]:
     def write() -> None:
         letters[:, 0] = torch.randint(LETTERS, (len(letters),))
         for place in range(1, LENGTH):
-            logits = policy(letters[:, :place])[:, -1]
-            letters[:, place] = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+            chances = policy(letters[:, :place])[:, -1].exp()
+            letters[:, place] = torch.multinomial(chances, 1)[:, 0]
         seen.append(float(rewards_of(letters).mean()))
 
     for _ in range(options.steps):
@@ -194,7 +194,7 @@ def run(options: Options) -> list[list[float]]:
 def main() -> None:
     """Parse, run, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--samplers", type=int, default=1)
     parser.add_argument("--picture", type=Path)

@@ -23,7 +23,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import FSDPModule, Rows
 from vescale_fsdp.checkpoint import get_state_dict, load, save, set_state_dict
 
-STEPS, HALF, CLIP = 50, 25, 0.05
+STEPS, HALF, CLIP = 50, 25, 0.02
 
 
 def parallelized(with_ours: bool) -> nn.Module:

@@ -34,6 +34,7 @@ __all__ = [
     "local_grad",
     "local_part_of",
     "local_tensor",
+    "move_to",
     "pieces_of",
     "zeros_beside",
 ]
@@ -225,3 +226,9 @@ def local_grad(param: torch.Tensor) -> torch.Tensor:
     if isinstance(param, DTensor) and grad.placements != param.placements:
         grad = redistribute(grad, param.placements)
     return local_of(grad).reshape(-1)
+
+
+def move_to(tensor: RaggedDTensor, other: RaggedDTensor, local: torch.Tensor) -> None:
+    """Make a tensor, the object, lie on the ranks that another one lies on; its values are those of ``local``."""
+    assert other._spec.tensor_meta == tensor._spec.tensor_meta
+    tensor._local_tensor, tensor._spec, tensor.layout_ref = local, other._spec, other.layout_ref

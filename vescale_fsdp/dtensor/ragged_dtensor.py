@@ -135,13 +135,6 @@ class RaggedDTensor(DTensor):
             )
         return _FromLocal.apply(local_tensor, spec)  # type: ignore[no-any-return]
 
-    def move_to(
-        self, local: torch.Tensor, spec: DTensorSpec, layout_ref: tuple[GroupLayout, str] | None
-    ) -> None:
-        """Become another piece of the same tensor, over other ranks; its values are those of ``local``."""
-        assert spec.tensor_meta == self._spec.tensor_meta
-        self._local_tensor, self._spec, self.layout_ref = local, spec, layout_ref
-
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh."""

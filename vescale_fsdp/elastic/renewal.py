@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
@@ -109,7 +110,7 @@ def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
         kept, made = before.sharded, param.sharded
         assert isinstance(kept, RaggedDTensor) and isinstance(made, RaggedDTensor)
         param.piece = new.shard[param.local]
-        kept.move_to(param.piece, param.spec, made.layout_ref)
+        move_to(kept, made, param.piece)
         kept.grad = None
         param.sharded = kept
     new.install()

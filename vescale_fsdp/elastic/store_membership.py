@@ -55,7 +55,7 @@ class _Round:
 class StoreMembership:
     """Who takes part, by the word of a store.
 
-    >>> membership = StoreMembership(dist.TCPStore("node0", 29500), num_first=4)   # doctest: +SKIP
+        membership = StoreMembership(dist.TCPStore("node0", 29500), num_first=4)
 
     Args:
         store: one that all processes reach and that outlives them.

@@ -101,14 +101,15 @@ def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str],
 def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
     for twin, kept in ties.items():
-        group = groups.setdefault(kept, groups.get(twin, [kept]))
-        group.append(twin)
-        groups[twin] = group
-    found = {}
-    for name, group in groups.items():
-        stored = next((other for other in group if other in there), None)
-        if name not in there and stored is not None:
-            found[name] = stored
+        while kept in ties:  # tied to what is tied itself
+            kept = ties[kept]
+        groups.setdefault(kept, [kept]).append(twin)
+    known = set(there)
+    found: dict[str, str] = {}
+    for group in groups.values():
+        stored = [name for name in group if name in known]
+        if stored:
+            found |= {name: stored[0] for name in group if name not in known}
     return found
 
 

@@ -87,6 +87,7 @@ CASES: dict[str, Callable[[Path, int], Any]] = {
     "include  ": lambda path, rank: _load(path, rank, include=("w", "step")),
     "include": lambda path, rank: _load(path, rank, include=("w", None)),
     "verify": lambda path, rank: _load(path, rank, verify=("before", "never")),
+    "read": lambda path, rank: _load(path, rank, read=("once", "each")),
     "step ": lambda path, rank: _restore(path, rank, step=(2, 99)),
     "step  ": lambda path, rank: _restore(path, rank, step=(None, 1)),
     "include ": lambda path, rank: _restore(path, rank, include=("*", None)),

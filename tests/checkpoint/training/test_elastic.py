@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.elastic.elastic_job import train
 from tests.support.distributed import run_ranks
-from tests.support.elastic_job import train
 from vescale_fsdp.checkpoint import CheckpointManager
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,12 @@ def _launch(folder: Path, workers: int, *args: str, restarts: int = 0) -> subpro
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own_store}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.2", "-m", "tests.support.elastic_job"]
+    command += [
+        f"--max-restarts={restarts}",
+        "--monitor-interval=0.2",
+        "-m",
+        "tests.checkpoint.elastic.elastic_job",
+    ]
     with open(folder / "output", "ab") as output:
         return subprocess.Popen(
             [*command, str(folder), str(STEPS), *args],

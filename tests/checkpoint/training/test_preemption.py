@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.preempted_job import FIRST_SAVE
+from tests.checkpoint.elastic.preempted_job import FIRST_SAVE
 from vescale_fsdp.checkpoint import CheckpointManager, latest, read_state, verify
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ def test_a_job_that_is_to_end_saves_once_more(mode: str, tmp_path: Path) -> None
     """The signal comes during a save; behind training it comes twice, to all processes at once as from Slurm."""
     output = tmp_path / "output"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--monitor-interval=0.2", "-m", "tests.support.preempted_job", str(tmp_path), mode]
+    command += ["--monitor-interval=0.2", "-m", "tests.checkpoint.elastic.preempted_job", str(tmp_path), mode]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(output, "wb") as file:
         job = subprocess.Popen(

@@ -448,7 +448,8 @@ def judged(cell: Cell, outcomes: list[Outcome], last: int) -> list[str]:
         if rank == cell.rank and not outcome.is_injected:
             return [f"rank {rank} raised another error than it met\n{told}"]
         named = f"rank {cell.rank}" in outcome.text and _MARK in outcome.text and kind in outcome.text
-        if rank != cell.rank and not ("CheckpointError" in str(outcome.error) and named):
+        is_ours = str(outcome.error).endswith(("CheckpointError", "LoadError"))  # of whichever kind
+        if rank != cell.rank and not (is_ours and named):
             return [f"rank {rank} was not told who met what\n{told}"]
     return []
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
-    from vescale_fsdp.integrations.weight_sync.verl import shard_specs
-    from vescale_fsdp.integrations.weight_sync.vllm import weight_source
-    from vescale_fsdp.integrations.weight_sync.whole_tensors import (
+    from vescale_fsdp.integrations.weight_sync.tensor_buckets import (
         BucketPart,
         TensorBucket,
         WholeTensor,
         WholeTensors,
     )
+    from vescale_fsdp.integrations.weight_sync.verl import shard_specs
+    from vescale_fsdp.integrations.weight_sync.vllm import weight_source
 
 __all__ = ["BucketPart", "TensorBucket", "WholeTensor", "WholeTensors", "shard_specs", "weight_source"]
 
@@ -29,6 +29,6 @@ lazily_export(
     {
         "vescale_fsdp.integrations.weight_sync.verl": "shard_specs",
         "vescale_fsdp.integrations.weight_sync.vllm": "weight_source",
-        "vescale_fsdp.integrations.weight_sync.whole_tensors": "BucketPart TensorBucket WholeTensor WholeTensors",
+        "vescale_fsdp.integrations.weight_sync.tensor_buckets": "BucketPart TensorBucket WholeTensor WholeTensors",
     },
 )

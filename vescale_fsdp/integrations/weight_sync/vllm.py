@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.integrations.weight_sync.whole_tensors import WholeTensors
+from vescale_fsdp.integrations.weight_sync.tensor_buckets import WholeTensors
 
 __all__ = ["weight_source"]
 

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.checkpoint.elastic.elastic_job import Data
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.elastic_job import Data
 from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import (
     CheckpointManager,

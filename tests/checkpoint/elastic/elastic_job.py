@@ -1,6 +1,6 @@
 """A small training job for torchrun that can be killed at any moment and goes on at any world size.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.elastic_job ROOT STEPS [RAM_NAME]
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.checkpoint.elastic.elastic_job ROOT STEPS [RAM_NAME]
 
 What a run leaves in ROOT: ``steps/`` the checkpoints, ``log`` a line "step loss world" per step, ``saved`` a line per
 step once `save` has returned, ``pids/RANK``.

@@ -1,6 +1,6 @@
 """A job for torchrun that saves now and then, slowly, and once more when it is told to end.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.support.preempted_job ROOT sync|async
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.checkpoint.elastic.preempted_job ROOT sync|async
 
 What a run leaves in ROOT: ``steps/`` the checkpoints, ``pids/RANK``, ``writing`` once a file is being written, and
 ``ended/RANK``, the step after which a rank ended of its own accord.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.elastic_ranks import PLACES, Death, launch, prove_equal
+from tests.checkpoint.elastic.killed_ranks import PLACES, Death, launch, prove_equal
 
 _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
