@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.conversion.live.live_models import bytes_of_folder, ragged
 from tests.support.checkpoint_states import SHAPES, assert_equal, erase, full, mixed_state, plain
 from tests.support.distributed import run_ranks
-from tests.support.live_models import bytes_of_folder, ragged
-from tests.support.stream_storage import StreamStorage
+from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp import DCP
 from vescale_fsdp.checkpoint import PerRank, async_save, save
 from vescale_fsdp.errors import CheckpointError, ConversionError

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.conversion.live.live_models import CASES, bytes_of_folder, converted, form, model, ragged, settings
 from tests.support.distributed import RankError, run_ranks
-from tests.support.live_models import CASES, bytes_of_folder, converted, form, model, ragged, settings
-from tests.support.stream_storage import StreamStorage
+from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp import HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, save
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
