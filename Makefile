@@ -3,7 +3,7 @@
 #                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, and twenty killed ranks, of which make test meets a sample (half an
 #                    hour or more)
-# make test-stacks   the examples on training stacks, which it installs first
+# make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
@@ -22,10 +22,15 @@ TORCH_INDEX ?=
 TORCH      ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 
+# torchtitan wants older packages than the other tests' (datasets, and with it fsspec)
+STACKS_VENV := .venv-stacks
+
 # Not compiled: of all that is installed the tests import a part, which Python compiles at its first import, and keeps
 # also where the caller's shell says otherwise: hundreds of processes would compile the same again.
 export PYTHONDONTWRITEBYTECODE :=
-INSTALL := $(IN_VENV) -m pip install --quiet --no-compile --constraint constraints.txt
+PIP_OPTIONS := --quiet --no-compile --constraint constraints.txt
+INSTALL := $(IN_VENV) -m pip install $(PIP_OPTIONS)
+INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 
 # Two tests at a time: one alone waits much (for ranks, processes, disks), and most need one core. A file's tests
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
@@ -50,14 +55,19 @@ test-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
 	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
-	$(TORCH_VENV)/bin/python -m pytest
+	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER)
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/elastic/test_kills.py
 
-test-stacks: venv
-	$(INSTALL) --editable ".[accelerate,trainer,trl]"
-	$(IN_VENV) -m pytest tests/stacks
+# Automodel without what it needs besides: it pins another transformers, and kernels for GPUs. Its parallelizers, which are
+# what is tried, need neither.
+test-stacks:
+	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
+	$(INSTALL_STACKS) $(TORCH_INDEX) torch
+	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torchtitan]"
+	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
+	$(STACKS_VENV)/bin/python -m pytest tests/stacks
 
 demo: venv
 	$(IN_VENV) -m tools.demo
@@ -66,4 +76,4 @@ check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

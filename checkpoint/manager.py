@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Verify, prove_verify
+from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Read, Verify, prove_choices
 from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
@@ -30,7 +30,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_f
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
-from vescale_fsdp.checkpoint.saving.save import Saved, Saver
+from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
 from vescale_fsdp.checkpoint.steps.retention import Retention
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
@@ -48,6 +48,10 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
+
+_EXPORTS = "exports"  # folder of steps in another form
+
+_EXPORTS = "exports"  # folder of steps in another form
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,14 @@ class _StepLoad:
     strict: bool
     include: tuple[str, ...] | None
     verify: Verify
+    read: Read
     overwritten: dict[str, None] = field(default_factory=dict)
 
     def of(self, found: Candidate, coordinator: Coordinator) -> LoadReport:
         """Load one step."""
         if found.supply is not None:
             found.supply.bring_manifest()
-        loader = Loader(found.storage, coordinator, self.verify, found.supply)
+        loader = Loader(found.storage, coordinator, self.verify, found.supply, self.read)
         try:
             return loader.load(self.state, strict=self.strict, include=self.include)
         except PartialLoadError as error:
@@ -101,6 +106,9 @@ class CheckpointManager:
         keep_best: and so are those of the best metrics; those that a `BestOf` in ``save_when`` asks for are.
         async_: save behind training; `save` then waits only for the copy, and for the save before.
         save_interval: `save` does nothing for steps not divisible by it, unless forced.
+        export: a form that steps are written in besides, such as `vescale_fsdp.HuggingFace(..)`, in ``exports/step-..``
+            of the root. `restore` does not look there, nothing there is ever removed, and a final save does without.
+        export_every: steps divisible by it are exported, whether or not they are saved.
         save_when: rules in place of an interval, see `checkpoint.steps.save_when`; with `OnSignal` the manager is to be
             made in the main thread, and to be closed.
         ram: a second tier in shared memory, tried first by `restore`.
@@ -122,11 +130,14 @@ class CheckpointManager:
         async_: bool = False,
         save_interval: int = 1,
         save_when: SaveWhen | Sequence[SaveWhen] | None = None,
+        export: Format | None = None,
+        export_every: int = 1,
         ram: RamTier | None = None,
         process_group: dist.ProcessGroup | None = None,
         patience_s: float = 30.0,
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
+        limits["export_every"] = export_every
         for name, value in limits.items():
             if value is not None and value < 1:
                 raise ValueError(
@@ -141,6 +152,8 @@ class CheckpointManager:
         self._patience_s = patience_s
         best = dict.fromkeys(rule for rule in (keep_best, *rules) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
+        self._export = None if export is None else form_of(export)
+        self._export_every = export_every
         self._ram = ram
         self._coordinator = coordinator_for(process_group)
         self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
@@ -198,10 +211,23 @@ class CheckpointManager:
         Args:
             step, metric: as for `save`, which need not be given the metric again.
         """
-        return self._decide(step, metric, force=False).is_due or self._is_for_ram(step)
+        decision = self._decide(step, metric, force=False)
+        return bool(self._targets(decision)) or self._is_for_ram(step)
 
     def _is_for_ram(self, step: int) -> bool:
         return self._ram is not None and self._ram.is_due(step)
+
+    def _is_exported(self, step: int) -> bool:
+        return self._export is not None and step % self._export_every == 0
+
+    def _targets(self, decision: Decision) -> list[tuple[Storage, Format]]:
+        """Where a step goes, and in which forms: the step itself first."""
+        name, found = step_name(decision.step), list[tuple[Storage, Format]]()
+        if decision.is_due:
+            found.append((self._root.child(name), "native"))
+        if self._export is not None and self._is_exported(decision.step) and not decision.is_final:
+            found.append((self._root.child(_EXPORTS).child(name), self._export))
+        return found
 
     def _decide(self, step: int, metric: float | None, *, force: bool) -> Decision:
         try:
@@ -216,7 +242,9 @@ class CheckpointManager:
         except Exception:
             self._schedule.refuse()  # else ranks that come with a good step would wait
             raise
-        return self._schedule.decide(step, metric, force=force, waits=self._is_for_ram(step))
+        return self._schedule.decide(
+            step, metric, force=force, waits=self._is_for_ram(step) or self._is_exported(step)
+        )
 
     def save(
         self,
@@ -248,22 +276,29 @@ class CheckpointManager:
         step = decision.step
         if self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final:
             self._ram.save(self._coordinator, step, state, user, behind=self._copying)
-        if not decision.is_due:
+        targets = self._targets(decision)
+        if not targets:
             return None
         if self._async is None or decision.is_final:
             with self._wait_before(decision):
-                saver = Saver(self._root.child(step_name(step)), self._coordinator, overwrite=True)
-                self._conclude(decision, self._coordinator, saver.save(state, user))
+                for storage, form in targets:
+                    saved = Saver(storage, self._coordinator, overwrite=True, format=form).save(state, user)
+                    if decision.is_due and storage is targets[0][0]:
+                        self._conclude(decision, self._coordinator, saved)
         else:
             self._wait_together()
+            (storage, form), *copies = targets
             self._handle = self._async.start(
-                self._root.child(step_name(step)),
+                storage,
                 state,
                 user=user,
                 overwrite=True,
-                after=partial(self._conclude, decision, self._behind),
+                format=form,
+                after=partial(self._conclude, decision, self._behind) if decision.is_due else None,
+                copies=copies,
             )
-        self._schedule.saved(decision)
+        if decision.is_due:
+            self._schedule.saved(decision)
         return self._handle
 
     @contextmanager
@@ -345,6 +380,7 @@ class CheckpointManager:
         strict: bool = True,
         include: str | tuple[str, ...] | None = None,
         verify: Verify = "while",
+        read: Read = "auto",
     ) -> Restored | None:
         """Fill a state from the newest step that is good; a collective.
 
@@ -357,7 +393,7 @@ class CheckpointManager:
         Args:
             state: filled in place, as `load` does.
             step: this step and no other.
-            strict, include, verify: as for `load`.
+            strict, include, verify, read: as for `load`; a step in memory is read by each rank.
 
         Returns:
             What was restored; None if no rank sees any checkpoint.
@@ -371,14 +407,14 @@ class CheckpointManager:
                 whole; see `load`. One that damage led to is a CorruptCheckpointError too.
         """
         self._wait_together()
-        alike: dict[str, Json] = {"strict": strict, "verify": verify}
+        alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read}
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
-            prove_verify(verify)
+            prove_choices(verify, read)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
-        load = _StepLoad(state, strict, patterns, verify)
+        load = _StepLoad(state, strict, patterns, verify, read)
         try:
             restored = _first_good(search, partial(load.of, coordinator=self._coordinator))
             if restored is None:

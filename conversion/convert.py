@@ -19,9 +19,13 @@ from vescale_fsdp.conversion.output.plan import OutputPlan
 from vescale_fsdp.conversion.output.run_plan import Execution, Outcome
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
+from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert"]
+__all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert", "plan_conversion"]
+
+
+Compare = Callable[[TensorView, TensorView], bool]
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def convert(
     """
     chosen = options or ConvertOptions()
     with gc_paused():
-        report = _plan(source, target, kind, chosen)
+        report = plan_conversion(source, target, kind, chosen)
     announce(report.plan.tensor_nbytes)
     execution = Execution(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
     return replace(report, outcome=execution.run())
@@ -112,7 +116,14 @@ def _own_assets(source: Source, kind: str) -> str | None:
     return source.store.where if kind == "hf" and is_repository else None
 
 
-def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> ConvertReport:
+def plan_conversion(
+    source: Source, target: str, kind: str, options: ConvertOptions, is_equal: Compare | None = None
+) -> ConvertReport:
+    """What `convert` would write, from metadata; arguments as there.
+
+    Args:
+        is_equal: whether two tensors that the settings tie have the same bytes; by default they are read.
+    """
     if kind not in TARGETS:
         raise ConversionError(
             "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
@@ -133,7 +144,7 @@ def _plan(source: Source, target: str, kind: str, options: ConvertOptions) -> Co
     if kind == "hf" and assets.config is not None:
         from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
 
-        tied, denied = find_tied_twins(state.views, assets.config)
+        tied, denied = find_tied_twins(state.views, assets.config, is_equal)
         warnings += denied
         state = state.without(tied)
     elif kind != "hf":

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.transfer.planning.report import TransferReport, transfer_report
     from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
     from vescale_fsdp.checkpoint.transfer.transfer import Transfer, TransferHandle, describe_states
+    from vescale_fsdp.conversion.live.dcp_form import DCP
+    from vescale_fsdp.conversion.live.hf_form import HuggingFace
     from vescale_fsdp.conversion.live.load_from import LoadFromReport, load_from
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.torch_private import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = [
+    "DCP",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "ElasticJob",
@@ -61,6 +64,7 @@ __all__ = [
     "Granularity",
     "GroupLayout",
     "HSDPMeshInfo",
+    "HuggingFace",
     "LoadFromReport",
     "Membership",
     "MixedPrecisionPolicy",
@@ -120,6 +124,8 @@ lazily_export(
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
         "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.conversion.live.dcp_form": "DCP",
+        "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
         "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "

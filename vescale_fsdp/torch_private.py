@@ -47,16 +47,13 @@ from torch.distributed.distributed_c10d import _new_process_group_helper, _set_p
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor, _redistribute, debug
 
 # torch 2.11-2.13: how far a DTensor is described; there is no public constructor for a foreign placement.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # torch 2.11-2.13: the Partial of a vector norm, so that norms of ragged and stock DTensors can be combined.
 from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
-
-# torch 2.11-2.15: DTensor's memory of its decisions.
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # torch 2.11-2.13: FSDP inside tensor parallelism on one dim; checkpoints must tell it from a plain Shard.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -178,10 +175,8 @@ DataParallelMeshDims: Any = newer_class(
 )
 
 # torch 2.15 reduces gradients in the dtype that parameters are stored in, unless a policy says ``reduce_dtype``;
-# before, in the one they compute in.
+# before, in the one they compute in. Gradients of the weights' half of a pipeline's backward add up in it, too.
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-
-# Since the same version gradients of the weights' half of a pipeline's backward add up in the reduction's dtype too.
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
@@ -255,8 +250,7 @@ def refuse_fsdp2(what: str) -> None:
 
 
 def autograd_engine_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback()`` once when the running backward pass ends (only inside a backward pass)."""
-    # torch 2.11-2.13: the public autograd API has no end-of-backward hook.
+    """Call ``callback()`` when the running backward pass ends (torch 2.11-2.13; the public API has no such hook)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -319,7 +313,7 @@ def gloo_group(
 
 def forget_meshes() -> None:
     """Drop what DTensor remembers of decisions by mesh (torch 2.11-2.15): an equal mesh may have other groups now."""
-    _clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
 

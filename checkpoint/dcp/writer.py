@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.save import Saver, commit_manifest
+from vescale_fsdp.checkpoint.saving.form import Commit
+from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
@@ -85,7 +85,7 @@ class RaggedWriter(StorageWriter):
         self._user = user
         self._overwrite = overwrite
         self._ranks = DcpRanks(process_group, no_dist)
-        self._manifest: Manifest | None = None
+        self._commit: Commit | None = None
         self._held = ExitStack()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -110,7 +110,7 @@ class RaggedWriter(StorageWriter):
         coordinator = self._ranks.coordinator()
         saver = Saver(self._storage, coordinator, overwrite=self._overwrite)
         try:
-            self._manifest = saver.write_uncommitted(
+            self._commit = saver.write_uncommitted(
                 lambda: take_state(_state_of(planner), rank_of=coordinator.rank_of), self._user, self._held
             )
         except BaseException:
@@ -122,9 +122,9 @@ class RaggedWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit."""
-        assert self._manifest is not None
+        assert self._commit is not None
         with self._held:
-            commit_manifest(self._storage, self._manifest, replace=self._overwrite)
+            self._commit.run()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from math import prod
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,10 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["LoadReport", "Loader", "Supply", "Verify", "load", "prove_verify"]
+__all__ = ["LoadReport", "Loader", "Read", "Supply", "Verify", "load", "prove_choices"]
 
 Verify = Literal["before", "while", "never"]
+Read = Literal["once", "each", "auto"]
 Strict = bool | Literal["missing"]
 _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"
@@ -55,11 +57,16 @@ class LoadReport:
         missing: leaves of the state that the checkpoint lacks; they keep their values.
         unexpected: leaves of the checkpoint that the state lacks.
         user: the ``user`` argument of `save`.
+        num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` proves first
+            and reads then counts twice.
+        num_bytes_received: bytes of them that other ranks read and sent.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     user: Json
+    num_bytes_read: int = 0
+    num_bytes_received: int = 0
 
 
 def load(
@@ -69,6 +76,7 @@ def load(
     strict: bool = True,
     include: str | Sequence[str] | None = None,
     verify: Verify = "while",
+    read: Read = "auto",
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Fill a state in place from a checkpoint. A collective.
@@ -87,10 +95,15 @@ def load(
             `PartialLoadError` then. "before" reads and hashes all bytes before the first tensor is overwritten
             on any rank, so that damage leaves the state as it was. "never" trusts the disk; names, sizes and
             headers of files are checked all the same.
+        read: how ranks read what several of them want, such as replicas. "once": one of them reads and verifies it,
+            and sends it to the others in pieces, so that all bytes read are the checkpoint's. "each": every rank
+            reads for itself, which is faster from a local disk: its cache serves them all. "auto": once from
+            object stores and from file systems that are mounted over a network, else each. The zarr form is
+            read by each rank in any case.
         process_group: the ranks that load together; default: all.
 
     Returns:
-        What was missing or unexpected.
+        What was missing or unexpected, and how many bytes were read.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the state.
@@ -100,12 +113,12 @@ def load(
             ``error.overwritten`` names this rank's. One that damage led to is a CorruptCheckpointError too. DTensors
             that `fully_shard` made refuse their unit's next forward until a load has filled them, ``load_state_dict``
             included. Nothing watches over other tensors, FSDP2's among them: there the error has to be heeded.
-        ValueError: if there is no such way to verify.
+        ValueError: if there is no such way to verify or to read.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
     with coordinator.together(f"opening {path}"):
-        loader = Loader(open_storage(path, neighbours=num_neighbours()), coordinator, verify)
+        loader = Loader(open_storage(path, neighbours=num_neighbours()), coordinator, verify, read=read)
     return loader.load(state, strict=strict, include=patterns)
 
 
@@ -119,6 +132,19 @@ class Supply(Protocol):
         """Bring the files of these ranks; a collective, each rank with its own."""
 
 
+class _Wanted(NamedTuple):
+    """What a rank wants of a tensor.
+
+    Attributes:
+        local: its own part, to be filled.
+        is_alone: whether no other rank has the same part.
+    """
+
+    region: Region
+    local: torch.Tensor
+    is_alone: bool
+
+
 @dataclass
 class Loader:
     """The steps of a load."""
@@ -127,25 +153,45 @@ class Loader:
     coordinator: Coordinator
     verify: Verify = "while"
     supply: Supply | None = None
+    read: Read = "auto"
 
     def __post_init__(self) -> None:
-        prove_verify(self.verify)
+        prove_choices(self.verify, self.read)
+
+    @property
+    def _reads_once(self) -> bool:
+        """Whether ranks compare what they want."""
+        if self.supply is not None or self.coordinator.world_size == 1:
+            return False  # memory of other nodes, which brings each file to a node once
+        return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
     @torch.no_grad()
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         reader = self._open()
-        alike: dict[str, Json] = {"strict": strict, "include": include, "verify": self.verify}
+        once = self._reads_once
+        reading: Json = "once" if once else "each"
+        alike: dict[str, Json] = {
+            "strict": strict,
+            "include": include,
+            "verify": self.verify,
+            "read": reading,
+        }
         overwriting = Overwriting()
         with closing(reader.reads()) as reads:
             with self._preparing(reader, alike):
                 with gc_paused():
                     found, targets = self._prepare(reader, reads, state, strict, include, overwriting)
-                if self.supply is None:
+                stripes = reads.stripes() if once else []
+                if self.supply is None and not once:
                     self._prove(reader, reads, found)
             if self.supply is not None:
                 self.supply.fetch(reader.manifest, reads.saved_ranks() | self._whose_values(reader, found))
+            wanted = self.coordinator.everyone(stripes) if once else []
+            if self.supply is not None or once:
                 with self._preparing(reader):
+                    if any(wanted):
+                        reads.share(self.coordinator, wanted)
                     self._prove(reader, reads, found)
             with (
                 overwriting.together(self.coordinator.world_size),
@@ -156,7 +202,13 @@ class Loader:
                 for target in targets:
                     target.finish()
                 found.finish()
-        return LoadReport(tuple(found.missing), tuple(found.unexpected), reader.user)
+        return LoadReport(
+            tuple(found.missing),
+            tuple(found.unexpected),
+            reader.user,
+            reads.num_bytes_read,
+            reads.num_bytes_received,
+        )
 
     def _open(self) -> CheckpointReader:
         """The checkpoint, proven to be one and the same for all ranks: it may be replaced between two reads."""
@@ -215,17 +267,18 @@ class Loader:
         found = match(state, reader.manifest.structure.tree, include)
         self._prove_match(found, strict)
         describer = Describer(self.coordinator.rank_of)
-        wanted: dict[object, tuple[TensorRead, Region, torch.Tensor]] = {}
+        wanted: dict[object, tuple[TensorRead, _Wanted]] = {}
         for read in found.reads:
-            region, local = self._wanted(reader, describer, read)
-            if region is not None and local is not None:
+            asked = self._wanted(reader, describer, read)
+            if asked is not None:
+                local = asked.local
                 # Tensors that were two and are one now: the last one counts, as in load_state_dict, and
                 # not which of them a thread happens to bring later.
                 memory = (local.data_ptr(), local.shape, local.stride()) if local.numel() else read.name
-                wanted[memory] = (read, region, local)
+                wanted[memory] = (read, asked)
         targets = []
-        for read, region, local in wanted.values():
-            target = reads.ask(read.place, region, local)
+        for read, asked in wanted.values():
+            target = reads.ask(read.place, *asked[:2], alone=asked.is_alone)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
         for place in found.fresh:
@@ -268,10 +321,8 @@ class Loader:
                 todo="pass strict=False to load what both have, or include= with name patterns",
             )
 
-    def _wanted(
-        self, reader: CheckpointReader, describer: Describer, read: TensorRead
-    ) -> tuple[Region | None, torch.Tensor | None]:
-        """This rank's region of a tensor of the state, and its local tensor, proven to fit what was saved."""
+    def _wanted(self, reader: CheckpointReader, describer: Describer, read: TensorRead) -> _Wanted | None:
+        """This rank's part of a tensor of the state, proven to fit what was saved; None if it has none."""
         entry = reader.manifest.entries[read.place]
         local = local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor
         if local.device.type == "meta":
@@ -286,9 +337,11 @@ class Loader:
                 todo="build the state as it was saved; cast after loading",
             )
         if described.local is None:
-            return None, None
+            return None
         _prove_writable(read.name, described.local)
-        return describer.region(described, self.coordinator.rank), described.local
+        region = describer.region(described, self.coordinator.rank)
+        num_parts = prod(axis.size for axis in described.distribution.axes)
+        return _Wanted(region, described.local, num_parts >= self.coordinator.world_size)
 
     def _fresh(
         self, reader: CheckpointReader, reads: Reads, targets: list[LoadTarget], place: int
@@ -347,14 +400,14 @@ class Loader:
                 found.per_rank_values[name] = merge(values, rank, world)
 
 
-def prove_verify(verify: str) -> None:
-    """Refuse what is no way to verify."""
+def prove_choices(verify: str, read: str) -> None:
+    """Refuse what is no way to verify or to read."""
     if verify not in get_args(Verify):
-        raise ValueError(
-            explain(
-                "There is no such way to verify.", expected="'before', 'while' or 'never'", got=repr(verify)
-            )
-        )
+        expected = "'before', 'while' or 'never'"
+        raise ValueError(explain("There is no such way to verify.", expected=expected, got=repr(verify)))
+    if read not in get_args(Read):
+        expected = "'once', 'each' or 'auto'"
+        raise ValueError(explain("There is no such way to read.", expected=expected, got=repr(read)))
 
 
 def _prove_writable(name: str, tensor: torch.Tensor) -> None:

@@ -5,11 +5,15 @@ checksums are compared. A job is proven, taken, or both:
 
     prove      hash the bytes where they are: on a local disk in the page cache, mapped, without a copy
     take       positional reads that scatter straight into the tensors; what is strided or on a device is
-               copied from where it is, and so is all of a job that comes over a network: one request for
-               it and the small gaps in it costs less than one for each part
+               copied from where it is, and so is all of a *far* job, which comes over a network or from a disk:
+               one request for it and the small gaps in it costs less than one for each part
 
-``verify="before"`` proves all jobs, then takes them; "while" takes a stripe, and proves what has arrived while
-it is in the cache.
+``verify="before"`` proves all jobs, then takes them. "while" takes a stripe in slices that stay in a core's cache, and
+hashes each as it has come; of a far job it proves each stripe first, since that is at hand then. Far jobs wait for each
+other's bytes in more threads than there are cores.
+
+A disk is read past the page cache where that does not hold the bytes, and where no other rank is likely to want them:
+replicas of a tensor read it through the cache, which fetches it once.
 
 Alternatives considered for "while": hashing mapped pages and reading them then, stripe by stripe, so that no
 damaged stripe reaches a tensor. The kernel's copy fetches them from memory a second time: 0.58 of an unverified
@@ -21,10 +25,10 @@ through a buffer that stays in the cache: 0.62 and 0.65, since only the kernel's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from operator import attrgetter
+from itertools import groupby, islice
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -32,10 +36,18 @@ import torch
 import xxhash
 
 from vescale_fsdp.checkpoint.loading.locate import ShareFinder
+from vescale_fsdp.checkpoint.loading.shared_stripes import (
+    SharedStripe,
+    StripeRun,
+    exchange_stripes,
+    plan_shared,
+    waves_of_stripes,
+)
 from vescale_fsdp.checkpoint.loading.targets import Bytes, LoadTarget, Sink, sinks_of
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
 
 __all__ = ["ReadPlan", "Reads"]
@@ -43,6 +55,7 @@ __all__ = ["ReadPlan", "Reads"]
 T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
+_SLICE_BYTES = 512 << 10  # 512 KiB: with what it is copied from half of a core's cache
 _start_of = attrgetter("start")
 
 
@@ -54,41 +67,50 @@ class _FileRun(NamedTuple):
 
 
 class _ReadJob(NamedTuple):
-    """Bytes [start, stop) of a file and the sinks that want some of them, by start."""
+    """Bytes [start, stop) of a file and the sinks that want some of them, by start.
+
+    Attributes:
+        is_far: whether they are to be brought at once, and copied from there.
+    """
 
     file: OpenRankFile
     start: int
     stop: int
     sinks: Sequence[Sink]
+    is_far: bool = False
 
-    def prove(self) -> None:
-        """Compare the checksums of a job that covers whole stripes."""
+    def prove(self) -> int:
+        """Compare the checksums of a job that covers whole stripes; returns the bytes that were read."""
         self._prove(self._look())
+        return self.stop - self.start
 
     def _prove(self, data: Bytes) -> None:
         for index, start, stop in self._stripes():
             self.file.prove_stripe(index, xxhash.xxh3_64_intdigest(data[start:stop].data))
 
-    def take(self) -> None:
-        """Bring every sink its bytes, as they are."""
+    def take(self) -> int:
+        """Bring every sink its bytes, as they are; returns the bytes that were read."""
         runs, rest = self._scattered()
-        if len(runs) + len(rest) > 1 and not self.file.reader.looks_in_place:
-            runs, rest = [], list(self.sinks)
-        self._read(runs)
-        if rest:
-            self._deliver(self._look(), rest)
-
-    def _read(self, runs: Sequence[_FileRun]) -> None:
+        if self.is_far and (len(runs) + len(rest) > 1 or self.file.reader.looks_in_place):
+            with self.file.borrowed(self.start, self.stop) as data:
+                self._deliver(np.frombuffer(data, dtype=np.uint8), self.sinks)
+            return self.stop - self.start
         for start, memories in runs:
             self.file.read_at(start, memories)
+        if rest:
+            self._deliver(self._look(), rest)
+        return sum(map(len, (memory for _, memories in runs for memory in memories))) + sum(
+            last - first for first, last in map(self._part, rest)
+        )
 
-    def take_and_prove(self) -> None:
+    def take_and_prove(self) -> int:
         """Both; what is copied rather than read is proven first, since it is at hand for that."""
-        if not self.file.reader.looks_in_place:
-            data = self._look()
-            self._prove(data)
-            self._deliver(data, self.sinks)
-            return
+        if self.is_far:
+            with self.file.borrowed(self.start, self.stop) as data:
+                brought = np.frombuffer(data, dtype=np.uint8)
+                self._prove(brought)
+                self._deliver(brought, self.sinks)
+            return self.stop - self.start
         walk = _Walk(self.sinks)
         for index, start, stop in self._stripes():
             first, end = self.start + start, self.start + stop
@@ -98,28 +120,31 @@ class _ReadJob(NamedTuple):
                 stripe.prove()
                 stripe.take()
             else:
-                stripe._read(runs)
-                self.file.prove_stripe(index, stripe._digest(runs))
+                self.file.prove_stripe(index, stripe._read_and_hash(runs))
+        return self.stop - self.start
 
-    def _digest(self, runs: Sequence[_FileRun]) -> int:
-        """The checksum of what runs have brought, and of what nobody wants between them."""
-        digest, at = xxhash.xxh3_64(), self.start
+    def _read_and_hash(self, runs: Sequence[_FileRun]) -> int:
+        """Read runs, slice by slice; the checksum of them, and of what nobody wants between them."""
+        digest, done = xxhash.xxh3_64(), self.start
         unwanted: Bytes | None = None
         for start, memories in [*runs, _FileRun(self.stop, [])]:
-            if at < start:
+            if done < start:
                 unwanted = self._look() if unwanted is None else unwanted
-                digest.update(unwanted[at - self.start : start - self.start].data)
-                at = start
-            for memory in memories:
-                digest.update(memory[at - start :].data)  # runs overlap where bytes are wanted twice
-                start += len(memory)
-                at = max(at, start)
+                digest.update(unwanted[done - self.start : start - self.start].data)
+                done = start
+            at = start
+            for part in _slices(memories):
+                self.file.read_at(at, part)
+                for memory in part:
+                    digest.update(
+                        memory[max(done - at, 0) :].data
+                    )  # runs overlap where bytes are wanted twice
+                    at += len(memory)
+                    done = max(done, at)
         return digest.intdigest()
 
     def _deliver(self, data: Bytes, sinks: Sequence[Sink]) -> None:
-        for sink in sinks:
-            first, stop = self._part(sink)
-            sink.take(first, data[first - self.start : stop - self.start])
+        _deliver(self.start, self.stop, data, sinks)
 
     def _look(self) -> Bytes:
         return np.frombuffer(self.file.view(self.start, self.stop), dtype=np.uint8)
@@ -156,6 +181,30 @@ class _ReadJob(NamedTuple):
         return runs, rest
 
 
+def _deliver(start: int, stop: int, data: Bytes, sinks: Sequence[Sink]) -> None:
+    """Bring sinks their parts of bytes [start, stop) of a file."""
+    for sink in sinks:
+        first, last = max(start, sink.start), min(stop, sink.stop)
+        sink.take(first, data[first - start : last - start])
+
+
+def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
+    """Memories in their order, cut and gathered into parts of about a slice each."""
+    part: list[Bytes] = []
+    room = _SLICE_BYTES
+    for memory in memories:
+        at = 0
+        while len(memory) - at >= room:
+            part.append(memory[at : at + room])
+            yield part
+            at, part, room = at + room, [], _SLICE_BYTES
+        if at < len(memory):
+            part.append(memory[at:])
+            room -= len(memory) - at
+    if part:
+        yield part
+
+
 class _Walk:
     """Sinks, sorted by start, asked for along ascending ranges."""
 
@@ -178,29 +227,48 @@ class _Walk:
 
 
 class Reads(ABC):
-    """What a load reads, in one of the forms: asked for first, then opened, proven or run. Close it in the end."""
+    """What a load reads, in one of the forms: asked for first, then opened, proven or run. Close it in the end.
+
+    Attributes:
+        num_bytes_read: of tensors' bytes, from the storage, so far; what is proven first and then read counts twice.
+        num_bytes_received: of them, from other ranks.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.num_bytes_read = 0
+        self.num_bytes_received = 0
 
-    def _map(self, work: Callable[[T], object], items: Sequence[T]) -> None:
-        """Do the work of all items, in as many threads as the storage likes."""
-        threads = min(self.storage.read_threads, len(items))
+    def _map(self, work: Callable[[T], int], items: Sequence[T], *, far: bool = False) -> None:
+        """Do the work of all items, in as many threads as the storage likes; it returns the bytes it has read."""
+        threads = min(self.storage.far_read_threads if far else self.storage.read_threads, len(items))
         if threads <= 1:
             for item in items:
-                work(item)
+                self.num_bytes_read += work(item)
             return
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
-            for _ in pool.map(work, items):
-                pass
+            for num_bytes in pool.map(work, items):
+                self.num_bytes_read += num_bytes
 
     @abstractmethod
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
+    def ask(self, place: int, region: Region, tensor: torch.Tensor, *, alone: bool = True) -> LoadTarget:
+        """Ask for what fills ``tensor`` with a region of tensor number ``place``.
+
+        Args:
+            alone: whether no other rank is likely to ask for the same.
+        """
 
     def saved_ranks(self) -> set[int]:
         """Whose files hold what was asked for, in the native form."""
         return set()
+
+    def stripes(self) -> list[StripeRun]:
+        """What was asked for, for ranks to compare; nothing where each rank reads all of its own in any case."""
+        return []
+
+    def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
+        """From now on, what several ranks have asked for is read by one of them, and `run` is a collective."""
+        raise AssertionError("of a form that names no stripes there is nothing to share")
 
     @abstractmethod
     def open(self) -> None:
@@ -239,9 +307,12 @@ class ReadPlan(Reads):
         self._finder = finder
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
+        self._coordinator = Coordinator()
+        self._waves: list[list[SharedStripe]] = []
+        self._shared: dict[int, set[int]] = {}  # of each file, stripes that are read once for several ranks
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        target = LoadTarget(tensor)
+    def ask(self, place: int, region: Region, tensor: torch.Tensor, *, alone: bool = True) -> LoadTarget:
+        target = LoadTarget(tensor, alone=alone)
         for stored in self._finder.shares(place, region):
             for sink in sinks_of(stored, target, max_gap_bytes=self.storage.max_gap_bytes):
                 self.add(self._finder.file(stored.rank), sink)
@@ -254,8 +325,28 @@ class ReadPlan(Reads):
     def saved_ranks(self) -> set[int]:
         return set(self._sinks)
 
+    def stripes(self) -> list[StripeRun]:
+        size = self._finder.manifest.stripe_bytes
+        return [
+            StripeRun(rank, start // size, -(-stop // size))
+            for rank, sinks in sorted(self._sinks.items())
+            for start, stop in _joined(sorted(sinks, key=_start_of), self._finder.file(rank), size, 0)
+        ]
+
+    def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
+        shared = plan_shared(by_rank)
+        self._coordinator, self._waves = coordinator, waves_of_stripes(shared)
+        for stripe in shared:
+            self._shared.setdefault(stripe.saved_rank, set()).add(stripe.number)
+
+    def _own_turns(self) -> list[SharedStripe]:
+        """The shared stripes that this rank reads."""
+        return [stripe for wave in self._waves for stripe in wave if stripe.reader == self._coordinator.rank]
+
     def open(self) -> None:
-        for rank in [rank for rank in self._sinks if rank not in self._files]:
+        needed = {turn.saved_rank for turn in self._own_turns()}
+        needed |= {rank for rank, *_ in self._ranges(self._finder.manifest.stripe_bytes)}
+        for rank in sorted(needed - self._files.keys()):
             self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
 
     def close(self) -> None:
@@ -264,34 +355,108 @@ class ReadPlan(Reads):
         self._files.clear()
 
     def prove(self) -> None:
-        self._map(_ReadJob.prove, list(self._jobs(True)))
+        turns = [
+            _ReadJob(file, *file.file.stripe(turn.number), ())
+            for turn in self._own_turns()
+            for file in [self._files[turn.saved_rank]]
+        ]
+        self._map(_ReadJob.prove, [*self._jobs(True), *turns])
 
     def run(self, *, verify: bool) -> None:
-        self._map(_ReadJob.take_and_prove if verify else _ReadJob.take, list(self._jobs(verify)))
+        if self._waves:
+            self._run_shared(verify)  # first: whoever fails at what is its own must not leave others waiting
+        jobs = list(self._jobs(verify))
+        self._map(
+            _ReadJob.take_and_prove if verify else _ReadJob.take, jobs, far=any(job.is_far for job in jobs)
+        )
+
+    def _run_shared(self, verify: bool) -> None:
+        wanted = self._shared_sinks()
+
+        def size_of(turn: SharedStripe) -> int:
+            start, stop = self._finder.file(turn.saved_rank).stripe(turn.number)
+            return stop - start
+
+        def read(turn: SharedStripe, data: memoryview) -> None:
+            file = self._files[turn.saved_rank]
+            file.read_at(file.file.stripe(turn.number)[0], [data])
+            if verify:
+                file.prove_stripe(turn.number, xxhash.xxh3_64_intdigest(data))
+
+        def take(turn: SharedStripe, data: memoryview) -> None:
+            start, stop = self._finder.file(turn.saved_rank).stripe(turn.number)
+            _deliver(start, stop, np.frombuffer(data, dtype=np.uint8), wanted[turn.saved_rank, turn.number])
+
+        self.num_bytes_received += exchange_stripes(
+            self._coordinator, self._waves, size_of, read, take, threads=self.storage.far_read_threads
+        )
+        self.num_bytes_read += sum(map(size_of, self._own_turns()))
+
+    def _shared_sinks(self) -> dict[tuple[int, int], list[Sink]]:
+        """Who wants something of each shared stripe."""
+        found = {}
+        for rank, numbers in self._shared.items():
+            walk = _Walk(sorted(self._sinks.get(rank, ()), key=_start_of))
+            for number in sorted(numbers):
+                found[rank, number] = walk.within(*self._finder.file(rank).stripe(number))
+        return found
+
+    def _ranges(self, step: int) -> Iterator[tuple[int, int, int]]:
+        """Saved rank, start and stop of what this rank reads for itself alone, in jobs."""
+        for rank, sinks in self._sinks.items():
+            file, shared = self._finder.file(rank), self._shared.get(rank, set())
+            for start, stop in _joined(sorted(sinks, key=_start_of), file, step, self.storage.max_gap_bytes):
+                for first, last in _without(start, stop, shared, file.manifest.stripe_bytes):
+                    yield from ((rank, *cut) for cut in _cut(first, last, step))
 
     def _jobs(self, whole_stripes: bool) -> Iterator[_ReadJob]:
-        self.open()
-        for rank, sinks in self._sinks.items():
+        stripe_bytes = self._finder.manifest.stripe_bytes
+        ranges = list(self._ranges(stripe_bytes if whole_stripes or self._shared else 1))
+        for rank, of_rank in groupby(ranges, key=itemgetter(0)):
+            self.open()
             file = self._files[rank]
-            ordered = sorted(sinks, key=_start_of)
-            step = file.file.manifest.stripe_bytes if whole_stripes else 1
-            walk = _Walk(ordered)
-            for start, stop in _intervals(ordered, file.file, step, self.storage.max_gap_bytes):
-                yield _ReadJob(file, start, stop, walk.within(start, stop))
+            walk = _Walk(sorted(self._sinks[rank], key=_start_of))
+            for _, start, stop in of_rank:
+                wanted = walk.within(start, stop)
+                if wanted or whole_stripes:
+                    yield _ReadJob(file, start, stop, wanted, _is_far(file, start, stop, wanted))
 
 
-def _intervals(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges to read: sinks rounded out to whole steps, joined over small gaps, cut into jobs."""
-    joined: list[list[int]] = []
+def _is_far(file: OpenRankFile, start: int, stop: int, sinks: Sequence[Sink]) -> bool:
+    """Whether a job is to be brought at once."""
+    if not file.reader.looks_in_place:
+        return True
+    is_alone = all(sink.target is None or sink.target.is_alone for sink in sinks)
+    return is_alone and not file.reader.is_at_hand(start, stop)
+
+
+def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> list[tuple[int, int]]:
+    """Byte ranges to read: sinks, sorted by start, rounded out to whole steps and joined over small gaps."""
+    joined: list[tuple[int, int]] = []
     for sink in sinks:
         start = sink.start // step * step
         stop = min(-(-sink.stop // step) * step, file.table_start if step > 1 else sink.stop)
         if joined and start - joined[-1][1] <= max_gap:
-            joined[-1][1] = max(joined[-1][1], stop)
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
         else:
-            joined.append([start, stop])
+            joined.append((start, stop))
+    return joined
+
+
+def _without(start: int, stop: int, shared: Set[int], size: int) -> Iterator[tuple[int, int]]:
+    """What is left of a byte range without the stripes that are shared."""
+    if not shared:
+        yield start, stop
+        return
+    for is_shared, numbers in groupby(range(start // size, -(-stop // size)), key=shared.__contains__):
+        if not is_shared:
+            own = list(numbers)
+            yield max(start, own[0] * size), min(stop, (own[-1] + 1) * size)
+
+
+def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """A byte range in jobs of whole steps."""
     # No job cuts an element: item sizes fall, so what fits the first start and this size fits all that follow.
     size = max(_JOB_BYTES // step, 1) * step
-    for start, stop in joined:
-        for cut in range(start, stop, size):
-            yield cut, min(cut + size, stop)
+    for cut in range(start, stop, size):
+        yield cut, min(cut + size, stop)

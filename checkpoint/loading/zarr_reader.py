@@ -34,8 +34,8 @@ class ZarrReads(Reads):
         self._tables = tables
         self._reads: list[_ChunkRead] = []
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        target, manifest = LoadTarget(tensor), self._tables.manifest
+    def ask(self, place: int, region: Region, tensor: torch.Tensor, *, alone: bool = True) -> LoadTarget:
+        target, manifest = LoadTarget(tensor, alone=alone), self._tables.manifest
         place = manifest.places_by_name[manifest.entries[place].name][0]
         self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, place, region)]
         return target
@@ -45,7 +45,7 @@ class ZarrReads(Reads):
 
     def prove(self) -> None:
         chunks = dict.fromkeys(read.chunk for read in self._reads)
-        self._map(lambda chunk: read_chunk(self._tables, chunk), list(chunks))
+        self._map(lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks))
 
     def run(self, *, verify: bool) -> None:
         """Whole chunks are read, so that they are proven in any case."""
@@ -54,9 +54,10 @@ class ZarrReads(Reads):
     def close(self) -> None:
         """And closed when it has been read."""
 
-    def _read(self, read: _ChunkRead) -> None:
+    def _read(self, read: _ChunkRead) -> int:
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
         piece = FilePiece(read.chunk.place, whole, 0, 0, len(data))
         for share in overlaps(whole, read.wanted):
             for sink in sinks_of(FileShare(0, piece, share), read.target, max_gap_bytes=0):
                 sink.take(sink.start, data[sink.start : sink.stop])
+        return len(data)

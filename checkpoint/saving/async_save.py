@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.save import Saved, Saver, plain_json
+from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -109,17 +109,26 @@ class AsyncSaver:
         *,
         user: Json = None,
         overwrite: bool = False,
+        format: Format = "native",
         after: Callable[[Saved], None] | None = None,
+        copies: Sequence[tuple[Storage, Format]] = (),
     ) -> SaveHandle:
-        """Copy the state and return; the save goes on. ``after`` is called when it is committed."""
-        saver: Saver | None = None
+        """Copy the state and return; the save goes on.
+
+        Args:
+            after: called when it is committed.
+            copies: where the same state goes next, and in which form; what is there is replaced.
+        """
+        savers: list[Saver] = []
         taken: TakenState | None = None
         error: BaseException | None = None
         try:
             self.drain()
-            saver = Saver(
-                open_storage(path, neighbours=num_neighbours()), self._coordinator, overwrite=overwrite
-            )
+            storage = open_storage(path, neighbours=num_neighbours())
+            made = [Saver(storage, self._coordinator, overwrite=overwrite, format=format)]
+            for place, form in copies:
+                made.append(Saver(place, self._coordinator, overwrite=True, format=form))
+            savers = made
             with torch.no_grad():
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
             user = plain_json(user)
@@ -135,12 +144,13 @@ class AsyncSaver:
         def work() -> None:
             # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
             time.sleep(_HEAD_START_S)
-            if saver is None:
+            if not savers:
                 self._coordinator.agree(None, 0, error)
                 return
-            saved = saver.write(take, user)
-            if after is not None:
-                after(saved)
+            for number, saver in enumerate(savers):
+                saved = saver.write(take, user)
+                if number == 0 and after is not None:
+                    after(saved)
 
         self._last = _worker.submit(work)
         if error is not None and not isinstance(error, Exception):
@@ -174,6 +184,7 @@ def async_save(
     *,
     user: Json = None,
     overwrite: bool = False,
+    format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
@@ -184,7 +195,7 @@ def async_save(
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
     """
     saver = _saver_for(process_group)
-    return saver.start(path, state, user=user, overwrite=overwrite)
+    return saver.start(path, state, user=user, overwrite=overwrite, format=format)
 
 
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:

@@ -1,21 +1,40 @@
-"""How the tensors of a checkpoint lie: in ranks' files (native), or one zarr array for each (zarr).
+"""What `format=` and `export=` take: how the tensors of a state lie in a folder, and how that folder becomes valid.
 
-`save` plans, agrees and commits; a form writes what is this rank's. What `format=` may name stands in `save`; the
-other side, reading, is `checkpoint.loading.reads`.
+    manifest_form      ranks' files (native) or zarr arrays, which a manifest makes a checkpoint
+    conversion/live    a Hugging Face repository, a folder of stock DCP: forms that others read
+
+`save` takes the state, lets the ranks agree and calls a form; a form knows nothing of how that is done. Reading is the
+business of whoever knows the format: `checkpoint.loading` for forms with a manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["Form", "RankShare"]
+__all__ = ["Commit", "Form", "RankShare", "told_if_busy"]
+
+
+class Commit(NamedTuple):
+    """What is to be done when all ranks have written.
+
+    Attributes:
+        num_bytes: of tensors and values that all ranks together have written.
+        run: makes them valid; called on one rank (or one of every node).
+    """
+
+    num_bytes: int
+    run: Callable[[], None]
 
 
 class RankShare(NamedTuple):
@@ -24,28 +43,64 @@ class RankShare(NamedTuple):
     Attributes:
         locals_by_name: this rank's tensors; each holds the elements of the rank's whole region.
         blob: its per-rank values, packed.
+        replace: whether a folder that is there already may be replaced.
+        every_node: whether the storage is each node's own.
     """
 
     storage: Storage
     coordinator: Coordinator
     locals_by_name: Mapping[str, torch.Tensor]
     blob: bytes
+    replace: bool
+    every_node: bool
 
 
-class Form(Protocol):
-    """A way in which tensors lie in a checkpoint."""
+class Form(ABC):
+    """A way in which the tensors of a state lie in a folder."""
 
-    name: str
+    @abstractmethod
+    def arguments(self) -> Json:
+        """What of this form must be the same on all ranks; files that it depends on are read for it.
 
-    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Manifest:
+        Raises:
+            VescaleError: if an argument cannot be. All ranks hear of it, before anything is written.
+        """
+
+    @abstractmethod
+    def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
+        """On rank 0, before anything is written: keep other jobs out, and refuse to replace what is there unasked.
+
+        Args:
+            held: gets the lock; closed after the commit.
+        """
+
+    @abstractmethod
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Write what is this rank's, durably; called on all ranks together, which all leave in the same way.
 
         Args:
             plan: what this save writes, in the native form; every rank computes the same from the same input.
-
-        Returns:
-            What is to be committed.
         """
 
-    def finish(self, storage: Storage, manifest: Manifest) -> None:
-        """On one rank, when all have written: what is left to write before the manifest is published."""
+    @abstractmethod
+    def clear_away(self, storage: Storage, save_id: str) -> None:
+        """On rank 0, after an attempt that failed behind `claim`: remove what it has left.
+
+        Args:
+            save_id: of the attempt; empty if the ranks have not agreed.
+        """
+
+
+@contextmanager
+def told_if_busy(storage: Storage) -> Iterator[None]:
+    """Around `Storage.lock`: another job that holds the folder is an error of the checkpoint."""
+    try:
+        yield
+    except BlockingIOError as busy:
+        raise CheckpointError(
+            "Another job is saving to this path.",
+            expected="one job per path",
+            got=f"a lock held by another process: {busy}",
+            where=storage.where,
+            todo="wait for it, or save to another path",
+        ) from busy

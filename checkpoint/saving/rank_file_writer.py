@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
-from vescale_fsdp.checkpoint.saving.form import RankShare
+from vescale_fsdp.checkpoint.saving.form import Commit, RankShare
+from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm, commit_manifest
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
@@ -17,12 +19,12 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 __all__ = ["NativeForm", "write_rank_file"]
 
 
-class NativeForm:
+class NativeForm(ManifestForm):
     """Every rank writes its pieces of all tensors into its own file."""
 
     name = "native"
 
-    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Manifest:
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan, and write this rank's file."""
         with share.coordinator.together(f"writing to {share.storage.where}"):
             with gc_paused():
@@ -30,7 +32,15 @@ class NativeForm:
                 file = RankFile(manifest, share.coordinator.rank)
                 image = FileImage(file, share.locals_by_name, share.blob)
             write_rank_file(share.storage, image)
-        return manifest
+        commit = partial(
+            commit_manifest,
+            share.storage,
+            manifest,
+            form=self,
+            replace=share.replace,
+            check_files=not share.every_node,
+        )
+        return Commit(manifest.num_bytes, commit)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
         """Nothing is left."""

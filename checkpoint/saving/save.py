@@ -16,29 +16,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.manifest.manifest import (
-    MANIFEST_NAME,
-    SPLIT_BYTES,
-    STRIPE_BYTES,
-    Manifest,
-    build_manifest,
-)
+from vescale_fsdp.checkpoint.manifest.manifest import SPLIT_BYTES, STRIPE_BYTES, build_manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.form import Form, RankShare
+from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
 from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
 from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
@@ -48,10 +42,10 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["Format", "Saved", "Saver", "commit_manifest", "plain_json", "save"]
+__all__ = ["Format", "Saved", "Saver", "form_of", "plain_json", "save"]
 
-Format = Literal["native", "zarr"]
-_FORMS: dict[str, Form] = {form.name: form for form in (NativeForm(), ZarrForm())}
+Format = Literal["native", "zarr"] | Form
+_FORMS: dict[str, ManifestForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
 _log = logging.getLogger(__name__)
 
@@ -81,8 +75,9 @@ def save(
             same on all ranks that have them.
         user: JSON of your own, the same on all ranks, returned by `read_state(path).user`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
-        format: "native" (one safetensors file per rank, the fast one) or "zarr" (one zarr v3 array per
-            tensor, for tools outside PyTorch; loads back at any world size as well).
+        format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
+            tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
+            `vescale_fsdp.HuggingFace(..)`, `vescale_fsdp.DCP()`.
         process_group: the ranks that save; default: all.
 
     Raises:
@@ -115,10 +110,7 @@ class Saver:
     leads_node: bool = False  # of such a storage: this rank commits for its node
 
     def __post_init__(self) -> None:
-        if self.format not in _FORMS:
-            raise ValueError(
-                explain("There is no such format.", expected="'native' or 'zarr'", got=repr(self.format))
-            )
+        self._form = form_of(self.format)
 
     def save(self, state: Any, user: Json = None) -> Saved:
         """All steps in turn."""
@@ -128,93 +120,69 @@ class Saver:
         """Take the state, agree, write and commit."""
         start_s = time.monotonic()
         with ExitStack() as held:
-            manifest = self.write_uncommitted(take, user, held)
+            commit = self.write_uncommitted(take, user, held)
             where = self.storage.where
             with self.coordinator.together(
                 f"committing {where}", "what has become of the checkpoint stands there too"
             ):
                 if self.coordinator.rank == 0 or self.leads_node:
-                    commit_manifest(
-                        self.storage,
-                        manifest,
-                        form=_FORMS[self.format],
-                        replace=self.overwrite,
-                        check_files=not self.every_node,
-                    )
-        saved = Saved(manifest.num_bytes, time.monotonic() - start_s)
+                    commit.run()
+        saved = Saved(commit.num_bytes, time.monotonic() - start_s)
         if self.coordinator.rank == 0:
             rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
             _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved, rate)
         return saved
 
     @torch.no_grad()
-    def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Manifest:
-        """Agree and write this rank's file; what is returned is yet to be committed by rank 0.
+    def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Commit:
+        """Agree and write what is this rank's; what is returned is yet to be run, by rank 0.
 
         Args:
             take: takes the state; what it raises, all ranks hear of.
             held: on rank 0, gets the folder's lock; to be closed after the commit.
         """
         error: BaseException | None = None
-        structure, blob, alike = None, b"", {}
+        structure, blob, alike, save_id, claimed = None, b"", {}, "", False
         try:
             taken = take()
             user = plain_json(user)
             blob = pack_blob(taken.per_rank)
             _ = taken.structure.digest  # computed here, where an error of one rank reaches all
-            self._claim(held)
+            if self.coordinator.rank == 0:
+                self._form.claim(self.storage, held, overwrite=self.overwrite)
+                claimed = True
             # Not beside an error, which all ranks raise first: there may be a `user` that is not JSON.
             structure, alike = taken.structure, {**self._alike, "user": user}
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
-        agreed = self.coordinator.agree(structure, len(blob), error, alike)
-        plan = partial(
-            build_manifest,
-            agreed.classes,
-            save_id=agreed.save_id,
-            world_size=self.coordinator.world_size,
-            blob_bytes=agreed.blob_bytes,
-            user=user,
-            stripe_bytes=self.stripe_bytes,
-            split_bytes=None if self.every_node else self.split_bytes,
-        )
         try:
-            share = RankShare(self.storage, self.coordinator, taken.locals_by_name, blob)
-            return _FORMS[self.format].write(plan, share)
-        except BaseException as failed:
-            if self.coordinator.rank == 0:
-                self._clear_away(f"data-{agreed.save_id}", failed)
-            raise
-
-    def _claim(self, held: ExitStack) -> None:
-        """On rank 0: keep other jobs out, and refuse to replace a checkpoint unasked."""
-        if self.coordinator.rank:
-            return
-        try:
-            held.enter_context(self.storage.lock())
-        except BlockingIOError as busy:
-            raise CheckpointError(
-                "Another job is saving to this path.",
-                expected="one job per path",
-                got=f"a lock held by another process: {busy}",
-                where=self.storage.where,
-                todo="wait for it, or save to another path",
-            ) from busy
-        if not self.overwrite and self.storage.exists(MANIFEST_NAME):
-            raise CheckpointError(
-                "The path already holds a checkpoint.",
-                expected="a path without a manifest",
-                got=MANIFEST_NAME,
-                where=self.storage.where,
-                todo="save to another path, or pass overwrite=True",
+            agreed = self.coordinator.agree(structure, len(blob), error, alike)
+            save_id = agreed.save_id
+            plan = partial(
+                build_manifest,
+                agreed.classes,
+                save_id=save_id,
+                world_size=self.coordinator.world_size,
+                blob_bytes=agreed.blob_bytes,
+                user=user,
+                stripe_bytes=self.stripe_bytes,
+                split_bytes=None if self.every_node else self.split_bytes,
             )
+            share = RankShare(
+                self.storage, self.coordinator, taken.locals_by_name, blob, self.overwrite, self.every_node
+            )
+            return self._form.write(plan, share)
+        except BaseException as failed:
+            if claimed:
+                self._clear_away(save_id, failed)
+            raise
 
     @property
     def _alike(self) -> dict[str, Json]:
         """What is written alike on all ranks, and what rank 0 alone would decide."""
         folder = self.storage.where.rstrip("/").rpartition("/")[2]
         return {
-            "format": self.format,
+            "format": self._form.arguments(),
             "overwrite": self.overwrite,
             "stripe_bytes": self.stripe_bytes,
             "split_bytes": self.split_bytes,
@@ -223,12 +191,30 @@ class Saver:
             "step": folder if parse_step_name(folder) else None,
         }
 
-    def _clear_away(self, folder: str, error: BaseException) -> None:
+    def _clear_away(self, save_id: str, error: BaseException) -> None:
         """Remove what an attempt has written that ended in ``error``, which is what the caller hears of."""
         try:
-            self.storage.remove(folder)
+            self._form.clear_away(self.storage, save_id)
         except Exception as left:  # noqa: BLE001  the next save to this path tries again
-            error.add_note(f"{folder} could not be removed: {type(left).__name__}: {left}")
+            error.add_note(f"what it had written could not be removed: {type(left).__name__}: {left}")
+
+
+def form_of(format: Format) -> Form:
+    """The form that is asked for.
+
+    Raises:
+        ValueError: if there is no such form.
+    """
+    found = format if isinstance(format, Form) else _FORMS.get(str(format))
+    if found is None:
+        raise ValueError(
+            explain(
+                "There is no such format.",
+                expected="'native', 'zarr', or a form: vescale_fsdp.HuggingFace(assets=..), vescale_fsdp.DCP()",
+                got=repr(format),
+            )
+        )
+    return found
 
 
 def plain_json(user: Json) -> Json:
@@ -250,104 +236,3 @@ def plain_json(user: Json) -> Json:
             where="the argument `user`",
             todo="put other values into the state",
         ) from error
-
-
-def commit_manifest(
-    storage: Storage,
-    manifest: Manifest,
-    *,
-    replace: bool,
-    check_files: bool = True,
-    form: Form = _FORMS["native"],
-) -> None:
-    """Check that every rank's file is there, publish the manifest, and remove what older attempts left.
-
-    Raises:
-        CheckpointError: if a file is missing, or a manifest exists that must not be replaced.
-    """
-    folder = f"data-{manifest.save_id}"
-    try:
-        present = set(storage.list_folder(folder))
-        wanted = [manifest.file_name(rank).rpartition("/")[2] for rank in range(manifest.world_size)]
-        missing = [name for name in wanted if name not in present and check_files]
-        if missing:
-            raise CheckpointError(
-                "A rank's file is not where it was written.",
-                expected=f"{manifest.world_size} files in {folder}",
-                got=f"{len(missing)} missing, first {missing[0]}",
-                where=storage.where,
-                todo="make sure that all ranks see the same file system",
-            )
-        form.finish(storage, manifest)
-        storage.sync_folder(folder)  # the names of all files
-        storage.sync_folder("")
-    except BaseException as error:
-        error.add_note(f"nothing was committed: {storage.where} is as it was before")
-        raise
-    _publish(storage, manifest.to_bytes(), replace)
-    try:
-        for name in storage.list_folder(""):
-            if name.startswith("data-") and name != folder:
-                storage.remove(name)
-    except Exception as error:  # noqa: BLE001  the next save to this path tries again
-        warnings.warn(
-            f"{storage.where} is saved; what an older save left there could not be removed: "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-    except BaseException as error:
-        error.add_note(f"{storage.where} is saved and durable")
-        raise
-
-
-def _publish(storage: Storage, data: bytes, replace: bool) -> None:
-    """Commit the manifest. After an error, look whether it is there, and say so with the error."""
-    try:
-        storage.commit(MANIFEST_NAME, data, replace=replace)
-    except BaseException as error:
-        found = _published(storage, data)
-        if isinstance(error, Exception) and found == data:
-            # The answer was lost, or a link that an NFS server had made before it was asked again.
-            if storage.visible_is_durable:
-                return
-            if isinstance(error, FileExistsError):
-                storage.sync_folder("")
-                return
-        if isinstance(error, FileExistsError) and found != data:
-            raise CheckpointError(
-                "Another job has committed a checkpoint to this path meanwhile.",
-                expected="no manifest",
-                got=MANIFEST_NAME,
-                where=storage.where,
-                todo="save to another path",
-            ) from error
-        _raise_with(error, _outcome(storage, found, data))
-
-
-def _published(storage: Storage, data: bytes) -> bytes | Exception:
-    """The manifest that readers find now, or why it cannot be ``data``."""
-    try:
-        return storage.read_small(MANIFEST_NAME, limit_bytes=len(data))
-    except Exception as error:  # noqa: BLE001  the error behind which this is asked is the one to raise
-        return error
-
-
-def _outcome(storage: Storage, found: bytes | Exception, data: bytes) -> str:
-    if found == data and storage.visible_is_durable:
-        return f"{storage.where} holds the new checkpoint"
-    if found == data:
-        return (
-            f"{storage.where} holds the new checkpoint, whole, but the disk did not confirm it: it may be gone after "
-            "a loss of power. Save again to be sure"
-        )
-    if isinstance(found, bytes | FileNotFoundError | ValueError):  # too large to be ours
-        return f"nothing was committed: {storage.where} is as it was before"
-    return f"whether {storage.where} holds the new checkpoint is unknown: {type(found).__name__}: {found}"
-
-
-def _raise_with(error: BaseException, outcome: str) -> NoReturn:
-    """Raise an error again with what has become of the checkpoint: in the system's own text, else in a note."""
-    if isinstance(error, OSError) and error.errno and type(OSError(error.errno, "")) is type(error):
-        raise OSError(error.errno, f"{error.strerror}; {outcome}") from error
-    error.add_note(outcome)
-    raise error

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import google_crc32c
 import torch
@@ -23,7 +23,9 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     group_files,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.saving.form import RankShare
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
+from vescale_fsdp.checkpoint.saving.form import Commit, RankShare
+from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm, commit_manifest
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
@@ -31,15 +33,13 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 
 __all__ = ["ZarrForm"]
 
-T = TypeVar("T")
 
-
-class ZarrForm:
+class ZarrForm(ManifestForm):
     """One zarr v3 array for each tensor; ranks' files hold per-rank values and the checksums of chunks."""
 
     name = "zarr"
 
-    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Manifest:
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
         """Plan, write this rank's chunks, then its file."""
         storage, coordinator = share.storage, share.coordinator
         with coordinator.together("planning chunks"):
@@ -51,7 +51,15 @@ class ZarrForm:
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
             write_rank_file(storage, FileImage(file, {}, share.blob, table))
-        return manifest
+        commit = partial(
+            commit_manifest,
+            storage,
+            manifest,
+            form=self,
+            replace=share.replace,
+            check_files=not share.every_node,
+        )
+        return Commit(manifest.num_bytes, commit)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
         """Group metadata, so that the tree opens as zarr groups."""
@@ -89,7 +97,7 @@ class ArrayWriter:
         self._locals_by_name = locals_by_name
         self._coordinator = coordinator
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
-        self._error: BaseException | None = None
+        self._kept = FirstError()
         self._bits: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
         # Further descriptions of the same tensor have the same values.
         self._heads = [
@@ -121,7 +129,7 @@ class ArrayWriter:
                 work.append(pool.submit(_put, self._storage, names[-1], data))
             for step in self._steps:
                 elements = self._exchanged(step)
-                if elements is not None and self._error is None:
+                if elements is not None and self._kept.error is None:
                     names.append(chunk_file(self._manifest, *step.chunk))
                     work.append(
                         pool.submit(
@@ -129,21 +137,11 @@ class ArrayWriter:
                         )
                     )
                 while len(work) > 2 * threads:  # bounds the chunks in memory
-                    self._attempt(work.pop(0).result)
+                    self._kept.attempt(work.pop(0).result)
             for future in work:
-                self._attempt(future.result)
-            self._attempt(lambda: list(pool.map(self._storage.sync_folder, _folders(names))))
-        if self._error is not None:
-            raise self._error
-
-    def _attempt(self, work: Callable[[], T]) -> T | None:
-        """What the work returns; None if it raises, which is kept, or if something has gone wrong before."""
-        if self._error is None:
-            try:
-                return work()
-            except BaseException as caught:  # noqa: BLE001  neighbours still wait for this rank's parts
-                self._error = caught
-        return None
+                self._kept.attempt(future.result)
+            self._kept.attempt(lambda: list(pool.map(self._storage.sync_folder, _folders(names))))
+        self._kept.raise_kept()
 
     def _exchanged(self, step: _Step) -> torch.Tensor | None:
         """The chunk's elements, if it is this rank's to write; if not, this rank's part of them is sent."""
@@ -152,15 +150,15 @@ class ArrayWriter:
         if owner.rank != rank:
             mine = next(holder for holder in others if holder.rank == rank)
             part = self._room(step, mine)
-            self._attempt(lambda: part.copy_(_pack(mine.region, self._local(place), whole)))
+            self._kept.attempt(lambda: part.copy_(_pack(mine.region, self._local(place), whole)))
             self._coordinator.send(part.view(torch.uint8), owner.rank)
             return None
-        chunk = self._attempt(lambda: _copy(owner.region, self._local(place), whole, _empty_chunk(step)))
+        chunk = self._kept.attempt(lambda: _copy(owner.region, self._local(place), whole, _empty_chunk(step)))
         for holder in others:
             part = self._room(step, holder)
             self._coordinator.receive(part.view(torch.uint8), holder.rank)
             if chunk is not None:
-                self._attempt(partial(_unpack, holder.region, whole, part, chunk))
+                self._kept.attempt(partial(_unpack, holder.region, whole, part, chunk))
         return chunk
 
     def _room(self, step: _Step, holder: Holder) -> torch.Tensor:

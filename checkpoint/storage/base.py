@@ -136,6 +136,19 @@ class FileReader(ABC):
         self.read_at(start_bytes, [data])
         return data
 
+    def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
+        """Whether these bytes are in memory already, so that small reads cost no more than a large one."""
+        return False
+
+    @contextmanager
+    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
+        """Bytes [start, stop), brought in the fastest way, to look at while the block lasts.
+
+        Raises:
+            EOFError: if the file ends before.
+        """
+        yield self.view(start_bytes, stop_bytes)
+
     @abstractmethod
     def close(self) -> None:
         """Release the file."""
@@ -149,7 +162,9 @@ class Storage(ABC):
     )
     max_gap_bytes: int = 64 << 10  # 64 KiB: it is cheaper to read over a gap of this size than to ask twice
     write_threads: int = 4
-    read_threads: int = 4
+    read_threads: int = 4  # of what is at hand, or all that there may be
+    far_read_threads: int = 4  # of what is not: some wait while others work
+    is_shared: bool = False  # whether all ranks read it over a network
     visible_is_durable: bool = False  # whether what can be read is proof against a loss of power
     folders: MadeFolders = MadeFolders()  # those made for its files
 
@@ -197,6 +212,30 @@ class Storage(ABC):
     @abstractmethod
     def exists(self, name: str) -> bool:
         """Whether a file exists, asked of the store itself and never of a cache."""
+
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        """Start a new file that several processes write: it has its size, and blocks, before any of them does.
+
+        Raises:
+            UnsupportedOperation: where files are streams, which have one writer.
+        """
+        raise UnsupportedOperation(f"{self.where}: a file has one writer")
+
+    def join(self, name: str) -> FileWriter:
+        """Write into a file that another process has laid out; to give it up leaves it there. Raises as `lay_out`."""
+        raise UnsupportedOperation(f"{self.where}: a file has one writer")
+
+    def beside(self, name: str) -> Storage:
+        """The storage of another folder in the folder that this one lies in. Raises as `take_over`."""
+        raise UnsupportedOperation(f"{self.where}: folders are not renamed")
+
+    def take_over(self, other: Storage) -> None:
+        """Hold what another folder beside this one holds, at once; what was here is gone, and that folder too.
+
+        Raises:
+            UnsupportedOperation: where folders cannot be renamed.
+        """
+        raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
     def is_link(self, name: str) -> bool:
         """Whether a folder is a link to one that lies elsewhere."""

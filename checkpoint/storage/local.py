@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,14 +19,19 @@ from pathlib import Path
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
+from vescale_fsdp.checkpoint.storage.direct_reads import DirectReads, is_cached
+from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
 from vescale_fsdp.checkpoint.storage.preallocate import reserve
 
-__all__ = ["LocalStorage"]
+__all__ = ["LOCK_NAMES", "LocalStorage"]
 
+_MAKE = os.O_CREAT | os.O_EXCL
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
 _MAX_OPEN_FILES = 256  # of more files than this the rest are opened again for every read
+_slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
+LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # what locks leave in a folder
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -34,18 +40,54 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+_NETWORK_FILE_SYSTEMS = {
+    *(
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "smb3",
+        "9p",
+        "wekafs",
+        "pvfs2",
+        "glusterfs",
+        "afs",
+    ),
+    *("fuse.glusterfs", "fuse.juicefs", "fuse.ceph", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.weka"),
+}
 _log = logging.getLogger(__name__)
 _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
 
 
 class _LocalWriter(FileWriter):
-    def __init__(self, path: Path, durable: bool, reserved_bytes: int) -> None:
+    """A new file, or one that another process has laid out.
+
+    Args:
+        reserved_bytes: blocks to ask for.
+        size_bytes: the file's size from the start; None lets it grow.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        durable: bool,
+        reserved_bytes: int = 0,
+        *,
+        size_bytes: int | None = None,
+        is_new: bool = True,
+    ) -> None:
         self._path = path
         self._durable = durable
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._is_new = is_new
+        self._file = os.open(path, (_MAKE if is_new else 0) | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             with self._named_errors():
                 reserve(self._file, reserved_bytes)
+                if size_bytes is not None:
+                    os.ftruncate(self._file, size_bytes)
         except OSError:
             self.abort()
             raise
@@ -78,7 +120,8 @@ class _LocalWriter(FileWriter):
         with contextlib.suppress(OSError):
             os.close(self._file)
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            if self._is_new:
+                self._path.unlink()
 
 
 def _transfer(
@@ -102,17 +145,27 @@ def _transfer(
 
 
 class _LocalReader(FileReader):
-    """Opens the file for each read, since a restart on few ranks may read from thousands of files at once; or once and
-    for all, since that costs a round trip on network disks."""
+    """Keeps the file open, since opening costs a round trip on network disks, but not more than so many: a restart
+    on few ranks may read from thousands of files at once. The rest are opened for each read.
+
+    Args:
+        lasting: open until nobody knows of it, whoever closes it.
+    """
 
     _held = -1
 
-    def __init__(self, path: Path, *, held: bool) -> None:
+    def __init__(self, path: Path, direct: DirectReads, *, lasting: bool) -> None:
         self.looks_in_place = True  # until it fails
-        self._path = path
+        self._path, self._direct, self._lasting = path, direct, lasting
         self._size = _size_of_file(path)
-        if held:
-            self._held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if lasting:
+            self._held = _open(path)
+        elif _slots.acquire(blocking=False):
+            try:
+                self._held = _open(path)
+            except BaseException:
+                _slots.release()
+                raise
 
     @property
     def size_bytes(self) -> int:
@@ -129,18 +182,37 @@ class _LocalReader(FileReader):
         self.looks_in_place = pages is not None
         return super().view(start_bytes, stop_bytes) if pages is None else pages
 
+    def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
+        return is_cached(self._path, start_bytes, stop_bytes)
+
+    @contextmanager
+    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
+        with self._direct.read(self._path, start_bytes, stop_bytes) as data:
+            yield self.view(start_bytes, stop_bytes) if data is None else data
+
     def close(self) -> None:
-        """What is held is for others too, until nobody knows of it."""
+        if not self._lasting:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        file, self._held = self._held, -1
+        if file >= 0:
+            os.close(file)
+            if not self._lasting:
+                _slots.release()
 
     def __del__(self) -> None:
-        if self._held >= 0:
-            os.close(self._held)
+        self._let_go()
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """A file's number, open for reading."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = _open(path)
     try:
         yield file
     finally:
@@ -183,6 +255,11 @@ def _mapped(path: Path, start: int, stop: int) -> memoryview | None:
     return memoryview(pages)[start - first :]
 
 
+def _is_still(file: int, path: Path) -> bool:
+    """Whether a path names the file that is open under a number."""
+    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
+
+
 def _sync(folder: Path) -> None:
     """Make the names in a folder durable."""
     try:
@@ -194,6 +271,22 @@ def _sync(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _file_system_of(folder: Path) -> str:
+    """Name of the file system that a folder lies in; "" where the system does not tell."""
+    try:
+        mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    at = Path(os.path.realpath(folder))
+    # Later mounts hide earlier ones at the same place.
+    found = [
+        (len(place), number, kind)
+        for number, (_, place, kind, *_) in enumerate(mounts)
+        if at.is_relative_to(place)
+    ]
+    return max(found, default=(0, 0, ""))[2]
 
 
 def _cores() -> int:
@@ -227,14 +320,19 @@ class LocalStorage(Storage):
         )
         self._durable, self._whole_files = durable, whole_files
         self._held: dict[str, _LocalReader] = {}
+        self._direct = DirectReads()
         # This rank's share of the cores: more threads would not copy faster.
         self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
-        # Writes wait for the disk now and then: a second thread hashes meanwhile.
-        self.write_threads = max(2, self.read_threads)
+        # These wait for the disk now and then: a second thread hashes meanwhile.
+        self.far_read_threads = self.write_threads = max(2, self.read_threads)
 
     @property
     def where(self) -> str:
         return str(self.root)
+
+    @property
+    def is_shared(self) -> bool:  # type: ignore[override]
+        return _file_system_of(self.root) in _NETWORK_FILE_SYSTEMS
 
     def child(self, name: str) -> LocalStorage:
         return self._like_this(self.root / name)
@@ -243,10 +341,28 @@ class LocalStorage(Storage):
         path, reserved_bytes = self.root / name, size_bytes if self._whole_files else 0
         return self.folders.using(path.parent, lambda: _LocalWriter(path, self._durable, reserved_bytes))
 
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        path = self.root / name
+        return self.folders.using(
+            path.parent, lambda: _LocalWriter(path, self._durable, size_bytes, size_bytes=size_bytes)
+        )
+
+    def join(self, name: str) -> FileWriter:
+        return _LocalWriter(self.root / name, self._durable, is_new=False)
+
+    def beside(self, name: str) -> LocalStorage:
+        return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
+
+    def take_over(self, other: Storage) -> None:
+        assert isinstance(other, LocalStorage)
+        self._held.clear()
+        move_over(other.root, Path(os.path.realpath(self.root)))
+        other.remove("")
+
     def open_file(self, name: str) -> FileReader:
         if not self._whole_files:
-            return _LocalReader(self.root / name, held=False)
-        found = self._held.get(name) or _LocalReader(self.root / name, held=True)
+            return _LocalReader(self.root / name, self._direct, lasting=False)
+        found = self._held.get(name) or _LocalReader(self.root / name, self._direct, lasting=True)
         if len(self._held) < _MAX_OPEN_FILES:
             self._held[name] = found
         return found
@@ -357,4 +473,6 @@ class LocalStorage(Storage):
                     self.root / LOCK_FILE_NAME,
                 )
                 held.enter_context(held_by_file(self.root))
+            if not _is_still(file, self.root / _LOCK_NAME):
+                raise BlockingIOError(errno.EWOULDBLOCK, "its folder was renamed by the process that held it")
             yield

@@ -179,10 +179,10 @@ class RemoteStorage(Storage):
     """
 
     in_order = True
-    visible_is_durable = True
+    is_shared = visible_is_durable = True
     max_gap_bytes = 1 << 20  # 1 MiB: less than a request's latency costs
     write_threads = 1
-    read_threads = 8
+    read_threads = far_read_threads = 8
 
     def __init__(self, url: str, *, tries: int = _TRIES, explains: bool = False, **options: Any) -> None:
         self._url = url.rstrip("/")

@@ -33,15 +33,20 @@ _CACHED_BYTES = 1 << 20  # 1 MiB
 class Rooms:
     """Memory for messages, kept from one transfer to the next.
 
-    Args:
-        room_bytes: of the largest message.
-        device: of the tensors.
+    Attributes:
+        device: on which it lies.
     """
 
-    def __init__(self, room_bytes: int, device: torch.device) -> None:
-        self._room_bytes = room_bytes
-        self.device = device
+    def __init__(self) -> None:
+        self._room_bytes = 0
+        self.device = torch.device("cpu")
         self._free: list[torch.Tensor] = []
+
+    def fit(self, room_bytes: int, device: torch.device) -> None:
+        """Have rooms for messages of this size; none may be taken meanwhile."""
+        if room_bytes > self._room_bytes or device != self.device:
+            self._free.clear()
+            self._room_bytes, self.device = room_bytes, device
 
     def take(self) -> torch.Tensor:
         """1D bytes, for one message."""

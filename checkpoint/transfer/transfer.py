@@ -104,6 +104,7 @@ class Transfer:
             weights whole. Otherwise the target is filled in place, and a failure spoils all of it: NaN.
         verify: compare checksums of every message as it was packed with what was filled.
         group: over which messages go, where tensors are on an accelerator: nothing else may use it meanwhile.
+        rooms: memory for messages, to be shared with transfers that never run at the same time.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Transfer:
         keep_old: bool = False,
         verify: bool = False,
         group: dist.ProcessGroup | None = None,
+        rooms: Rooms | None = None,
     ) -> None:
         self.plan = plan
         self._coordinator = _coordinator(ranks)
@@ -126,13 +128,17 @@ class Transfer:
         with own.together("planning a transfer", _UNTOUCHED, self._alike):
             self._transfers = RankTransfers(plan, own.rank)
             self._messages = messages_of(self._transfers)
+            packed = (message.nbytes for message in self._messages if not message.lies_whole)
+            self._room_bytes = max(packed, default=0)
+            if self._transfers.kept:
+                self._room_bytes = max(self._room_bytes, plan.message_bytes)
             self._cut_blocks = CutBlocks(plan)
             read = sorted({leaf.source.place for leaf in plan.leaves})
             self._read_parts = parts_of(plan.source, read, own.rank)
             self._filled_parts = parts_of(
                 plan.target, sorted({leaf.target for leaf in plan.leaves}), own.rank
             )
-        self._rooms: Rooms | None = None
+        self._rooms = Rooms() if rooms is None else rooms
         self._beside: dict[int, torch.Tensor] = {}
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
@@ -247,7 +253,5 @@ class Transfer:
                 todo="Transfer(..., group=dist.new_group(backend='nccl'))",
             )
         device = devices.pop()
-        if self._rooms is None or self._rooms.device != device:
-            largest = max((message.nbytes for message in self._messages if not message.lies_whole), default=0)
-            self._rooms = Rooms(max(largest, self.plan.message_bytes if self._transfers.kept else 0), device)
+        self._rooms.fit(self._room_bytes, device)
         return self._rooms

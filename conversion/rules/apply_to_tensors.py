@@ -7,7 +7,7 @@ speaks nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["Applied", "apply_rules"]
 
+_MOST_MISFITS = 20  # that an error lists
 Key = tuple[tuple[str, int], ...]  # captures that make one group of a rule
 
 
@@ -87,28 +88,32 @@ class _Application:
     _origins: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _twins: set[str] = field(default_factory=set)
     _idle: list[str] = field(default_factory=list)  # what rules look for that found nothing
+    _misfits: list[ConversionError] = field(default_factory=list)
 
     def run(self) -> Applied:
-        self._refuse()
+        self._keep(self._refuse)
         zeros = tuple(Drop(zeros.ours) for zeros in self.rules.zeros)
         drops = (*self.rules.drops_ours, *zeros) if self.to_hf else self.rules.drops_hf
         by_drop = [drop.among(self.views, self._size) for drop in drops]
         let_go = set(chain.from_iterable(by_drop))
         dropped = tuple(name for name in self.views if name in let_go)
         for rule in self.rules.rules:
-            self._apply(rule, [name for name in self.views if name not in let_go])
+            names = [name for name in self.views if name not in let_go]
+            self._keep(lambda rule=rule, names=names: self._apply(rule, names))  # type: ignore[misc]
         unused = [name for name in self.views if name not in self._used and name not in let_go]
         if self.rules.keep_others:
             for name in unused:
                 self._add(name, self.views[name], (name,))
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
-            raise self._bad("rules for every key", f"none for {some(unused)}", todo)
+            self._misfits.append(self._bad("rules for every key", f"none for {some(unused)}", todo))
         if self._idle:
             todo = (
                 "remove the rule or mark it optional = true; if the source is another model, take its rules"
             )
-            raise self._bad("rules that match something", f"nothing matches {some(self._idle)}", todo)
+            misfit = self._bad("rules that match something", f"nothing matches {some(self._idle)}", todo)
+            self._misfits.append(misfit)
+        self._raise_misfits()
         if not (self.to_hf or self.partial):
             self._add_zeros()
         warned = zip(drops, by_drop, strict=True)
@@ -116,6 +121,28 @@ class _Application:
             f"{drop.warn}: left out {some(names)}" for drop, names in warned if drop.warn and names
         )
         return Applied(self._made, self._origins, frozenset(self._twins), dropped, warnings)
+
+    def _keep(self, work: Callable[[], None]) -> None:
+        """Do something; what does not fit is kept, to be raised with all else that does not."""
+        try:
+            work()
+        except ConversionError as misfit:
+            self._misfits.append(misfit)
+
+    def _raise_misfits(self) -> None:
+        """Raise what was kept: one as it is, several as one error that tells them all."""
+        if len(self._misfits) < 2:
+            for misfit in self._misfits:
+                raise misfit
+            return
+        told = [" ".join(str(misfit).split()) for misfit in self._misfits]
+        shown = "\n    ".join(told[:_MOST_MISFITS])
+        more = len(told) - _MOST_MISFITS
+        raise self._bad(
+            "rules that fit all of the model",
+            f"{len(told)} that do not\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
+            "see what is said of each",
+        ) from self._misfits[0]
 
     def _refuse(self) -> None:
         for refusal in () if self.to_hf else self.rules.refusals:
@@ -137,7 +164,7 @@ class _Application:
         if not groups and not rule.optional and not self.partial:
             self._idle.append(sources[0].text)
         for key, found in groups.items():
-            self._make(rule, sources, dict(key), found)
+            self._keep(lambda key=key, found=found: self._make(rule, sources, dict(key), found))  # type: ignore[misc]
 
     def _groups(
         self, rule: KeyRule, sources: tuple[Pattern, ...], names: list[str]

@@ -7,14 +7,14 @@ are never cast; the scales of quantised weights only by a pattern that names the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
@@ -126,6 +126,16 @@ class CastView(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return self.inner.sources()
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return self.inner.parts(box)
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self.inner.over(leaf)
+
+    @property
+    def stored(self) -> SourceView | None:
+        return self.inner.stored
 
     def identity(self) -> str:
         return f"{self.inner.identity()} as {self.dtype.name}"

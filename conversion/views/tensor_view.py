@@ -7,7 +7,7 @@ views, so that a renamed, cast, stacked tensor streams in small parts like any o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
@@ -46,6 +46,19 @@ class TensorView(ABC):
         """The stored tensors it is made from."""
 
     @abstractmethod
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        """The boxes of stored tensors that a box of it is made from; some may come twice."""
+
+    @abstractmethod
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        """The same made from other tensors, which have their places; nothing is cast."""
+
+    @property
+    def stored(self) -> SourceView | None:
+        """The one stored tensor whose items are its own, one by one, if there is one."""
+        return None
+
+    @abstractmethod
     def identity(self) -> str:
         """Where its values come from; two runs with equal identities read the same things."""
 
@@ -71,6 +84,16 @@ class SourceView(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         yield self.source, self.source_name
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        yield self, box
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return leaf(self)
+
+    @property
+    def stored(self) -> SourceView | None:
+        return self
 
     def identity(self) -> str:
         name = self.source.ties.get(self.source_name, self.source_name)  # tied tensors are one
@@ -145,6 +168,14 @@ class MappedView(TensorView):
     def sources(self) -> Iterator[tuple[Source, str]]:
         return chain.from_iterable(view.sources() for view in self.inputs)
 
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        pieces = self.map.pieces(self._shapes, box) if box.numel else ()
+        for number, part in dict.fromkeys((piece.input, piece.box) for piece in pieces):
+            yield from self.inputs[number].parts(part)
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return MappedView(self.map, tuple(view.over(leaf) for view in self.inputs))
+
     def identity(self) -> str:
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
 
@@ -173,6 +204,16 @@ class RenamedView(TensorView):
     def sources(self) -> Iterator[tuple[Source, str]]:
         return self.inner.sources()
 
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return self.inner.parts(box)
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self.inner.over(leaf)
+
+    @property
+    def stored(self) -> SourceView | None:
+        return self.inner.stored
+
     def identity(self) -> str:
         return self.inner.identity()
 
@@ -194,6 +235,12 @@ class ZerosView(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return iter(())
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return iter(())
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self
 
     def identity(self) -> str:
         return f"zeros({self.made.shape})"

@@ -9,47 +9,25 @@ Two micro-batches per step, clipping, a save in the middle; ``--runtime fsdp2`` 
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stack_options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
 from examples.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.accelerate import VescalePlugin
 
-__all__ = ["Options", "main", "train"]
-
-GLOBAL_BATCH = 12
-MICRO_BATCHES = 2
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run."""
-
-    out: Path
-    runtime: str = "vescale"
-    steps: int = 50
-    save_at: int = 25
-    resume: Path | None = None
-    state_dict_type: str = "SHARDED_STATE_DICT"
-    cpu_ram_efficient_loading: bool = False
-    tied: bool = False
-    mixed_precision: str = "no"
-    # Of the clipping. The largest gradient (inf) is the same however gradients are cut; a sum is not, in its last bits.
-    norm_type: float = 2.0
-    max_norm: float = 1.0
+__all__ = ["main", "train"]
 
 
 def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
@@ -66,6 +44,14 @@ def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
     return VescalePlugin(**flags, granularity={"*mlp*": Rows(8)})
 
 
+def mesh_of(options: Options) -> ParallelismConfig | None:
+    """Copies of the sharded model, as accelerate lays them out; none without copies."""
+    if options.replicas == 1:
+        return None
+    shards = int(os.environ["WORLD_SIZE"]) // options.replicas
+    return ParallelismConfig(dp_replicate_size=options.replicas, dp_shard_size=shards)
+
+
 def train(
     options: Options, *, prepared: Callable[[nn.Module], None] = lambda model: None
 ) -> list[tuple[float, float]]:
@@ -80,7 +66,8 @@ def train(
         cpu=True,
         fsdp_plugin=plugin_of(options),
         gradient_accumulation_steps=MICRO_BATCHES,
-        mixed_precision=options.mixed_precision,
+        mixed_precision="bf16" if options.bf16 else "no",
+        parallelism_config=mesh_of(options),
     )
     model = tiny_llama(
         0 if accelerator.is_main_process or not options.cpu_ram_efficient_loading else 1, tied=options.tied
@@ -119,15 +106,8 @@ def train(
 
 
 def main() -> None:
-    """Parse, train, print the losses."""
-    parser = argparse.ArgumentParser(description="accelerate with vescale_fsdp, on CPUs")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runtime", choices=["vescale", "fsdp2"], default="vescale")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--save-at", type=int, default=25)
-    parser.add_argument("--resume", type=Path)
-    options = Options(**vars(parser.parse_args()))
-    history = train(options)
+    """Train and print the losses."""
+    history = train(parse_options("accelerate with vescale_fsdp, on CPUs"))
     print(json.dumps({"first": history[0], "last": history[-1]}))
     dist.destroy_process_group()
 

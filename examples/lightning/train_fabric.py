@@ -37,9 +37,20 @@ def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
 
 
 class Run:
-    """A model, its optimizer and the steps it has done."""
+    """A model, its optimizer and the steps it has done.
 
-    def __init__(self, strategy: Any) -> None:
+    Args:
+        strategy: Fabric's.
+        norm_type, max_norm: of the clipping. The largest gradient (inf) is the same however gradients are cut.
+
+    Attributes:
+        norm: of the last step's gradients, before they were clipped.
+    """
+
+    norm: Any = None
+
+    def __init__(self, strategy: Any, *, norm_type: float = 2.0, max_norm: float = 1.0) -> None:
+        self._clip = {"norm_type": norm_type, "max_norm": max_norm}
         self.fabric = Fabric(
             accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy=strategy
         )
@@ -61,7 +72,7 @@ class Run:
                     loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
                     self.fabric.backward(loss / MICRO_BATCHES)
                 losses.append(loss.item())
-            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=1.0)
+            self.norm = self.fabric.clip_gradients(self.model, self.optimizer, **self._clip)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.next_step = until

@@ -9,12 +9,9 @@ Two micro-batches per step, clipping, a save in the middle; ``--runtime fsdp2`` 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,32 +21,12 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stack_options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
 from examples.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations import as_fsdp2
 
-__all__ = ["Options", "Watched", "arguments", "main", "runtime", "train"]
-
-GLOBAL_BATCH = 12
-MICRO_BATCHES = 2
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run."""
-
-    out: Path
-    runtime: str = "vescale"
-    steps: int = 50
-    save_at: int = 25
-    resume: Path | None = None
-    state_dict_type: str = "FULL_STATE_DICT"  # Trainer's own default
-    cpu_ram_efficient_loading: bool = False
-    tied: bool = False
-    bf16: bool = False
-    # Of the clipping. The largest gradient (inf) is the same however gradients are cut; a sum is not, in its last bits.
-    norm_type: float = 2.0
-    max_norm: float = 1.0
+__all__ = ["Watched", "arguments", "main", "runtime", "train"]
 
 
 def runtime(options: Options) -> AbstractContextManager[Any]:
@@ -134,14 +111,8 @@ def train(
 
 
 def main() -> None:
-    """Parse, train, print the losses."""
-    parser = argparse.ArgumentParser(description="transformers' Trainer with vescale_fsdp, on CPUs")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runtime", choices=["vescale", "fsdp2"], default="vescale")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--save-at", type=int, default=25)
-    parser.add_argument("--resume", type=Path)
-    history = train(Options(**vars(parser.parse_args())))
+    """Train and print the losses."""
+    history = train(parse_options("transformers' Trainer with vescale_fsdp, on CPUs"))
     print(json.dumps({"first": history[0], "last": history[-1]}))
     dist.destroy_process_group()
 

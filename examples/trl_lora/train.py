@@ -3,15 +3,14 @@
     torchrun --nproc-per-node 2 -m examples.trl_lora.train --out /tmp/run           on CPUs, a few seconds
     torchrun --nproc-per-node 3 -m examples.trl_lora.train --out /tmp/run --resume /tmp/run/checkpoint-25
 
-Leaves the adapter in OUT/final, and the merged weights in OUT/merged.safetensors.
+Leaves the merged weights in OUT/merged.safetensors, and the adapter in OUT/checkpoint-.., which
+``vescale-convert inspect OUT/checkpoint-25/pytorch_model_fsdp_0`` shows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,9 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stack_options import GLOBAL_BATCH, Options, parse_options
 from examples.tiny_llm import CONFIG, Sequences, tiny_llama
-from examples.trainer.train import GLOBAL_BATCH, Options, Watched, arguments, runtime
+from examples.trainer.train import Watched, arguments, runtime
 from vescale_fsdp.integrations.peft import merge_and_unload
 
 __all__ = ["main", "train"]
@@ -97,14 +97,8 @@ def train(
 
 
 def main() -> None:
-    """Parse, train, print the losses."""
-    parser = argparse.ArgumentParser(description="TRL's SFT with LoRA and vescale_fsdp, on CPUs")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runtime", choices=["vescale", "fsdp2"], default="vescale")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--save-at", type=int, default=25)
-    parser.add_argument("--resume", type=Path)
-    history = train(Options(**vars(parser.parse_args())))
+    """Train and print the losses."""
+    history = train(parse_options("TRL's SFT with LoRA and vescale_fsdp, on CPUs"))
     print(json.dumps({"first": history[0], "last": history[-1]}))
     dist.destroy_process_group()
 

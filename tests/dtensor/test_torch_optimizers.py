@@ -142,6 +142,38 @@ def test_clipping_equals_one_process(order: float, foreach: bool | None) -> None
     assert norms[0] > 0.5 and norms == [norms[0]] * WORLD
 
 
+def beside_stock_dtensors() -> None:
+    """Some parameters are torch's own DTensors, as those of tensor parallelism that sharding ignores."""
+    mesh = cpu_mesh()
+    mixed, whole = parameters(mesh, ELEMENT_PIECES), twins()
+    mixed[1] = torch.nn.Parameter(torch_distribute_tensor(plain(SHAPES[1], 1), mesh, [Shard(0)]))
+    for foreach in (True, False):
+        steps = [torch.optim.AdamW(params, lr=0.1, foreach=foreach) for params in (mixed, whole)]
+        for params, optimizer in zip((mixed, whole), steps, strict=True):
+            for index, param in enumerate(params):
+                param.grad = torch.zeros_like(param)
+                param.grad.add_(plain((), 7 + index).item())
+            norm = torch.nn.utils.clip_grad_norm_(params, 0.5, foreach=foreach)
+            optimizer.step()
+        assert norm > 0.5
+        for param, twin in zip(mixed, whole, strict=True):
+            assert (
+                isinstance(param, DTensor)
+                and twin.grad is not None
+                and not torch.equal(twin, plain(twin.shape))
+            )
+            torch.testing.assert_close(param.full_tensor(), twin.detach())
+            assert isinstance(param.grad, DTensor)
+            torch.testing.assert_close(param.grad.full_tensor(), twin.grad)
+    sums = torch._foreach_add(mixed, 1.0)
+    assert [type(each) for each in sums] == [RaggedDTensor, DTensor, RaggedDTensor]
+
+
+def test_lists_beside_stock_dtensors() -> None:
+    """Clipping and optimizer steps on lists of ours and of torch's own DTensors: torch does its own."""
+    run_ranks(WORLD, beside_stock_dtensors)
+
+
 def clip_values(order: float) -> None:
     ragged, whole = parameters(cpu_mesh(), ELEMENT_PIECES), twins()
     for params in (ragged, whole):

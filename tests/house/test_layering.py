@@ -57,8 +57,9 @@ LEVELS = (
     ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
     ("conversion.formats", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
-    ("conversion", "conversion.live"),
-    ("conversion.cli", "integrations"),
+    ("conversion",),
+    ("conversion.live", "conversion.cli", "integrations.names"),
+    ("integrations", "integrations.weight_sync"),
 )
 LEVEL_OF = {folder: level for level, row in enumerate(LEVELS) for folder in row}
 # Files of the first row that stand on others of it.
@@ -358,7 +359,7 @@ def test_private_attributes_live_in_two_homes(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_torch_is_replaced_on_call_alone(module: str) -> None:
-    """Nobody assigns to torch's modules and classes: `integrations.replaced_names` is told which by the user's call."""
+    """Nobody assigns to torch's modules and classes: `integrations.names.replaced_names` is told which by the user."""
     assert replaced_torch_names(SOURCES[module].read_text()) == []
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.distributed.fsdp as torch_fsdp
 
-from vescale_fsdp.integrations import UntriedVersionWarning, install, tried_versions
+from vescale_fsdp.integrations import UntriedVersionWarning, as_fsdp2, install, tried_versions
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,14 @@ def test_extras_pin_what_was_tried() -> None:
 
     assert pinned.keys() == TRIED.keys()
     assert all(version in TRIED[name] for name, version in pinned.items())
+
+
+def test_the_makefile_installs_what_was_tried() -> None:
+    """What `make test-stacks` installs by name is of the table."""
+    named = re.findall(r"(\w+)==([\d.]+)", (ROOT / "Makefile").read_text())
+
+    assert ("nemo_automodel", TRIED["nemo_automodel"][0]) in named
+    assert all(version in TRIED[name] for name, version in named if name in TRIED)
 
 
 def test_readme_says_what_was_tried() -> None:
@@ -44,6 +53,16 @@ def test_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         install().uninstall()
+    assert [w.category for w in caught if "trl 99.0" in str(w.message)] == [UntriedVersionWarning]
+    monkeypatch.delitem(sys.modules, "trl")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with as_fsdp2():
+            for _ in range(2):  # imported after the installation, and sharding
+                with pytest.raises(ValueError, match="takes modules"):
+                    eval(
+                        "fully_shard(None)", {"__name__": "trl.models", "fully_shard": torch_fsdp.fully_shard}
+                    )
     assert [w.category for w in caught if "trl 99.0" in str(w.message)] == [UntriedVersionWarning]
     monkeypatch.setattr(tried_versions, "version", lambda package: TRIED[package][0])
     with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 
 from examples.lightning.train import LitLlama, fit
 from examples.lightning.train_fabric import Run, parallelize
@@ -24,8 +26,9 @@ from vescale_fsdp import FSDPModule, Rows
 from vescale_fsdp.integrations.lightning import VescaleFabricStrategy, VescaleStrategy
 
 STEPS, HALF = 50, 25
-# A norm adds up in the order of the layout; values are clipped alike under any. (Fabric's run below clips the norm.)
+# A sum of squares adds up in the order of the layout; values are clipped alike under any, and so is the largest.
 CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+LARGEST = {"norm_type": math.inf, "max_norm": 1e-3}
 
 
 def sizes() -> dict[str, int]:
@@ -71,9 +74,7 @@ class LeftAtHalf(LitLlama):
     def configure_model(self) -> None:
         """Shard, then spoil."""
         super().configure_model()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(2.0 * dist.get_world_size())
+        spoil(self.model)
 
 
 def compare(out: Path) -> dict[str, Any]:
@@ -89,15 +90,42 @@ def compare(out: Path) -> dict[str, Any]:
     found["remembered"] = [again.state["opaque"].name, again.state["best"].item()]
     _, found["control"] = fit(ours(), HALF, out, model=LeftAtHalf(), **CLIP)
     found["single_file"] = single_file(out)
-    found["stock_fabric"] = Run(FabricModelParallelStrategy(parallelize, **sizes())).train(STEPS)
-    run = CountingRun(our_fabric())
+    return found | compare_fabric(out)
+
+
+def compare_fabric(out: Path) -> dict[str, Any]:
+    """Fabric's own loop, and the control."""
+    found: dict[str, Any] = {}
+    stock = Run(FabricModelParallelStrategy(parallelize, **sizes()), **LARGEST)
+    first = stock.train(HALF)
+    keep_whole(stock.model, out / "stock_fabric.pt")
+    found["stock_fabric"] = [*first, *stock.train(STEPS)]
+    found["norm"] = stock.norm.full_tensor().item()
+    run = CountingRun(our_fabric(), **LARGEST)
     found["reduced"] = run.reduced_by_micro_batch()
     first = run.train(HALF)
     run.save(out / "fabric")
-    again_run = Run(our_fabric())
-    again_run.load(out / "fabric")
-    found["our_fabric"] = [*first, *again_run.train(STEPS)]
+    again = Run(our_fabric(), **LARGEST)
+    again.load(out / "fabric")
+    found["our_fabric"] = [*first, *again.train(STEPS)]
+    control = Run(our_fabric(), **LARGEST)
+    spoil(control.model)
+    found["fabric_control"] = control.train(HALF)
     return found
+
+
+def keep_whole(model: nn.Module, path: Path) -> None:
+    """Rank 0 writes the full weights of a sharded model."""
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(full, path)
+
+
+def spoil(model: nn.Module) -> None:
+    """The control: gradients left divided by the number of ranks once more."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(float(dist.get_world_size() ** 2))
 
 
 class CountingRun(Run):
@@ -127,7 +155,7 @@ def resume(out: Path) -> dict[str, Any]:
     """What the other job saved, on this number of ranks."""
     with torch.serialization.safe_globals([Opaque]):
         _, losses = fit(ours(), STEPS, out, resume=out / "half.ckpt", **CLIP)
-    run = Run(our_fabric())
+    run = Run(our_fabric(), **LARGEST)
     run.load(out / "fabric")
     return {"ours": losses, "our_fabric": run.train(STEPS)}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,12 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
-from examples.accelerate.train import Options, train
+from examples.accelerate.train import train
 from examples.accelerate_on_cpu import allow_fsdp_on_cpu
+from examples.stack_options import Options
 from examples.tiny_llm import CONFIG
-from tests.stacks.example_ranks import divide_once_more, run_example, run_on_ranks
+from tests.stacks.against_stock import HALF, KINDS, LARGEST, History, check_losses, control_of, converted
+from tests.stacks.example_ranks import run_example, run_on_ranks
 from tools.torchrun_job import Job
 from vescale_fsdp import Whole, fully_shard
 from vescale_fsdp.conversion.cli.main import cli as vescale_convert
@@ -28,9 +28,7 @@ from vescale_fsdp.integrations import as_fsdp2
 from vescale_fsdp.integrations.accelerate import VescalePlugin
 from vescale_fsdp.quantize import QuantizedGather
 
-HALF = 25
-# The largest gradient, whose value does not depend on how gradients are cut: a sum of squares does, in its last bits.
-CLIP = {"max_norm": 0.1, "norm_type": math.inf}
+CLIP = {"norm_type": LARGEST, "max_norm": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -40,43 +38,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stock(folder: Path) -> list[tuple[float, float]]:
+def stock(folder: Path) -> History:
     """Stock FSDP2's losses and norms, uninterrupted."""
-    return run_example(2, train, Options(folder / "stock", runtime="fsdp2", **CLIP))
+    return run_example(2, train, Options(folder / "stock", "fsdp2", **CLIP))
 
 
-@pytest.mark.parametrize(("kind", "efficient"), [("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True)])
-def test_losses_are_fsdp2s(
-    kind: str, efficient: bool, folder: Path, stock: list[tuple[float, float]]
-) -> None:
-    """To the last bit, over 50 steps with two micro-batches and clipping, resumed in the middle."""
-    options = Options(
-        folder / f"{kind}_{efficient}",
-        state_dict_type=kind,
-        cpu_ram_efficient_loading=efficient,
-        **CLIP,
-    )
-    whole = run_example(2, train, options)
-    again = replace(options, out=folder / "again", resume=options.out / f"step_{HALF}")
-    resumed = run_example(2, train, again)
-    others = run_example(3, train, again)
+@pytest.mark.parametrize(("kind", "efficient"), KINDS)
+def test_losses_are_fsdp2s(kind: str, efficient: bool, folder: Path, stock: History) -> None:
+    """To the last bit, over 50 steps with two micro-batches and clipping, resumed in the middle; weights too."""
+    options = Options(folder / kind, state_dict_type=kind, cpu_ram_efficient_loading=efficient, **CLIP)
+    check_losses(train, options, f"step_{HALF}", stock)
 
-    assert len(stock) == 50 and stock[-1][0] < stock[0][0] / 2
-    assert max(norm for _, norm in stock) > CLIP["max_norm"]  # clipped now and then
-    assert whole == stock
-    assert resumed == stock[HALF:]
     final, expected = (
         load_file(out / "final" / "model.safetensors") for out in (options.out, folder / "stock")
     )
     assert final.keys() == expected.keys() and all(torch.equal(final[name], expected[name]) for name in final)
-    torch.testing.assert_close(torch.tensor(others), torch.tensor(stock[HALF:]), rtol=2e-3, atol=1e-4)
 
 
-def test_gradients_at_one_nth_are_seen(folder: Path, stock: list[tuple[float, float]]) -> None:
+def test_gradients_at_one_nth_are_seen(folder: Path, stock: History) -> None:
     """The comparison can fail: gradients divided once more give other losses."""
-    options = Options(folder / "control", steps=10, **CLIP)
+    assert control_of(train, Options(folder, **CLIP))[1:] != stock[1:10]
 
-    assert run_example(2, train, options, prepared=divide_once_more)[1:] != stock[1:10]
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_copies_of_a_sharded_model(bf16: bool, folder: Path) -> None:
+    """HSDP as accelerate lays it out, in both precisions: stock FSDP2's losses to the last bit in fp32."""
+    stock, ours = (
+        run_example(
+            4, train, Options(folder / f"{runtime}_{bf16}", runtime, 8, 100, bf16=bf16, replicas=2, **CLIP)
+        )
+        for runtime in ("fsdp2", "vescale")
+    )
+
+    assert len(stock) == 12  # the example's data go further in batches of 4 x 2
+    if bf16:
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-2, atol=1e-2)
+    else:
+        assert ours == stock
 
 
 def test_tied_embeddings(folder: Path) -> None:
@@ -190,18 +188,13 @@ def test_flags_are_refused_by_name() -> None:
 
 
 def test_the_converter_opens_a_save(folder: Path) -> None:
-    """vescale-convert makes of the sharded save in the middle what the full one holds."""
-    saved, out = (
-        folder / "SHARDED_STATE_DICT_False" / "step_25" / "pytorch_model_fsdp_0",
-        folder / "converted",
-    )
+    """vescale-convert makes of the sharded save in the middle what the full one holds, for Hugging Face too."""
+    saved = folder / "SHARDED_STATE_DICT" / f"step_{HALF}" / "pytorch_model_fsdp_0"
+    full = torch.load(folder / "FULL_STATE_DICT" / f"step_{HALF}" / "pytorch_model_fsdp.bin")
     CONFIG.save_pretrained(folder / "assets")
-    done = CliRunner().invoke(
-        vescale_convert, ["to-hf", str(saved), str(out), "--assets", str(folder / "assets")]
-    )
+    command = ["to-hf", str(saved), str(folder / "hf"), "--assets", str(folder / "assets")]
+    done = CliRunner().invoke(vescale_convert, command)
 
-    assert done.exit_code == 0, done.output
-    full = torch.load(folder / "FULL_STATE_DICT_True" / "step_25" / "pytorch_model_fsdp.bin")
-    converted = load_file(out / "model.safetensors")
-    assert converted.keys() == full.keys() and len(full) > 10
-    assert all(torch.equal(converted[name], full[name]) for name in full)
+    assert done.exit_code == 0 and len(full) > 10, done.output
+    for model in (converted(saved, folder / "model.pt"), load_file(folder / "hf" / "model.safetensors")):
+        assert model.keys() == full.keys() and all(torch.equal(model[name], full[name]) for name in full)

@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from examples.tiny_llm import Sequences, tiny_llama
+from tests.stacks.against_stock import converted
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import FSDPModule, Rows
 from vescale_fsdp.checkpoint import get_state_dict, load, save, set_state_dict
 
-STEPS, HALF = 50, 25
+STEPS, HALF, CLIP = 50, 25, 0.05
 
 
 def parallelized(with_ours: bool) -> nn.Module:
@@ -68,13 +69,24 @@ def train(
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             losses.append(mean.item() / dist.get_world_size())
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=float("inf"))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, norm_type=float("inf"))
+        assert step or norm.full_tensor() > CLIP
         optimizer.step()
         optimizer.zero_grad()
-        if with_ours and spoil is None and step == HALF - 1 and not resume:
-            state["model"], state["optimizer"] = get_state_dict(model, optimizer)
-            save(folder, state)
+        if spoil is None and step == HALF - 1 and not resume:
+            keep(model, optimizer, folder, with_ours)
     return losses
+
+
+def keep(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, with_ours: bool) -> None:
+    """Our checkpoint; of stock FSDP2 the whole model."""
+    if with_ours:
+        own, others = get_state_dict(model, optimizer)
+        save(folder, {"model": own, "optimizer": others})
+        return
+    full = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(full, f"{folder}.stock.pt")
 
 
 def own_rows() -> range:
@@ -111,7 +123,7 @@ def through_the_argument() -> bool:
 
 
 def test_losses_are_stock_fsdp2s(tmp_path: Path) -> None:
-    """Fifty steps and a resume: the same bits; the control differs; three ranks go on from what two saved."""
+    """Fifty steps and a resume: the same bits; the control differs; three ranks go on; the converter opens the save."""
     folder = str(tmp_path / "checkpoint")
     for found in run_ranks(2, all_runs, folder, timeout_s=300.0):
         assert len(found["stock"]) == 100 and found["stock"][-1] < found["stock"][0] / 2
@@ -121,6 +133,11 @@ def test_losses_are_stock_fsdp2s(tmp_path: Path) -> None:
     wanted = found["stock"][50:]
     for losses in run_ranks(3, _resume_on_three, folder, timeout_s=300.0):
         assert losses == pytest.approx(wanted, rel=1e-4)
+
+    model = converted(tmp_path / "checkpoint", tmp_path / "model.pt")
+    expected = torch.load(f"{folder}.stock.pt")
+    assert len(expected) > 10 and model.keys() == expected.keys()
+    assert all(torch.equal(model[name], expected[name]) for name in expected)
 
 
 def _resume_on_three(folder: str) -> list[float]:

@@ -128,7 +128,8 @@ def compare(out: Path) -> dict[str, Any]:
     with patch.object(titan_fsdp, "disable_fsdp_gradient_division", lambda model: None):
         options = {"checkpoint.initial_load_path": start, "training.steps": FEW, **LOOSE}
         found["control"] = train(vescale(), out / "control", **options)
-    both(found, "moe", out, (stock_moe, vescale_moe), FEW, **LOOSE)
+    both(found, "moe", out, (stock_moe, vescale_moe), STEPS, **half)
+    found["resumed_moe"] = train(vescale_moe(), out / "moe_ours", **again)
     found["hugging_face"] = hugging_face(out)
     return found
 
@@ -155,7 +156,10 @@ def hugging_face(out: Path) -> list[str]:
 def resume(out: Path) -> dict[str, Any]:
     """What the other job saved, on this number of ranks."""
     options = {"checkpoint.load_step": HALF, "checkpoint.load_only": True, "training.steps": STEPS, **LOOSE}
-    return {"resumed": train(vescale(), out / "llama_ours", **options)}
+    return {
+        "resumed": train(vescale(), out / "llama_ours", **options),
+        "resumed_moe": train(vescale_moe(), out / "moe_ours", **options),
+    }
 
 
 def main() -> None:

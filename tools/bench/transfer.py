@@ -277,6 +277,7 @@ def rows_of(ranks: list[Any], budget_bytes: int) -> list[Row]:
         Row(case, "time, bf16", "ms", ms["ours"], ms["gathers"], "gather and broadcast", "<= 0.55"),
         Row(case, "time, bf16", "ms", ms["ours"], ms["files"], "save to memory and load"),
         Row(case, "time, fp8", "ms", ms["fp8"], ms["sends"], "raw dist.send of bf16"),
+        Row(case, "time, fp8", "ms", ms["fp8"], ms["files"], "save to memory and load, bf16"),
         Row(case, "extra memory, bf16", "MiB", extra["ours"] / MIB, None, None, f"<= {allowed:.0f}"),
         Row(case, "extra memory, fp8", "MiB", extra["fp8"] / MIB, None, None, f"<= {allowed:.0f}"),
         Row(case, "extra memory, gather", "MiB", extra["gathers"] / MIB),

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.checkpoint.dcp.state_dict import get_state_dict, set_state_dict
 from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import close_gloo_connections
-from vescale_fsdp.elastic.membership import Membership
+from vescale_fsdp.elastic.membership import Membership, Quorum
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
@@ -66,15 +66,15 @@ class Epoch:
         members: processes, in the order of their ranks.
         step: the step it went on from.
         tier: where that came from: "ram", "disk", or "start".
-        agreed_s, ready_s: when the quorum was there and when training could go on, by `time.monotonic`.
+        agreed_at_s, ready_at_s: when the quorum was there and when training could go on, by `time.time`.
     """
 
     number: int
     members: tuple[str, ...]
     step: int
     tier: str
-    agreed_s: float
-    ready_s: float
+    agreed_at_s: float
+    ready_at_s: float
 
 
 class ElasticJob:
@@ -156,8 +156,9 @@ class ElasticJob:
         num_failures = 0
         try:
             while True:
+                quorum = self._membership.wait()
                 try:
-                    step = self._begin_epoch()
+                    step = self._begin_epoch(quorum)
                     while step < num_steps and not self._membership.has_changed():
                         train_step(self, step)
                         step += 1
@@ -177,10 +178,9 @@ class ElasticJob:
 
     # -- epochs ---------------------------------------------------------------------------------------
 
-    def _begin_epoch(self) -> int:
+    def _begin_epoch(self, quorum: Quorum) -> int:
         """Meet the others and restore; the number of steps that are done."""
-        quorum = self._membership.wait()
-        agreed_s = time.monotonic()
+        agreed_at_s = time.time()
         self.rank, self.num_ranks, self._store = quorum.rank, len(quorum.members), quorum.store
         dist.init_process_group(
             self._backend,
@@ -197,7 +197,7 @@ class ElasticJob:
             renew_optimizer(self.training.optimizer)
         self._manager = self._checkpoints(self.num_ranks)
         step, tier = self._restore(self._manager, mesh)
-        epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_s, time.monotonic())
+        epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
         self.epochs.append(epoch)
         _logger.log(
             logging.INFO if self.rank == 0 else logging.DEBUG,
@@ -206,7 +206,7 @@ class ElasticJob:
             self.num_ranks,
             step,
             tier,
-            epoch.ready_s - agreed_s,
+            epoch.ready_at_s - agreed_at_s,
         )
         return step
 

@@ -45,6 +45,8 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
                 problem = "its tensor subclass gathers itself"
             elif group.data.mesh != mesh or group.data.spmd is not None:
                 problem = f"it is sharded over {group.data.mesh}"
+            elif group.wanted_part_size is not None:
+                problem = f"reshard_after_forward={group.wanted_part_size}, which not every number of ranks divides by"
             elif any(param.prior.spec is not None for param in group.params):
                 problem = "tensor or expert parallelism has cut it"
             if problem is not None:
@@ -95,7 +97,7 @@ def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
         priors={slot.fqn: PriorSharding(data, None) for slot in slots},
         layout=plan_group(specs, data.num_shards, scatter=old.scatter),
         data=data,
-        part_size=_part_size(old.comm.part_size, data.num_shards),
+        part_size=None,
         is_hooked=False,
         param_dtype=old.mp_policy.param_dtype,
         scatter=old.scatter,
@@ -112,12 +114,6 @@ def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
         param.sharded = kept
     new.install()
     return new
-
-
-def _part_size(wanted: int | None, num_shards: int) -> int | None:
-    """Ranks of the smaller groups; None where groups of that size cannot be: then all is gathered twice."""
-    fits = wanted is not None and wanted < num_shards and num_shards % wanted == 0
-    return wanted if fits else None
 
 
 def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 """A store that no rank runs: ``python -m vescale_fsdp.elastic.store_server --port 29500``, once per job.
 
-Processes meet there (`StoreMembership`), so it must outlive all of them. On a cluster: beside the scheduler's script, on
-the machine that is least likely to go.
+Processes meet there (`StoreMembership`), so it must outlive all of them. On a cluster run it
+beside the scheduler's script, on the machine that is least likely to go.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     store = dist.TCPStore(options.host, options.port, is_master=True, wait_for_workers=False)
     print(f"port {store.port}", flush=True)
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    signal.pause()
 
 
 if __name__ == "__main__":

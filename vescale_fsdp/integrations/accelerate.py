@@ -12,13 +12,13 @@ import os
 from dataclasses import dataclass, field
 
 from accelerate import FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.integrations.installation import Installation, install
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
-from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
+from vescale_fsdp.runtime.setup.policies import check_policies
 
 __all__ = ["VescalePlugin"]
 
@@ -46,7 +46,7 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
         if self.fsdp_version != 2:
             raise _fsdp1_refused(self.fsdp_version)
         super().__post_init__()
-        _refuse_offload_beside(self.mixed_precision_policy, self.cpu_offload)
+        check_policies(self.mixed_precision_policy or MixedPrecisionPolicy(), self.cpu_offload)
         self.installation = install(granularity=self.granularity, padding_policy=self.padding_policy)
 
 
@@ -57,13 +57,3 @@ def _fsdp1_refused(version: int) -> UnsupportedOpError:
         got=f"fsdp_version={version}, as an argument or in the variable FSDP_VERSION",
         todo="say fsdp_version: 2 in the plugin, the YAML file or the launcher's options",
     )
-
-
-def _refuse_offload_beside(policy: object, offload: object) -> None:
-    if isinstance(offload, CPUOffloadPolicy) and isinstance(policy, GatherPolicy):
-        raise UnsupportedOpError(
-            "A gather policy of vescale_fsdp reads shards where they are computed with.",
-            expected="cpu_offload=False, or a mixed_precision_policy of torch's own class",
-            got=f"cpu_offload={offload} and mixed_precision_policy={policy}",
-            todo="leave one of them out",
-        )

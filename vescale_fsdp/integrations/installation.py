@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 from vescale_fsdp.errors import LifecycleError, explain
-from vescale_fsdp.integrations.pattern_rule import PatternRule
-from vescale_fsdp.integrations.replaced_names import StandIn, bound_names, put_back, replace
+from vescale_fsdp.integrations.names.pattern_rule import PatternRule
+from vescale_fsdp.integrations.names.replaced_names import StandIn, bound_names, put_back, replace
 from vescale_fsdp.integrations.stand_ins import IN_FORCE, STAND_INS, Settings
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
@@ -89,15 +89,14 @@ def install(
 
     Warns:
         BoundNamesWarning: if modules hold torch's own functions already.
-        UntriedVersionWarning: if a stack is loaded in a version that was not tried.
+        UntriedVersionWarning: if a stack is loaded in a version that was not tried. Of a stack that is imported later
+            it comes when that shards a model.
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
-    loaded = _stand_ins_of(
-        {package for package in TRIED if package in sys.modules and check_version(package)}
-    )
-    settings = Settings(
-        rule, padding_policy if padding_policy is not None else PaddingPolicy(), frozenset(loaded)
-    )
+    here = {package for package in TRIED if package in sys.modules}
+    loaded = _stand_ins_of({package for package in here if check_version(package)})
+    padding = padding_policy if padding_policy is not None else PaddingPolicy()
+    settings = Settings(rule, padding, frozenset(loaded), here)
     stand_ins = (*STAND_INS, *(stand_in for each in loaded.values() for stand_in in each))
     bound = bound_names(stand_ins)
     if bound:  # before anything is replaced, for those who make an error of the warning
@@ -134,12 +133,16 @@ def as_fsdp2(
 def _stand_ins_of(stacks: Set[str]) -> dict[str, tuple[StandIn, ...]]:
     """What else is replaced, for stacks that ask more than torch's names; of tried versions, which have these names."""
     found: dict[str, tuple[StandIn, ...]] = {}
-    if (
-        "transformers" in stacks and "transformers.core_model_loading" in sys.modules
-    ):  # it loads its parts lazily
+    if "transformers.core_model_loading" not in sys.modules:  # it loads its parts lazily
+        return found
+    if "transformers" in stacks:
         from vescale_fsdp.integrations.transformers import LOADER
 
         found["transformers"] = LOADER
+    if "transformers" in stacks and "peft" in stacks:
+        from vescale_fsdp.integrations.peft import ADAPTERS
+
+        found["peft"] = ADAPTERS
     return found
 
 

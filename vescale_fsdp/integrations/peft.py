@@ -1,4 +1,4 @@
-"""peft: `merge_and_unload` of a sharded model.
+"""peft: `merge_and_unload` of a sharded model, and adapters that load into one.
 
     merged = merge_and_unload(trainer.model)
     get_model_state_dict(merged, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -6,6 +6,9 @@
 peft multiplies an adapter's two matrices and adds the product to the weight below, which ragged pieces cannot do. Here
 one layer at a time is gathered in the dtype it is stored in, merged by peft, and cut again: every rank holds one full
 layer more than its shards.
+
+Under `as_fsdp2` ``set_peft_model_state_dict``, and with it ``load_adapter``, fills shards from whole tensors, as under
+FSDP2.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import integrations as peft_integrations
 from torch import nn
 
 from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.integrations.names.replaced_names import StandIn
+from vescale_fsdp.integrations.transformers import ragged_like
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
-__all__ = ["merge_and_unload"]
+__all__ = ["ADAPTERS", "merge_and_unload"]
 
 
 def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module:
@@ -68,3 +74,16 @@ def _gathered(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, param in held:
             owner._parameters[name] = param
+
+
+_their_local_like = peft_integrations.dtensor_from_local_like
+
+
+def _local_like(local_tensor: torch.Tensor, ref: Any) -> Any:
+    if isinstance(ref, RaggedDTensor):
+        return ragged_like(local_tensor, ref)
+    return _their_local_like(local_tensor, ref)
+
+
+# What of peft is replaced.
+ADAPTERS = (StandIn(_their_local_like, _local_like, ("peft.utils.integrations", "peft.utils.save_and_load")),)

@@ -38,8 +38,9 @@ from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import is_ragged
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
-from vescale_fsdp.integrations.pattern_rule import PatternRule
-from vescale_fsdp.integrations.replaced_names import StandIn
+from vescale_fsdp.integrations.names.pattern_rule import PatternRule
+from vescale_fsdp.integrations.names.replaced_names import StandIn
+from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.layout.placement import RaggedShard
@@ -58,6 +59,7 @@ class Settings:
     granularity: GranularityRule | PatternRule = None
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
     stacks: frozenset[str] = frozenset()  # those that got what they need beside torch's names
+    checked: set[str] = field(default_factory=set)  # those whose versions were looked at
 
 
 # Of the installations that stand, oldest first; `installation` alone changes it.
@@ -83,7 +85,12 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
         settings = IN_FORCE[-1]
     except IndexError:
         return _torch_fully_shard(module, **kwargs)
-    if "transformers" not in settings.stacks and sys._getframe(1).f_globals["__name__"] == _LOADS_BEHIND:
+    caller = str(sys._getframe(1).f_globals.get("__name__"))
+    stack = caller.partition(".")[0]
+    if stack in TRIED and stack not in settings.checked:  # it was imported after the installation
+        settings.checked.add(stack)
+        check_version(stack)
+    if "transformers" not in settings.stacks and caller == _LOADS_BEHIND:
         raise LifecycleError(
             "The loader of transformers does not know vescale_fsdp's shards.",
             expected="import transformers' models, in a version that was tried, then install() or as_fsdp2()",

@@ -22,9 +22,9 @@ from transformers.distributed import fsdp, sharding_utils
 
 from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.integrations.replaced_names import StandIn
+from vescale_fsdp.integrations.names.replaced_names import StandIn
 
-__all__ = ["LOADER"]
+__all__ = ["LOADER", "ragged_like"]
 
 
 class _PieceOperation:
@@ -68,14 +68,17 @@ def _operation(param: Any) -> Any:
     return _PieceOperation(param) if isinstance(param, RaggedDTensor) else _their_operation(param)
 
 
-def _wrap_local_like(local: torch.Tensor, ref: Any) -> Any:
-    if not isinstance(ref, RaggedDTensor):
-        return _their_wrap(local, ref)
+def ragged_like(local: torch.Tensor, ref: RaggedDTensor) -> RaggedDTensor:
+    """A piece, placed as another tensor is."""
     ragged = RaggedDTensor.from_local(
         local.contiguous(), ref.device_mesh, ref.placements, shape=tuple(ref.shape)
     )
     ragged.layout_ref = ref.layout_ref
     return ragged
+
+
+def _wrap_local_like(local: torch.Tensor, ref: Any) -> Any:
+    return ragged_like(local, ref) if isinstance(ref, RaggedDTensor) else _their_wrap(local, ref)
 
 
 def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +93,14 @@ def _set_param(model: nn.Module, target_name: str, value: torch.Tensor, *args: A
 # What of transformers is replaced.
 LOADER = (
     StandIn(_their_apply, _apply, ("transformers.distributed.mixin",)),
-    StandIn(_their_operation, _operation, ("transformers.core_model_loading",)),
+    StandIn(
+        _their_operation,
+        _operation,
+        (
+            "transformers.core_model_loading",
+            "transformers.distributed.sharding_utils",
+        ),  # peft asks the latter
+    ),
     StandIn(
         _their_wrap, _wrap_local_like, ("transformers.core_model_loading", "transformers.modeling_utils")
     ),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from vescale_fsdp.integrations.installation import Installation
-from vescale_fsdp.integrations.pattern_rule import PatternRule
+from vescale_fsdp.integrations.names.pattern_rule import PatternRule
 from vescale_fsdp.integrations.stand_ins import STAND_INS, Settings
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy

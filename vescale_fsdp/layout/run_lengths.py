@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby, repeat
+from itertools import accumulate, groupby, pairwise, repeat
 from typing import overload
 
 __all__ = ["RunLengths"]
@@ -103,6 +103,23 @@ class RunLengths(Sequence[int]):
                 last = (min(stop, self._starts[run + 1]) - 1 - origin) // value
                 yield from range(self._firsts[run] + first, self._firsts[run] + last + 1)
             run += 1
+
+    def within(self, start: int, stop: int) -> RunLengths:
+        """How many of the elements [start, stop) each place holds, where place p holds [start(p), start(p + 1)).
+
+        >>> tuple(RunLengths.of([4, 0, 4, 4]).within(3, 8))
+        (1, 0, 4, 0)
+        """
+        runs = []
+        for (count, value), origin in zip(self.runs, self._starts, strict=False):
+            # An edge falls into at most one place of a run; the places between two marks hold the same.
+            at = [(edge - origin) // value for edge in (start, stop)] if value else []
+            marks = sorted({0, count, *(min(max(place, 0), count) for i in at for place in (i, i + 1))})
+            for first, last in pairwise(marks):
+                begin = origin + first * value
+                held = min(stop, begin + value) - max(start, begin)
+                runs.append((last - first, max(0, held)))
+        return RunLengths(tuple(runs))
 
     def map(self, function: Callable[[int], int]) -> RunLengths:
         """The function's value for each value; it is asked once per run."""

@@ -7,7 +7,8 @@ holds plain data only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,14 +23,23 @@ from vescale_fsdp.conversion.formats.torch_save.pickle_writer import (
     torch_dtype,
     torch_size,
 )
-from vescale_fsdp.conversion.output.plan import ClosingFile, Content, FilePlan, OutputPlan, TensorItems
+from vescale_fsdp.conversion.output.plan import (
+    ClosingFile,
+    Content,
+    FilePlan,
+    OutputPlan,
+    TensorItems,
+    whole,
+)
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.conversion.views.tensor_view import MappedView, TensorView
 from vescale_fsdp.layout.dtypes import DType
+from vescale_fsdp.layout.geometry import Box, whole_box
+from vescale_fsdp.views.index_maps import Slice
 
-__all__ = ["plan_dcp"]
+__all__ = ["file_of_rank", "plan_dcp", "plan_dcp_by_rank"]
 
 _ITEM_BYTES = 64 * 2**20  # 64 MiB
 _RECORDS = "torch.distributed.checkpoint.metadata"
@@ -67,6 +77,40 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     return OutputPlan("dcp", plans, closing, is_stale=_is_stale)
 
 
+def file_of_rank(rank: int, number: int = 0) -> str:
+    """A rank's data file, as stock DCP names them."""
+    return f"__{rank}_{number}.distcp"
+
+
+def plan_dcp_by_rank(
+    state: CarriedState, boxes: Callable[[int], Iterable[tuple[str, Box]]], world_size: int, rank: int
+) -> OutputPlan:
+    """One data file per rank, of which one rank's is in the plan, and ``.metadata`` of all.
+
+    Args:
+        boxes: by rank, the boxes of tensors that it writes.
+    """
+
+    def of_rank(number: int) -> _Files:
+        files = _Files(sys.maxsize, number)
+        for name, box in boxes(number):
+            files.add_box(name, state.views[name], box)
+        if number == 0:
+            for name, view in state.views.items():
+                if not view.info.numel:  # no rank has a part of it
+                    files.add_box(name, view, whole_box(view.info.shape))
+            for name, read in state.values.items():
+                files.add_value(name, read())
+        return files
+
+    def metadata() -> tuple[bytes]:
+        items = [item for number in range(world_size) for item in of_rank(number).items]
+        return (dump_pickle(_metadata(state, items), where=METADATA_FILE),)
+
+    closing = (ClosingFile(METADATA_FILE, metadata),)
+    return OutputPlan("dcp", of_rank(rank).finish(), closing, is_stale=_is_stale)
+
+
 def _is_stale(name: str) -> bool:
     return name.endswith(".distcp") or name == METADATA_FILE
 
@@ -90,16 +134,24 @@ def _tensor_pickle(dtype: DType, sizes: tuple[int, ...]) -> bytes:
 class _Files:
     """Archives put one after the other into files of a limited size."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, rank: int = 0) -> None:
         self.items: list[_Item] = []
-        self._max_bytes = max_bytes
+        self._max_bytes, self._rank = max_bytes, rank
         self._done: list[FilePlan] = []
         self._contents: list[Content] = []
         self._nbytes = 0
 
     @property
     def _name(self) -> str:
-        return f"__0_{len(self._done)}.distcp"
+        return file_of_rank(self._rank, len(self._done))
+
+    def add_box(self, name: str, view: TensorView, box: Box) -> None:
+        part = view
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            if size != part.info.shape[dim]:
+                part = MappedView(Slice(dim, offset, size), (part,))
+        pickle = _tensor_pickle(view.info.dtype, box.sizes)
+        self._add(name, box.offsets, box.sizes, pickle, [whole(part)])
 
     def add_tensor(self, name: str, view: TensorView, first: int, rows: int) -> None:
         info = view.info

@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_fil
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["CONFIG_FILE", "Assets", "own_config"]
+__all__ = ["CONFIG_FILE", "Assets", "is_setting", "own_config"]
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
@@ -66,7 +66,7 @@ class Assets:
         for pattern in include:
             if not any(fnmatchcase(file, pattern) for file in candidates):
                 raise _no_match(pattern, candidates, url)
-        taken = {f for f in candidates if _SETTINGS.fullmatch(f) or any(fnmatchcase(f, p) for p in include)}
+        taken = {f for f in candidates if is_setting(f) or any(fnmatchcase(f, p) for p in include)}
         self.files = tuple(file for file in candidates if file in taken)
         self.left = tuple(file for file in candidates if file not in taken)
         if CONFIG_FILE in self.files:
@@ -120,6 +120,11 @@ def _no_match(pattern: str, files: Sequence[str], url: str) -> ConversionError:
         where=url,
         todo="correct the pattern; weights in safetensors do not go along",
     )
+
+
+def is_setting(file: str) -> bool:
+    """Whether a file of a repository is one of settings, by its name."""
+    return _SETTINGS.fullmatch(file) is not None
 
 
 def _may_go(file: str) -> bool:

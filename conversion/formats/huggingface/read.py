@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE, SINGLE_FILE, is_weight_file
+from vescale_fsdp.conversion.formats.huggingface.repository import (
+    BEING_WRITTEN,
+    INDEX_FILE,
+    SINGLE_FILE,
+    is_weight_file,
+)
 from vescale_fsdp.conversion.formats.huggingface.safetensors import read_tensors
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
@@ -43,10 +48,19 @@ def open_hf_folder(store: Storage) -> Source:
     """Open a folder with ``model.safetensors``, or with an index and its shards.
 
     Raises:
-        ConversionError: if both are there (loaders would ignore the shards), or neither.
+        ConversionError: if both are there (loaders would ignore the shards), or neither; or if it is being written.
         CorruptCheckpointError: if index and headers disagree or a file is damaged.
     """
-    files = [file for file in store.list_files() if file.endswith(".safetensors") and "/" not in file]
+    listed = store.list_files()
+    if BEING_WRITTEN in listed:
+        raise ConversionError(
+            "The folder is being written, or a save to it has failed.",
+            expected="a folder that was written to its end",
+            got=BEING_WRITTEN,
+            where=store.where,
+            todo="wait for the save to end, or save again",
+        )
+    files = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
     has_index = store.size(INDEX_FILE) is not None
     if has_index and SINGLE_FILE in files:
         raise ConversionError(

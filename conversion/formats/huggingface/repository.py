@@ -17,6 +17,7 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 
 __all__ = [
+    "BEING_WRITTEN",
     "INDEX_FILE",
     "SINGLE_FILE",
     "ShardPlan",
@@ -28,6 +29,7 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
 MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"

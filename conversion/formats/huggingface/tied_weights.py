@@ -11,7 +11,7 @@ kept and a warning says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vescale_fsdp.conversion.formats.huggingface.assets import own_config
@@ -114,16 +114,23 @@ def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
 
 
 def find_tied_twins(
-    views: Mapping[str, TensorView], config: Mapping[str, Any] | None
+    views: Mapping[str, TensorView],
+    config: Mapping[str, Any] | None,
+    is_equal: Callable[[TensorView, TensorView], bool] | None = None,
 ) -> tuple[dict[str, str], list[str]]:
-    """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny."""
+    """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny.
+
+    Args:
+        is_equal: compares two tensors; None for `equal_bytes`.
+    """
+    is_equal = is_equal or equal_bytes
     ties, unsaid = declared_ties(config or {}, views)
     twins: dict[str, str] = {}
     warnings = list(unsaid)
     for twin, kept in ties.items():
         if twin not in views or kept not in views:
             continue
-        if equal_bytes(views[twin], views[kept]):
+        if is_equal(views[twin], views[kept]):
             twins[twin] = kept
         else:
             warnings.append(f"config.json ties {twin} to {kept}, but their bytes differ: both are kept")

@@ -28,7 +28,7 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 
-__all__ = ["open_native"]
+__all__ = ["NativeLeaves", "leaves_of", "open_native", "tensor_info"]
 
 _MAX_OPEN_FILES = 64
 
@@ -50,25 +50,11 @@ def open_native(store: Storage) -> Source:
     """
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
     chunks = _array_chunks(store, manifest) if manifest.is_zarr else _pieces(store, manifest)
-    state = decode(manifest.structure.tree, _leaf, store.where)
-    nested = state if isinstance(state, Mapping) else {"state": state}
-    tensors: dict[str, StoredTensor] = {}
-    values: dict[str, StoredValue] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
-    omitted: list[str] = []
-    for path, leaf in flatten(
-        nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
-    ).items():
-        name = name_of(path)
-        paths[name] = path
-        if isinstance(leaf, _NumberedTensor):
-            entry = manifest.entries[leaf.place]
-            info = TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
-            tensors[name] = StoredTensor(info, tuple(chunks[leaf.place]))
-        elif isinstance(leaf, _PerRankLeaf):
-            omitted.append(name)
-        else:
-            values[name] = constant(leaf)
+    leaves = leaves_of(manifest, store.where)
+    tensors = {
+        name: StoredTensor(tensor_info(manifest, place, name), tuple(chunks[place]))
+        for name, place in leaves.tensors.items()
+    }
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
     ranks = {manifest.file_name(rank): rank for rank in range(manifest.world_size)}
@@ -82,13 +68,54 @@ def open_native(store: Storage) -> Source:
         "native",
         store,
         tensors,
-        values,
-        paths,
+        leaves.values,
+        leaves.paths,
         facts,
-        omitted=tuple(omitted),
+        omitted=leaves.per_rank,
         layouts=manifest.structure.layouts,
         checked=checked,
     )
+
+
+class NativeLeaves(NamedTuple):
+    """The leaves of a native state by flattened name.
+
+    Attributes:
+        tensors: their numbers in the manifest.
+        paths: where each leaf sits in the nested state.
+        per_rank: names of values that differ per rank, which nothing else can hold.
+    """
+
+    tensors: dict[str, int]
+    values: dict[str, StoredValue]
+    paths: dict[str, tuple[str | int, ...]]
+    per_rank: tuple[str, ...]
+
+
+def leaves_of(manifest: Manifest, where: str) -> NativeLeaves:
+    """What a manifest's state tree holds; ``where`` it is from, for messages."""
+    state = decode(manifest.structure.tree, _leaf, where)
+    nested = state if isinstance(state, Mapping) else {"state": state}
+    found = NativeLeaves({}, {}, {}, ())
+    per_rank: list[str] = []
+    for path, leaf in flatten(
+        nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
+    ).items():
+        name = name_of(path)
+        found.paths[name] = path
+        if isinstance(leaf, _NumberedTensor):
+            found.tensors[name] = leaf.place
+        elif isinstance(leaf, _PerRankLeaf):
+            per_rank.append(name)
+        else:
+            found.values[name] = constant(leaf)
+    return found._replace(per_rank=tuple(per_rank))
+
+
+def tensor_info(manifest: Manifest, place: int, name: str) -> TensorInfo:
+    """Shape and type of a manifest's tensor, under a flattened name."""
+    entry = manifest.entries[place]
+    return TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:

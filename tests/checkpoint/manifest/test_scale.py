@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.checkpoint_states import mixed_state
 from tests.support.distributed import run_ranks
-from tools.bench.checkpoint import Settings, Shards, counted_collectives, peak_growth, simulated
+from tools.bench.checkpoint import counted_collectives, peak_growth, simulated
+from tools.bench.shards import Settings, Shards
 from vescale_fsdp.checkpoint import load, read_state, save
 from vescale_fsdp.checkpoint.loading.locate import ShareFinder
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, ShardCut
@@ -160,9 +161,9 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
 
 def _write_as(path: Path, structure: Structure, world: int) -> None:
     """Write the files of a world one by one, from one process."""
+    from vescale_fsdp.checkpoint.saving.manifest_form import commit_manifest
     from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-    from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
-    from vescale_fsdp.checkpoint.saving.save import commit_manifest
+    from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm, write_rank_file
     from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
     storage: Any = LocalStorage(path, durable=False)
@@ -172,7 +173,7 @@ def _write_as(path: Path, structure: Structure, world: int) -> None:
     whole = torch.arange(1800).reshape(600, 3)
     for rank in range(world):
         write_rank_file(storage, FileImage(RankFile(manifest, rank), {"x": whole}, b""))
-    commit_manifest(storage, manifest, replace=False)
+    commit_manifest(storage, manifest, form=NativeForm(), replace=False)
 
 
 def test_tensors_and_files_beyond_four_gigabytes(tmp_path: Path) -> None:

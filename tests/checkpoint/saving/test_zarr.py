@@ -279,7 +279,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path) -> None:
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:
     """The error names the formats there are."""
-    with pytest.raises(ValueError, match="'native' or 'zarr'"):
+    with pytest.raises(ValueError, match="'native', 'zarr', or a form"):
         save(tmp_path, {}, format="hdf5")  # type: ignore[arg-type]
 
 

@@ -24,6 +24,7 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
     """Of three ranks the first two become one job and the third another; both number their ranks from 0."""
     rank = dist.get_rank()
     is_trainer = rank < 2
+    dist.barrier()  # all have come, so none finds the others gone
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/job{int(is_trainer)}", 2 if is_trainer else 1)
     dist.init_process_group("gloo", store=store, rank=rank % 2, world_size=2 if is_trainer else 1)

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, state_of
 from tests.dtensor.test_properties import search_together
-from tests.support.distributed import run_ranks
+from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.transfer.planning.links import (
     Link,
     codes,
@@ -23,7 +25,7 @@ from vescale_fsdp.checkpoint.transfer.planning.links import (
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.torch_private import StridedShard, local_of
 
 SHAPES = [(), (7,), (4, 6), (5, 3), (6, 5), (2, 3, 4), (0, 3), (8, 8)]
 CODECS = (Fp8Blocks(3, 4), Fp8Blocks(4, 2), Mxfp8(1, 4), Int8Rows())
@@ -129,3 +131,25 @@ def test_any_state_to_any_other() -> None:
         > 0
     )
     assert met["sent"] > 80
+
+
+def strided() -> bool:
+    """Rows that were cut by the second axis of a mesh first, to columns and back."""
+    mesh = cpu_mesh(2, 2)
+    outer, inner = mesh.get_coordinate() or (0, 0)
+    full = torch.arange(24.0).view(8, 3)
+    first = 4 * inner + 2 * outer
+    held = DTensor.from_local(
+        full[first : first + 2].clone(), mesh, [StridedShard(0, split_factor=2), Shard(0)]
+    )
+    columns = distribute_stock(torch.zeros(8, 3), mesh, [Shard(1), Replicate()])
+    Transfer(plan_transfer(*describe_states({"w": held}, {"w": columns}))).run({"w": held}, {"w": columns})
+    again = DTensor.from_local(torch.zeros(2, 3), mesh, held.placements)
+    Transfer(plan_transfer(*describe_states({"w": columns}, {"w": again}))).run({"w": columns}, {"w": again})
+    assert torch.equal(columns.full_tensor(), full)
+    return torch.equal(local_of(again), full[first : first + 2])
+
+
+def test_strided_shards() -> None:
+    """What FSDP2 beside tensor parallelism makes, as a source and as a target."""
+    assert all(run_ranks(4, strided))

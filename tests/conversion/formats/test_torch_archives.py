@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchi
 from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes, TensorItems, whole
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 
@@ -32,6 +32,12 @@ class _Bytes(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return iter(())
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return iter(())
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self
 
     def identity(self) -> str:
         return "bytes"

@@ -3,7 +3,7 @@ embeddings make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from vescale_fsdp.conversion.rules.apply_to_tensors import apply_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules, shipped_rules
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
@@ -67,6 +67,12 @@ class _Named(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         raise AssertionError("rules are planned without reading")
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return iter(())
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self
 
     def identity(self) -> str:
         return self._info.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,13 @@ import pytest
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.casting import CastView
-from vescale_fsdp.conversion.views.tensor_view import MappedView, TensorView, ZerosView, read_range
+from vescale_fsdp.conversion.views.tensor_view import (
+    MappedView,
+    SourceView,
+    TensorView,
+    ZerosView,
+    read_range,
+)
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
@@ -33,6 +39,12 @@ class _Array(TensorView):
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return iter(())
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return iter(())
+
+    def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
+        return self
 
     def identity(self) -> str:
         return "array"

@@ -109,8 +109,13 @@ def assigned_on_meta() -> float:
         stock = DTensor.from_local(
             ragged.to_local(), old.device_mesh, old.placements, shape=full.shape, stride=full.stride()
         )
-        new = (full, ragged, stock)[number % 3]
-        setattr(model.get_submodule(module), attribute, nn.Parameter(new))
+        new = nn.Parameter((full, ragged)[number % 2])
+        if number % 3 == 2 and torch.__version__ < "2.15":
+            new = nn.Parameter(stock)
+        elif number % 3 == 2:  # its own DTensor refuses foreign placements in every operator
+            with pytest.raises(RuntimeError, match=r"use vescale_fsdp\.distribute_tensor"):
+                nn.Parameter(stock)
+        setattr(model.get_submodule(module), attribute, new)
     difference = float((model(value((4, 5))) - reference(value((4, 5)))).abs().max())
     with pytest.raises(LifecycleError, match="no longer has"):
         optimizer_before.step()

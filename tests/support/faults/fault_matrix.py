@@ -8,7 +8,8 @@ its work. Of each cell must hold:
     who         the rank that was hit raises what it met, or a `CheckpointError` because of it; the others a
                 `CheckpointError` that names the rank and what it met
     kept        what readers find then is a state that was saved, bit for bit: the new one if the save returned, else
-                the new one or the last that was acknowledged
+                the new one or the last that was acknowledged; folders that others read may be refused after a
+                failure on object stores, which rename nothing
     again       the next save and the next restore go well
 """
 
@@ -26,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from botocore.exceptions import ConnectionClosedError
@@ -33,12 +35,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
+from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, load, save
+from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.conversion.formats.dcp.read import open_dcp
+from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, VescaleError
+from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
 __all__ = [
@@ -78,23 +85,33 @@ class Setting(NamedTuple):
 
     action: str  # save or restore
     through: str  # a manager of steps, or one path that is overwritten
-    form: str  # native or zarr
-    mode: str  # sync or async
-    store: str  # local or s3
+    form: str  # native, zarr, hf or dcp
+    mode: str  # a save's: sync or async; a restore's: once or each, as ranks read what both want
+    store: str  # local, s3, or far: local, and not in the page cache
 
 
 SETTINGS = [
-    Setting(action, through, form, mode, store)
-    for action in ("save", "restore")
+    Setting("save", through, form, mode, store)
     for through, form, mode in (
         ("manager", "native", "sync"),
         ("manager", "native", "async"),
         ("path", "native", "sync"),
         ("path", "native", "async"),
-        ("path", "zarr", "sync"),  # the zarr form is written neither behind training nor by managers
+        ("path", "zarr", "sync"),
+        ("path", "hf", "sync"),
+        ("path", "hf", "async"),
+        ("path", "dcp", "sync"),
     )
     for store in ("local", "s3")
-    if action == "save" or mode == "sync"  # a restore is the same, however steps are saved
+] + [
+    Setting("restore", through, form, read, store)
+    for through, form, read, stores in (
+        ("manager", "native", "each", ("local", "s3")),
+        ("manager", "native", "once", ("local", "s3")),
+        ("path", "native", "each", ("local", "s3", "far")),
+        ("path", "zarr", "each", ("local", "s3")),  # the zarr form is read by each rank in any case
+    )
+    for store in stores
 ]
 
 
@@ -157,6 +174,9 @@ class _Stage:
     def __init__(self, folder: Path, endpoint: str, run: str) -> None:
         self.watch = Watch()
         self._folder, self._endpoint, self._run = folder, endpoint, run
+        self._assets = folder / "assets"
+        self._assets.mkdir(exist_ok=True)
+        (self._assets / "config.json").write_text("{}")
         self._num_groups = 0
         self._saved: dict[tuple[str, ...], int] = {}  # last state that was acknowledged, by place
         self.regroup()
@@ -172,7 +192,7 @@ class _Stage:
         """Where a setting's checkpoints lie."""
         name = f"{self._run}-{self._num_groups}-{setting.through}-{setting.form}"
         inner: Storage
-        if setting.store == "local":
+        if setting.store != "s3":
             inner = LocalStorage(self._folder / name)
         else:
             inner = RemoteStorage(
@@ -182,7 +202,7 @@ class _Stage:
                 secret="any",
                 client_kwargs={"region_name": "us-east-1"},
             )
-        return WatchedStorage(inner, self.watch)
+        return WatchedStorage(inner, self.watch, is_far=setting.store == "far")
 
     def place(self, setting: Setting) -> tuple[str, ...]:
         """What tells places apart."""
@@ -190,26 +210,40 @@ class _Stage:
 
     def save(self, setting: Setting, step: int) -> None:
         """Save a state; returns when it is acknowledged."""
-        storage, state = self.storage(setting), _state(step)
+        storage, state = self.storage(setting), _state(step, setting.form)
+        form: Any = setting.form
+        if form == "hf":
+            form = HuggingFace(assets=self._assets)
+        elif form == "dcp":
+            form = DCP()
         if setting.through == "manager":
             manager = self._manager(setting)
             manager.save(step, state)
             manager.wait()
         elif setting.mode == "async":
-            async_save(storage, state, overwrite=True, process_group=self.group).wait()
+            async_save(storage, state, overwrite=True, format=form, process_group=self.group).wait()
         else:
-            form: Any = setting.form
             save(storage, state, overwrite=True, format=form, process_group=self.group)
         self._saved[self.place(setting)] = step
 
-    def restore(self, setting: Setting) -> int:
-        """Load what is there; returns which state it is, after every element has been compared."""
+    def restore(self, setting: Setting) -> int | None:
+        """Load what is there; returns which state it is, after every element has been compared.
+
+        None for a folder of an object store that readers refuse, as it was not written to its end.
+        """
+        if setting.form in ("hf", "dcp"):
+            try:
+                return _proven_folder(setting.form, self.storage(setting))
+            except VescaleError:
+                if setting.store == "local":
+                    raise
+                return None
         state = _state(0)
         if setting.through == "manager":
-            restored = self._manager(setting).restore(state)
+            restored = self._manager(setting).restore(state, read=_read_of(setting))
             assert restored is not None
         else:
-            load(self.storage(setting), state, process_group=self.group)
+            load(self.storage(setting), state, read=_read_of(setting), process_group=self.group)
         return _proven(state)
 
     def _manager(self, setting: Setting) -> CheckpointManager:
@@ -230,18 +264,38 @@ class _Stage:
         self._saved[self.place(setting)] = step
 
 
-def _state(step: int) -> dict[str, Any]:
-    """A state whose every value tells its step; tensors cut inside rows, so that ranks share zarr's chunks."""
+def _read_of(setting: Setting) -> Read:
+    return "once" if setting.mode == "once" else "each"
+
+
+def _state(step: int, form: str = "native") -> dict[str, Any]:
+    """A state whose every value tells its step; tensors cut inside rows, so that ranks share zarr's chunks, and by
+    columns, so that they share segments of files."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (WORLD,))
     ragged = torch.arange(30.0)[:17] if rank == 0 else torch.arange(30.0)[17:]
     placement = RaggedShard.from_piece_numels((5, 6), [17, 13])
-    return {
+    state = {
         "ragged": RaggedDTensor.from_local(ragged + 100 * step, mesh, [placement], shape=(5, 6)),
-        "cut": distribute_tensor(torch.arange(12.0).view(4, 3) + step, mesh, [Shard(0)]),
+        "cut": distribute_tensor(torch.arange(12.0).view(4, 3) + step, mesh, [Shard(form == "hf")]),
         "plain": torch.full((4,), float(step)),
         "step": step,
         "seed": PerRank(10 * step + rank),
     }
+    unheld = {"native": (), "zarr": (), "dcp": ("seed",), "hf": ("seed", "step")}
+    return {name: value for name, value in state.items() if name not in unheld[form]}
+
+
+def _proven_folder(form: str, storage: Storage) -> int:
+    """Which state a folder that others read holds, every element of it compared."""
+    source = open_hf_folder(storage) if form == "hf" else open_dcp(storage)
+    found = {name: np.empty(tensor.info.shape, dtype=np.float32) for name, tensor in source.tensors.items()}
+    for name, into in found.items():
+        source.read_into(name, whole_box(into.shape), into)
+    step = int(found["plain"][0])
+    assert np.array_equal(found["plain"], np.full(4, step))
+    assert np.array_equal(found["ragged"], np.arange(30).reshape(5, 6) + 100 * step)
+    assert np.array_equal(found["cut"], np.arange(12).reshape(4, 3) + step)
+    return step
 
 
 def _proven(state: dict[str, Any]) -> int:
@@ -332,12 +386,14 @@ def _run_cell(stage: _Stage, cell: Cell) -> list[str]:
         if setting.action == "restore":
             allowed = {last}
         else:
-            allowed = {last + 1} if returned else {last, last + 1}
+            allowed = {last + 1} if returned else {last, last + 1, None}
         assert found in allowed, f"found {found}, allowed {allowed}"
+        found = last if found is None else found
         stage.take_for_saved(setting, found)
         if setting.action == "save" and not returned:
             stage.save(setting, found + 1)
             assert stage.restore(setting) == found + 1
+            stage.take_for_saved(setting, found + 1)
     except BaseException:  # noqa: BLE001  whatever it is, it is wrong
         return _all_texts(f"after the fault:\n{traceback.format_exc()}")
     return _all_texts("")
@@ -351,7 +407,7 @@ def _attempt(stage: _Stage, setting: Setting, step: int) -> Outcome:
         if setting.action == "save":
             stage.save(setting, step)
         else:
-            found = stage.restore(setting)
+            found = stage.restore(setting) or 0
     except BaseException as caught:  # noqa: BLE001  Ctrl-C is one of the faults
         error = caught
     took_s = time.monotonic() - start_s

@@ -16,7 +16,8 @@ class PassingStorage(Storage):
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.write_threads, self.read_threads = inner.write_threads, inner.read_threads
-        self.in_order = inner.in_order
+        self.far_read_threads = inner.far_read_threads
+        self.in_order, self.is_shared = inner.in_order, inner.is_shared
 
     @property
     def where(self) -> str:
@@ -31,6 +32,18 @@ class PassingStorage(Storage):
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         return self.inner.create(name, size_bytes)
+
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        return self.inner.lay_out(name, size_bytes)
+
+    def join(self, name: str) -> FileWriter:
+        return self.inner.join(name)
+
+    def beside(self, name: str) -> Storage:
+        return self.inner.beside(name)
+
+    def take_over(self, other: Storage) -> None:
+        self.inner.take_over(other)
 
     def open_file(self, name: str) -> FileReader:
         return self.inner.open_file(name)

@@ -10,8 +10,8 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from tests.support.faults.passing_storage import PassingStorage
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
@@ -70,25 +70,45 @@ class Watch:
 class WatchedStorage(PassingStorage):
     """Passes everything on to ``inner`` under the eyes of a watch."""
 
-    def __init__(self, inner: Storage, watch: Watch, prefix: str = "") -> None:
+    def __init__(self, inner: Storage, watch: Watch, prefix: str = "", *, is_far: bool = False) -> None:
         super().__init__(inner)
         self._watch = watch
         self._prefix = prefix
+        self._is_far = is_far
         self.visible_is_durable = inner.visible_is_durable
 
     def _do(self, operation: str, name: str, work: Callable[[], T]) -> T:
         return self._watch.do(operation, f"{self._prefix}{name}", work)
 
     def child(self, name: str) -> Storage:
-        return WatchedStorage(self.inner.child(name), self._watch, f"{self._prefix}{name}/")
+        inner = self.inner.child(name)
+        return WatchedStorage(inner, self._watch, f"{self._prefix}{name}/", is_far=self._is_far)
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
         made = self._do("create", name, lambda: self.inner.create(name, size_bytes))
         return _WatchedWriter(made, lambda operation, work: self._do(operation, name, work))
 
+    def lay_out(self, name: str, size_bytes: int) -> FileWriter:
+        made = self._do("lay_out", name, lambda: self.inner.lay_out(name, size_bytes))
+        return _WatchedWriter(made, lambda operation, work: self._do(operation, name, work))
+
+    def join(self, name: str) -> FileWriter:
+        joined = self._do("join", name, lambda: self.inner.join(name))
+        return _WatchedWriter(joined, lambda operation, work: self._do(operation, name, work))
+
+    def beside(self, name: str) -> Storage:
+        return WatchedStorage(self.inner.beside(name), self._watch, "beside/")
+
+    def take_over(self, other: Storage) -> None:
+        assert isinstance(other, WatchedStorage)
+        self._do("take_over", "", lambda: self.inner.take_over(other.inner))
+
+    def list_files(self) -> list[str]:
+        return self._do("list_files", "", self.inner.list_files)
+
     def open_file(self, name: str) -> FileReader:
         opened = self._do("open_file", name, lambda: self.inner.open_file(name))
-        return _WatchedReader(opened, lambda operation, work: self._do(operation, name, work))
+        return _WatchedReader(opened, self._is_far, lambda operation, work: self._do(operation, name, work))
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
         return self._do("read_small", name, lambda: self.inner.read_small(name, limit_bytes=limit_bytes))
@@ -136,8 +156,8 @@ class _WatchedWriter(FileWriter):
 
 
 class _WatchedReader(FileReader):
-    def __init__(self, inner: FileReader, do: _Do[memoryview]) -> None:
-        self._inner, self._do = inner, do
+    def __init__(self, inner: FileReader, is_far: bool, do: _Do[Any]) -> None:
+        self._inner, self._is_far, self._do = inner, is_far, do
 
     @property
     def looks_in_place(self) -> bool:  # type: ignore[override]
@@ -156,6 +176,16 @@ class _WatchedReader(FileReader):
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
         return self._do("view", lambda: self._inner.view(start_bytes, stop_bytes))
+
+    def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
+        return not self._is_far and self._inner.is_at_hand(start_bytes, stop_bytes)
+
+    @contextmanager
+    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
+        with ExitStack() as held:
+            yield self._do(
+                "borrowed", lambda: held.enter_context(self._inner.borrowed(start_bytes, stop_bytes))
+            )
 
     def close(self) -> None:
         self._inner.close()

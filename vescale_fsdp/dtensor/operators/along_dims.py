@@ -1,7 +1,7 @@
 """Running an operator along dims that every piece holds whole: softmax, cumulative sums, sorting, and reductions.
 
 The cuts then lie between rows of these dims, and the result is ragged, with the tensor's own cut. Where a row is cut
-in the middle the operator is refused: it would need its neighbours.
+in the middle it needs its neighbours: the tensor is gathered, and the result is replicated.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from vescale_fsdp.dtensor.operators.arguments import bind, refuse, summed
+from vescale_fsdp.dtensor.operators.whole_tensors import gathered
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.run_lengths import RunLengths
 
-__all__ = ["WHOLE_ROWS", "CallAlongDims", "along_dims", "call_of", "holds_whole", "run_along"]
-
-
-# What to do about cut rows.
-WHOLE_ROWS = "shard with granularity=Rows(1) or coarser, or gather with .full_tensor()"
+__all__ = ["CallAlongDims", "along_dims", "call_of", "holds_whole", "run_along"]
 
 
 class CallAlongDims(NamedTuple):
@@ -108,13 +105,8 @@ def _of_rows(
 
 
 def along_dims(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Softmax, cumulative sums, sorting and the like, along one dim that the pieces hold whole."""
+    """Softmax, cumulative sums, sorting and the like, along one dim."""
     call = call_of(func, args, kwargs)
     if call.tensor.numel() == 0 or not holds_whole(call.tensor, call.dims[0]):
-        raise refuse(
-            func,
-            call.tensor._spec,
-            f"the pieces do not hold dim {call.dims[0]} whole",
-            todo=WHOLE_ROWS,
-        )
+        return gathered(func, args, kwargs)
     return run_along(func, call.tensor, call.dims, None, call.options)

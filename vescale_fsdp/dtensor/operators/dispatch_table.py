@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vescale_fsdp.dtensor.dispatch import Rule, set_rules
-from vescale_fsdp.dtensor.operators import along_dims, elementwise, reductions, whole_tensors
+from vescale_fsdp.dtensor.operators import along_dims, elementwise, flat_views, reductions, whole_tensors
 from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
 from vescale_fsdp.torch_private import operator_names
@@ -25,7 +25,12 @@ aten = torch.ops.aten
 
 def _unsupported(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = first_ragged((*args, *kwargs.values()))
-    raise refuse(func, like._spec if like is not None else None, "it needs more than each element alone")
+    raise refuse(func, like._spec if like is not None else None, "it has no rule")
+
+
+def _decomposed(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch takes apart before it comes here, unless autograd is out of the way, as in inference mode."""
+    return func.decompose(*args, **kwargs)
 
 
 def _on_local(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,21 +53,44 @@ FAMILIES: dict[Rule, tuple[str, str]] = {
         "new tensors of a given shape",
         "Ragged for the tensor's own shape, replicated for others (new_empty: then zeros).",
     ),
-    elementwise.reshape_view: (
+    flat_views.flat_view: (
         "views",
-        "Of any shape (not 0-d); of the tensor's own shape only where another mesh axis cuts it too.",
+        (
+            "One run of the tensor's elements: another shape, `x[2]`, `x[2:5]`, `x.chunk(3)`; writes reach it. Not "
+            "`x.t()`, `x[:, 2]`, nor any but its own shape where another mesh axis cuts it too."
+        ),
     ),
     elementwise.masked_put: ("indexing", "`x[mask] = number`, with a mask of x's shape and cut."),
     elementwise.non_finite_check: ("gradient scaler", "The verdict is agreed over the mesh."),
     reductions.reduction: (
         "reductions",
-        "Over all dims, over dims that every piece holds whole, or (sum, mean, norm) over any, replicated then.",
+        (
+            "Over all dims, or over dims that every piece holds whole (ragged then). Over others: sum, mean, norm "
+            "by one all-reduce, the rest gathered."
+        ),
     ),
     reductions.foreach_norm: ("norms of lists", "One replicated DTensor per tensor, all by one collective."),
-    along_dims.along_dims: ("along one dim", "If every piece holds that dim whole; else refused."),
+    along_dims.along_dims: (
+        "along one dim",
+        "Ragged if every piece holds that dim whole; else gathered, and replicated.",
+    ),
     reductions.equal: ("equality", "One answer, agreed over the mesh."),
     reductions.all_close: ("closeness", "One answer, agreed over the mesh."),
-    whole_tensors.gathered: ("whole tensors", "Gathered first; what comes out is replicated."),
+    whole_tensors.gathered: (
+        "whole tensors",
+        (
+            "All others that give new tensors and draw no random numbers, such as `mm` and `cat`: gathered "
+            "first, replicated afterwards. Refused beside plain tensors."
+        ),
+    ),
+    whole_tensors.written_back: (
+        "whole tensors in place",
+        "All others that write to their first argument alone, such as `triu_`: gathered, then each keeps its piece.",
+    ),
+    _decomposed: (
+        "made of others",
+        "In inference mode, such as `chunk` and `linear`: as the operators they are made of.",
+    ),
     whole_tensors.eye: ("the unit matrix", "Into a ragged tensor of its shape."),
     whole_tensors.rewritten: ("said in others", "As the operators they are made of; nothing is gathered."),
     random.random_fill: (
@@ -102,12 +130,13 @@ _ELEMENTWISE = (
 _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise.elementwise),
     **dict.fromkeys(
-        ("_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"), elementwise.like_factory
+        ("_pin_memory", "_to_copy", "clone", "empty_like", "full_like", "ones_like", "zeros_like"),
+        elementwise.like_factory,
     ),
     **dict.fromkeys(
         ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"), elementwise.new_factory
     ),
-    **dict.fromkeys(("_unsafe_view", "squeeze", "unsqueeze", "view"), elementwise.reshape_view),
+    "_unsafe_view": flat_views.flat_view,
     "index_put_": elementwise.masked_put,
     **dict.fromkeys(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"), elementwise.foreach),
     "_amp_foreach_non_finite_check_and_unscale_": elementwise.non_finite_check,
@@ -117,9 +146,6 @@ _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(
         ("_log_softmax", "_softmax", "cumprod", "cumsum", "logcumsumexp", "sort", "topk"),
         along_dims.along_dims,
-    ),
-    **dict.fromkeys(
-        ("cat", "histc", "kthvalue", "linalg_qr", "median", "nanmedian", "stack"), whole_tensors.gathered
     ),
     **dict.fromkeys(whole_tensors.REWRITTEN, whole_tensors.rewritten),
     "equal": reductions.equal,
@@ -132,8 +158,10 @@ _BY_NAME: dict[str, Rule] = {
 _BY_OVERLOAD: dict[torch._ops.OpOverload, Rule] = dict.fromkeys(
     (aten.max.default, aten.max.dim, aten.min.default, aten.min.dim), reductions.reduction
 ) | dict.fromkeys((aten.eye.out, aten.eye.m_out), whole_tensors.eye)
-_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor, aten.view.dtype)
-_FOREACH_REDUCTIONS = ("_foreach_powsum",)
+_REFUSED_OVERLOADS = (aten.bernoulli_.Tensor,)
+# Families of what is not named above; the document does not list their hundreds of operators.
+_OPEN = (flat_views.flat_view, whole_tensors.gathered, whole_tensors.written_back, _decomposed)
+_FOREACH_OF_WHOLES = ("_foreach_mm", "_foreach_powsum")
 
 
 def _is_out(func: torch._ops.OpOverload) -> bool:
@@ -167,9 +195,28 @@ def rule_of(func: torch._ops.OpOverload) -> Rule:
         rule = _BY_NAME[name]
         elementwise_out = rule is elementwise.elementwise or not _is_out(func)
         return rule if elementwise_out else _unsupported
-    if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS and not _is_out(func):
+    if name.startswith("_foreach_") and name not in _FOREACH_OF_WHOLES and not _is_out(func):
         return elementwise.foreach
-    return elementwise.elementwise if _is_elementwise(func) else _unsupported
+    return elementwise.elementwise if _is_elementwise(func) else _open_rule(func)
+
+
+def _open_rule(func: torch._ops.OpOverload) -> Rule:
+    """The rule of an operator that is not named, from what its schema says."""
+    arguments = func._schema.arguments
+    if func.has_kernel_for_dispatch_key(torch.DispatchKey.CompositeImplicitAutograd):
+        return _decomposed
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _unsupported  # it would draw from each rank's own generator
+    if func.is_view:
+        single = sum("Tensor" in str(argument.type) for argument in arguments) == 1
+        return flat_views.flat_view if single else _unsupported
+    written = [argument for argument in arguments if argument.alias_info is not None]
+    if not written:
+        # Schemas of batch norms do not say that they write to these.
+        secret = any(argument.name in ("running_mean", "running_var") for argument in arguments)
+        return _unsupported if secret else whole_tensors.gathered
+    own = written == arguments[:1] and not _is_out(func) and torch.Tag.inplace_view not in func.tags
+    return whole_tensors.written_back if own else _unsupported
 
 
 set_rules(rule_of)
@@ -197,13 +244,13 @@ def operator_table() -> str:
         "# Operators on ragged tensors",
         "",
         "Written by `python tools/operators_table.py` from the dispatch table; a test compares the two.",
-        f"Operators are those of torch {torch.__version__.split('+')[0]}. What is not listed raises",
+        f"Operators are those of torch {torch.__version__.split('+')[0]}. What none of the families holds raises",
         "`UnsupportedOpError`, a `NotImplementedError` that names operator, placement and the way out.",
         "",
         "| family | what holds | operators |",
         "|---|---|---|",
     ]
     for rule, (family, promise) in FAMILIES.items():
-        listed = ", ".join(f"`{name}`" for name in sorted(names.get(rule, ())))
+        listed = "" if rule in _OPEN else ", ".join(f"`{name}`" for name in sorted(names.get(rule, ())))
         lines.append(f"| {family} | {promise} | {listed} |")
     return "\n".join(lines) + "\n"

@@ -27,8 +27,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
     written_names,
 )
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import inner_box, make_spec, ragged_axis
-from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_private import local_of
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "masked_put",
     "new_factory",
     "non_finite_check",
-    "reshape_view",
 ]
 
 aten = torch.ops.aten
@@ -79,23 +77,6 @@ def like_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     return wrap_result(func, func(tensor._local_tensor, *args[1:], **kwargs), tensor)
 
 
-def reshape_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of another shape: the same flat range of the tensor, spoken of in other dims."""
-    tensor: RaggedDTensor = args[0]
-    shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
-    if shape == tensor.shape:
-        local = tensor._local_tensor
-        return wrap_result(func, local.view_as(local), tensor)
-    axis, placement = ragged_axis(tensor.placements)
-    if not shape or inner_box(tensor._spec).sizes != tuple(tensor.shape):
-        why = "0-d tensors are not ragged" if not shape else "another mesh axis cuts its dims"
-        raise refuse(func, tensor._spec, f"a view of shape {tuple(shape)}: {why}")
-    cut = RaggedShard.from_piece_numels(shape, placement.piece_lengths(tensor.shape))
-    placements = [cut if other == axis else p for other, p in enumerate(tensor.placements)]
-    spec = make_spec(tensor.device_mesh, placements, shape, tensor.dtype)
-    return RaggedDTensor.wrap(tensor._local_tensor.view(-1), spec)
-
-
 def masked_put(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x[mask] = value`` with a mask of x's own shape and cut, and one value for all."""
     named = bind(func, args, kwargs)
@@ -129,6 +110,11 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     lists = [v for v in named.values() if isinstance(v, (list, tuple)) and any(map(_is_tensor, v))]
     length = len(lists[0])
     likes = _likes(lists, length)
+    stock = {
+        i for i, like in enumerate(likes) if like is None and any(map(_is_dtensor, _at(lists, length, i)))
+    }
+    if stock:
+        return _apart(func, args, kwargs, stock, length)
     _check_lists_written(func, named, likes)
     some = first_ragged(likes)
 
@@ -148,6 +134,26 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ]
 
 
+def _apart(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], stock: set[int], length: int
+) -> Any:
+    """A call on lists in which some tensors are torch's own DTensors: torch does these, beside ours."""
+
+    def of(places: list[int]) -> Any:
+        def some(value: Any) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == length
+            return [value[place] for place in places] if is_list else value
+
+        return func(*map(some, args), **{name: some(value) for name, value in kwargs.items()})
+
+    order = [*sorted(stock), *(place for place in range(length) if place not in stock)]
+    results = [of(order[: len(stock)]), of(order[len(stock) :])]
+    if not all(isinstance(result, (list, tuple)) for result in results):
+        return results[0]
+    found = dict(zip(order, [*results[0], *results[1]], strict=True))
+    return [found[place] for place in range(length)]
+
+
 def _local_item(func: torch._ops.OpOverload, item: Any, like: RaggedDTensor | None) -> Any:
     # Asked hundreds of times per optimizer step: gradients and states bear their parameter's very spec.
     if like is None or (isinstance(item, RaggedDTensor) and item._spec is like._spec):
@@ -159,12 +165,20 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _is_dtensor(value: object) -> bool:
+    return isinstance(value, DTensor)
+
+
+def _at(lists: list[Any], length: int, place: int) -> Any:
+    return (values[place] for values in lists if len(values) == length)
+
+
 def _likes(lists: list[Any], length: int) -> list[RaggedDTensor | None]:
     """For every place in the lists, a ragged tensor that stands there, if any does."""
     first = lists[0]
     if all(isinstance(item, RaggedDTensor) for item in first):  # the usual case: parameters come first
         return list(first)
-    return [first_ragged(values[i] for values in lists if len(values) == length) for i in range(length)]
+    return [first_ragged(_at(lists, length, place)) for place in range(length)]
 
 
 def _check_lists_written(

@@ -3,13 +3,12 @@
     over all dims     each rank's answer for its piece, gathered and combined: a replicated DTensor. A nan on
                       one rank is a nan for all (an all-reduce with MAX may lose it)
     over some dims    every piece holds these dims whole (its cuts lie between them): see `along_dims`
-    over cut dims     sums, means and norms: an all-reduce of what each rank's boxes add to the result
+    over cut dims     sums, means and norms: an all-reduce of what each rank's boxes add to the result. Others, such
+                      as a maximum over rows that are cut in the middle: the tensor is gathered
 
 No sum is left Partial: torch 2.13 adds a plain scalar to a Partial DTensor once per rank, so sums would come
 out wrong in the next operator (seen in cosine_embedding_loss). Norms of a finite order may: torch gets those
 right, and so clipping costs one collective for all gradients.
-
-Everything else is refused: a sorted row that is cut in the middle would need its neighbours.
 """
 
 from __future__ import annotations
@@ -24,13 +23,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.collectives import all_reduce_in_place, gathered, wait_for
-from vescale_fsdp.dtensor.operators.along_dims import (
-    WHOLE_ROWS,
-    CallAlongDims,
-    call_of,
-    holds_whole,
-    run_along,
-)
+from vescale_fsdp.dtensor.operators import whole_tensors
+from vescale_fsdp.dtensor.operators.along_dims import CallAlongDims, call_of, holds_whole, run_along
 from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_partial, localise, refuse
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec
@@ -53,7 +47,7 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     name = func._schema.name.removeprefix("aten::")
     if call.tensor.numel() == 0 and name in _NEED_ELEMENTS:
         raise refuse(func, call.tensor._spec, "the tensor has no elements")
-    if len(call.dims) == call.tensor.ndim and name in TOTALS:
+    if len(call.dims) == call.tensor.ndim and name in TOTALS and not _needs_all(call, name):
         result = TOTALS[name](call)
         keep = (1,) * call.tensor.ndim if call.keepdim else ()
         if not keep:
@@ -61,14 +55,20 @@ def reduction(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return type(result)(r.view(keep) for r in result) if isinstance(result, tuple) else result.view(keep)
     if holds_whole(call.tensor, call.dims[0]):
         return run_along(call.func, call.tensor, call.dims, call.keepdim, call.options)
-    if name in _SUMMABLE and len(call.dims) < call.tensor.ndim:
+    if name in _SUMMABLE and len(call.dims) < call.tensor.ndim and not _needs_all(call, name):
         return _over_cut_dims(call)
-    raise refuse(
-        func,
-        call.tensor._spec,
-        f"the pieces do not hold the dims {call.dims} whole",
-        todo=WHOLE_ROWS,
-    )
+    return whole_tensors.gathered(func, args, kwargs)
+
+
+def _needs_all(call: CallAlongDims, name: str) -> bool:
+    """Whether the answers of the pieces do not tell that of the whole."""
+    if name in ("argmax", "argmin"):  # of another mesh axis' parts nobody knows the places in flat order
+        return inner_box(call.tensor._spec).sizes != tuple(call.tensor.shape)
+    if name in ("linalg_vector_norm", "norm"):
+        order = _order(call.options)
+        over_some = len(call.dims) < call.tensor.ndim
+        return (order < 0 and not math.isinf(order)) or (over_some and not 0 < order < math.inf)
+    return name.startswith(("std", "var")) and call.tensor.is_complex()
 
 
 def _replicated(local: torch.Tensor, tensor: RaggedDTensor) -> DTensor:
@@ -142,8 +142,6 @@ def _aminmax(call: CallAlongDims) -> tuple[DTensor, DTensor]:
 def _arg_extreme(call: CallAlongDims, *, largest: bool) -> DTensor:
     """argmax and argmin: the first place, in flat order, of the extreme value (a nan counts as extreme)."""
     tensor, local = call.tensor, call.tensor._local_tensor.reshape(-1)
-    if inner_box(tensor._spec).sizes != tuple(tensor.shape):
-        raise refuse(call.func, tensor._spec, "another mesh axis cuts it too, so that flat order is lost")
     fill = _identity(local.dtype, largest)
     index = torch.full((), torch.iinfo(torch.int64).max, dtype=torch.int64, device=local.device)
     value = torch.full((), fill, dtype=local.dtype, device=local.device)
@@ -160,8 +158,6 @@ def _arg_extreme(call: CallAlongDims, *, largest: bool) -> DTensor:
 def _moments(call: CallAlongDims) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean of all elements, from each rank's count, mean and squared distances."""
     local = call.tensor._local_tensor
-    if local.is_complex():
-        raise refuse(call.func, call.tensor._spec, "variances of complex numbers are not done piece by piece")
     wide = local.to(torch.float64)
     count = torch.tensor(float(local.numel()), dtype=torch.float64, device=local.device)
     mean = wide.mean() if local.numel() else count
@@ -205,14 +201,8 @@ def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
     return torch.linalg.vector_norm(norms, order, dim=0)
 
 
-def _check_norm_order(func: torch._ops.OpOverload, tensor: RaggedDTensor, order: float) -> None:
-    if order < 0 and not math.isinf(order):
-        raise refuse(func, tensor._spec, f"a norm of order {order} has no neutral part for an empty piece")
-
-
 def _norm(call: CallAlongDims) -> DTensor:
     order, dtype = _order(call.options), call.options.get("dtype")
-    _check_norm_order(call.func, call.tensor, order)
     if call.tensor.numel() == 0 and math.isinf(order):
         raise refuse(call.func, call.tensor._spec, "the tensor has no elements")
     if 0 < order < math.inf:
@@ -250,7 +240,9 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
         elif is_partial(tensor):
             raise refuse(func, tensor._spec, "a tensor of the list holds sums that are not done")
         else:
-            _check_norm_order(func, tensor, order)
+            if order < 0 and not math.isinf(order):
+                why = f"a norm of order {order} has no neutral part for an empty piece"
+                raise refuse(func, tensor._spec, why)
             cut = tuple(not p.is_replicate() for p in tensor.placements)
             together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     home = first_ragged(tensors)
@@ -298,8 +290,6 @@ def _over_cut_dims(call: CallAlongDims) -> DTensor:
     tensor, dims, dtype = call.tensor, call.dims, call.options.get("dtype")
     name = call.func._schema.name.removeprefix("aten::")
     order = None if name in ("sum", "mean") else _order(call.options)
-    if order is not None and (order <= 0 or math.isinf(order)):
-        raise refuse(call.func, tensor._spec, f"a norm of order {order} over cut dims", todo=WHOLE_ROWS)
     local, start = tensor._local_tensor.reshape(-1), 0
     kept = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
     total = local.new_zeros(kept, dtype=local[:0].sum(dtype=dtype).dtype if order is None else dtype)

@@ -1,12 +1,14 @@
-"""Rules of operators that have an answer only for whole tensors, and give new ones: gather, and let torch compute.
+"""Rules of operators that have an answer only for whole tensors: gather, and let torch compute.
 
-    cat, qr, median ..  every ragged argument is gathered; the result is a replicated DTensor
-    eye (out=)          the matrix is made whole, each rank keeps its piece
-    dot, dist, mse_loss said in operators that have rules of their own; nothing is gathered
-    foreach max         the maximum of each tensor
+    matmul, sort, qr ..    every DTensor among the arguments is gathered; the result is a replicated DTensor
+    triu_, index_fill_ ..  the same, and then each rank keeps its piece of what was written
+    eye (out=)             the matrix is made whole, each rank keeps its piece
+    dot, dist, mse_loss    said in operators that have rules of their own; nothing is gathered
+    foreach max            the maximum of each tensor
 
-Collectives, as norms are: all ranks call them. What returns views or writes in place is not here: a write to what was
-gathered would be lost.
+Collectives, as norms are: all ranks call them. Plain tensors beside a ragged one are refused: they may differ between
+ranks, and are most often the inputs of a module whose parameters nobody gathered. What returns a view is not here: a
+write to a view of what was gathered would be lost (see `flat_views`).
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from vescale_fsdp.dtensor.operators.arguments import (
     first_ragged,
     refuse,
 )
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import make_spec
+from vescale_fsdp.torch_private import local_of, pytree
 
-__all__ = ["REWRITTEN", "eye", "gathered", "rewritten"]
+__all__ = ["REWRITTEN", "eye", "gathered", "rewritten", "written_back"]
 
 aten = torch.ops.aten
 
@@ -36,22 +39,46 @@ def gathered(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     """Run an operator on the whole tensors; its results are replicated."""
     like = first_ragged((*args, *kwargs.values()))
     assert like is not None
+    result = func(*_whole(func, args, like), **_whole(func, kwargs, like))
+    return pytree.tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
 
-    def whole(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [whole(each) for each in value]
-        if isinstance(value, RaggedDTensor):
-            return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            raise refuse(
-                func,
-                like._spec,
-                f"a plain tensor of shape {tuple(value.shape)} is beside it",
-                OUTSIDE_FORWARD,
-            )
-        return value
 
-    return func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+def written_back(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that writes to its first argument on the whole tensor; each rank keeps its piece of it."""
+    written, *rest = args
+    check_written(func, bind(func, args, kwargs), written)
+    full = _whole(func, written, written).clone()
+    func(full, *_whole(func, rest, written), **_whole(func, kwargs, written))
+    return written.copy_(_replicated(full, written))
+
+
+def _whole(func: torch._ops.OpOverload, given: Any, like: RaggedDTensor) -> Any:
+    """Arguments as plain tensors that all ranks hold alike.
+
+    Raises:
+        UnsupportedOpError: for a plain tensor, which may differ between ranks, and for one on another mesh.
+    """
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, DTensor):
+            if value.device_mesh != like.device_mesh:
+                raise refuse(
+                    func, like._spec, f"a DTensor on another mesh, {value.device_mesh}, is beside it"
+                )
+            return local_of(redistribute(value, [Replicate()] * value.device_mesh.ndim))
+        if value.ndim == 0:
+            return value
+        raise refuse(
+            func, like._spec, f"a plain tensor of shape {tuple(value.shape)} is beside it", OUTSIDE_FORWARD
+        )
+
+    return pytree.tree_map_only(torch.Tensor, whole, given)
+
+
+def _replicated(full: torch.Tensor, like: RaggedDTensor) -> DTensor:
+    mesh = like.device_mesh
+    spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
+    return DTensor(full.contiguous(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,9 +89,7 @@ def eye(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     full = torch.eye(named["n"], named.get("m", named["n"]), dtype=out.dtype, device=out._local_tensor.device)
     if full.shape != out.shape:
         raise refuse(func, out._spec, f"a matrix of shape {tuple(full.shape)} would resize it")
-    mesh = out.device_mesh
-    spec = make_spec(mesh, [Replicate()] * mesh.ndim, full.shape, full.dtype)
-    return out.copy_(DTensor(full, spec, requires_grad=False))  # type: ignore[call-arg]
+    return out.copy_(_replicated(full, out))
 
 
 def rewritten(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -56,7 +56,7 @@ class GroupPlan:
         part_size: ranks of the smaller groups that hold full parameters between forward and backward, or None.
         is_hooked: whether the parameters are of tensor subclasses that gather themselves.
         param_dtype: what the parameters compute in; None: their own dtype.
-        scatter: what the planner was allowed, for whoever plans anew.
+        scatter, wanted_part_size: what the user said, for whoever plans anew for other ranks.
     """
 
     params: dict[str, nn.Parameter]
@@ -68,6 +68,7 @@ class GroupPlan:
     is_hooked: bool
     param_dtype: torch.dtype | None
     scatter: Scatter
+    wanted_part_size: int | None = None
 
 
 @dataclass
@@ -181,6 +182,7 @@ def _plan(group: _GroupParams, rules: PlanRules) -> GroupPlan:
         group.is_hooked,
         group.param_dtype,
         rules.padding_policy.scatter,
+        None if isinstance(rules.reshard_after_forward, bool) else rules.reshard_after_forward,
     )
 
 

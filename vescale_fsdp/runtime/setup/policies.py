@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.errors import UnsupportedOpError, explain
+from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 from vescale_fsdp.torch_private import grad_dtype_of
 
 __all__ = ["check_grad_dtype", "check_policies", "param_dtype_of", "policy_of_group"]
@@ -31,7 +32,8 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
     """Refuse what a policy asks for and nobody here follows.
 
     Raises:
-        UnsupportedOpError: for a kind of policy, or a field that holds another value than its default.
+        UnsupportedOpError: for a kind of policy, a field that holds another value than its default, or policies that
+            exclude each other.
     """
     offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
     if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
@@ -39,6 +41,13 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
             "This offload_policy is of a kind that is not supported.",
             expected="OffloadPolicy or CPUOffloadPolicy",
             got=f"{type(offload_policy).__module__}.{type(offload_policy).__name__}",
+        )
+    if offload is CPUOffloadPolicy and isinstance(mp_policy, GatherPolicy):
+        raise UnsupportedOpError(
+            "A gather policy reads shards on the device that computes with them.",
+            expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
+            got=f"{offload_policy} beside {mp_policy}",
+            todo="leave one of them out",
         )
     _check_fields("mp_policy", mp_policy, MixedPrecisionPolicy)
     _check_fields("offload_policy", offload_policy, offload)

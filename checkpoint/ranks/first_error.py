@@ -1,0 +1,31 @@
+"""The first error of a rank that others wait for: it goes on sending and receiving, and raises when all are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["FirstError"]
+
+T = TypeVar("T")
+
+
+class FirstError:
+    """Does work until some fails, then none; keeps what that raised."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """What the work returns; None if it raises, which is kept, or if something has gone wrong before."""
+        if self.error is None:
+            try:
+                return work()
+            except BaseException as caught:  # noqa: BLE001  others still wait for this rank's parts
+                self.error = caught
+        return None
+
+    def raise_kept(self) -> None:
+        """Raise what was kept, if anything."""
+        if self.error is not None:
+            raise self.error

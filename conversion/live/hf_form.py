@@ -1,0 +1,214 @@
+"""`HuggingFace`: a form of `save` that writes a Hugging Face repository straight from live shards.
+
+What is in it is what the converter would make of a native checkpoint of the same state, byte for byte, and planned by
+the same code; what is written by whom, see `joint_files`, and how it appears, `written_folder`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
+from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
+from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
+from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
+from vescale_fsdp.conversion.live.held_shards import HeldShards
+from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
+from vescale_fsdp.conversion.live.written_folder import WrittenFolder
+from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.views.casting import CastRules
+from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.errors import ConversionError, some
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HuggingFace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Form):
+    """Write a Hugging Face repository: for ``save(..., format=)`` and ``CheckpointManager(export=)``.
+
+    >>> from vescale_fsdp import HuggingFace
+    >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
+    >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
+
+    The optimizer is left out. Every rank writes its part of the files; nothing is gathered, and only what key rules
+    (or cuts along other dims than the first) put between the bytes of several ranks is sent, in small parts.
+
+    Args:
+        assets: folder or URL with config.json, tokenizer files and so on, which go along.
+        rules: key rules from the model's names to Hugging Face's: a shipped set's name or a TOML file.
+        dtype: the type that floats are cast to, or several texts such as ``"*.gate.bias=float32"``.
+        model_prefix: what the model's names begin with in the state, such as ``"model"``; all else stays out then.
+            By default the model is looked for, and what is neither it nor its optimizer is refused by name.
+        max_shard_bytes: the most bytes of tensors in one file.
+        budget_bytes: the most bytes of other ranks' tensors that a rank holds at a time.
+
+    Raises:
+        ConversionError: for a type that floats are not cast to, or limits that are too small.
+    """
+
+    assets: str | os.PathLike[str]
+    rules: str | None = None
+    dtype: str | torch.dtype | Sequence[str] = ()
+    model_prefix: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    budget_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        CastRules.parse(self._casts)
+        if self.budget_bytes < MIN_BUDGET_BYTES or self.max_shard_bytes < 1:
+            raise ConversionError(
+                "A limit is too small.",
+                expected=f"budget_bytes >= {MIN_BUDGET_BYTES} and max_shard_bytes >= 1",
+                got=f"{self.budget_bytes} and {self.max_shard_bytes}",
+                where="HuggingFace(..)",
+            )
+
+    @property
+    def _casts(self) -> tuple[str, ...]:
+        if isinstance(self.dtype, (str, Sequence)):
+            return (self.dtype,) if isinstance(self.dtype, str) else tuple(self.dtype)
+        return (dtype_name(self.dtype),)
+
+    @property
+    def _options(self) -> ConvertOptions:
+        return ConvertOptions(
+            assets=os.fspath(self.assets),
+            model_prefix=self.model_prefix,
+            dtype=self._casts,
+            rules=self.rules,
+            max_shard_bytes=self.max_shard_bytes,
+        )
+
+    def arguments(self) -> Json:
+        """All of them, with the contents of config.json and of the rules."""
+        url = os.fspath(self.assets)
+        config = Assets(url).config
+        if config is None:
+            raise ConversionError(
+                f"The settings lack {CONFIG_FILE}.",
+                expected=f"a folder with {CONFIG_FILE}, without which nobody loads the weights",
+                got="none there",
+                where=url,
+                todo="check the path given as assets=",
+            )
+        rules = repr(load_rules(self.rules)) if self.rules is not None else ""
+        return {
+            "form": "HuggingFace",
+            "assets": url,
+            CONFIG_FILE: xxhash.xxh3_64_hexdigest(dump_json(config)),
+            "rules": [self.rules, xxhash.xxh3_64_hexdigest(rules.encode())],
+            "dtype": list(self._casts),
+            "model_prefix": self.model_prefix,
+            "max_shard_bytes": self.max_shard_bytes,
+            "budget_bytes": self.budget_bytes,
+        }
+
+    def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
+        """Lock the folder, and refuse one with other files than a repository's."""
+        _folder(storage).claim(held, overwrite=overwrite)
+
+    def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
+        """Plan, meet, and write this rank's bytes of all files."""
+        storage, coordinator, folder = share.storage, share.coordinator, _folder(share.storage)
+        with coordinator.together("planning a Hugging Face repository"), gc_paused():
+            shards = HeldShards(plan(), coordinator.rank, share.locals_by_name, storage)
+            self._refuse_others(shards)
+            ties = _Ties(shards)
+            report = self._planned(shards, ties)
+        if ties.asked:
+            ties.compare(coordinator, self.budget_bytes)
+            with coordinator.together("planning a Hugging Face repository"), gc_paused():
+                report = self._planned(shards, ties)
+        with coordinator.together(f"making {storage.where}"):
+            if coordinator.rank == 0:
+                folder.begin()
+                for warning in report.warnings:
+                    warnings.warn(warning, stacklevel=2)
+        with coordinator.together(f"making files for {storage.where}"):
+            files = JointFiles(folder.working, report.plan, shards, coordinator, self.budget_bytes)
+            files.lay_out()
+        with coordinator.together(f"writing to {storage.where}"):
+            files.write()
+        names = [file.name for file in report.plan.files]
+        return Commit(report.plan.tensor_nbytes, partial(folder.commit, report.plan.closing, names))
+
+    def clear_away(self, storage: Storage, save_id: str) -> None:
+        """All that was written."""
+        _folder(storage).clear_away()
+
+    def _planned(self, shards: HeldShards, ties: _Ties) -> ConvertReport:
+        return plan_conversion(shards.source, shards.source.url, "hf", self._options, ties.is_equal)
+
+    def _refuse_others(self, shards: HeldShards) -> None:
+        """Refuse leaves that are neither of the model nor of its optimizer, unless the model was named."""
+        from vescale_fsdp.conversion.state.model_names import find_model
+
+        others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
+        if others and self.model_prefix is None:
+            raise ConversionError(
+                "A Hugging Face repository cannot hold all of this state.",
+                expected="a model, and an optimizer, which is left out",
+                got=some(others, 8),
+                where=shards.source.url,
+                todo="save the model alone, or name it: HuggingFace(.., model_prefix='model') leaves out all else",
+            )
+
+
+def _folder(storage: Storage) -> WrittenFolder:
+    return WrittenFolder(
+        storage,
+        "a Hugging Face repository",
+        CONFIG_FILE,
+        lambda name: is_weight_file(name) or is_setting(name),
+        BEING_WRITTEN,
+    )
+
+
+class _Ties:
+    """Whether tensors that config.json ties have the same bytes, found by all ranks together."""
+
+    def __init__(self, shards: HeldShards) -> None:
+        self._shards = shards
+        self.asked: list[tuple[TensorView, TensorView]] = []
+        self._known: dict[tuple[str, str], bool] = {}
+
+    def is_equal(self, one: TensorView, other: TensorView) -> bool:
+        """What is known by now; what is not is asked for, and is no until it is known."""
+        if (one.info.shape, one.info.dtype) != (other.info.shape, other.info.dtype):
+            return False
+        stored = [self._shards.place_of(view.stored) for view in (one, other) if view.stored is not None]
+        if len(stored) == 2 and stored[0] == stored[1]:
+            return True  # one tensor under two names
+        names = (one.info.name, other.info.name)
+        if names not in self._known:
+            self.asked.append((one, other))
+        return self._known.get(names, False)
+
+    def compare(self, coordinator: Coordinator, budget_bytes: int) -> None:
+        """Learn of all that was asked for; a collective."""
+        with coordinator.together("comparing tied weights"):
+            mine = [self._shards.content_sum(view, budget_bytes) for pair in self.asked for view in pair]
+        sums = np.array(coordinator.everyone(mine), dtype=np.uint64).sum(axis=0, dtype=np.uint64)
+        for number, (one, other) in enumerate(self.asked):
+            self._known[one.info.name, other.info.name] = bool(sums[2 * number] == sums[2 * number + 1])

@@ -1,0 +1,42 @@
+"""What the examples on accelerate, Trainer and TRL run: their options, and the command line that fills them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["GLOBAL_BATCH", "MICRO_BATCHES", "Options", "parse_options"]
+
+GLOBAL_BATCH = 12
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    out: Path
+    runtime: str = "vescale"  # or stock "fsdp2", for comparing
+    steps: int = 50
+    save_at: int = 25
+    resume: Path | None = None
+    state_dict_type: str = "SHARDED_STATE_DICT"
+    cpu_ram_efficient_loading: bool = False
+    tied: bool = False
+    bf16: bool = False
+    replicas: int = 1  # HSDP, of accelerate
+    # Of the clipping. The largest gradient (inf) is the same however gradients are cut; a sum is not, in its last bits.
+    norm_type: float = 2.0
+    max_norm: float = 1.0
+
+
+def parse_options(description: str) -> Options:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runtime", choices=["vescale", "fsdp2"], default="vescale")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--save-at", type=int, default=25)
+    parser.add_argument("--resume", type=Path)
+    return Options(**vars(parser.parse_args()))

@@ -1,0 +1,200 @@
+"""`read="once"`: what several ranks want is read by one of them, and no rank waits for one that fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.checkpoint import CheckpointManager, load
+from vescale_fsdp.checkpoint.loading.load import Read, Verify
+from vescale_fsdp.checkpoint.loading.shared_stripes import StripeRun, plan_shared, waves_of_stripes
+from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
+from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.storage import local as local_module
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, DamagedLoadError, PartialLoadError
+from vescale_fsdp.layout.placement import RaggedShard
+
+_STRIPE = 64 << 10
+_NUMEL = 300_000
+
+
+def _state(seed: int, replicas: int) -> dict[str, Any]:
+    """HSDP over ``replicas``: ragged, by rows, by columns; and tensors that every rank has whole."""
+    generator = torch.Generator().manual_seed(seed)
+    mesh = cpu_mesh(replicas, dist.get_world_size() // replicas)
+    size, rank = mesh.size(1), mesh.get_local_rank(1)
+    flat = torch.randn(_NUMEL, generator=generator)
+    first = _NUMEL * 2 // 3 if size > 1 else _NUMEL
+    numels = (
+        [first, *(len(part) for part in torch.arange(_NUMEL - first).tensor_split(size - 1))]
+        if size > 1
+        else [first]
+    )
+    ragged = RaggedDTensor.from_local(
+        flat.split(numels)[rank].clone(),
+        mesh,
+        [Replicate(), RaggedShard.from_piece_numels((_NUMEL,), numels)],
+        shape=(_NUMEL,),
+    )
+    matrix = torch.randn(200, 150, generator=generator)
+    return {
+        "ragged": ragged,
+        "rows": distribute_tensor(matrix, mesh, [Replicate(), Shard(0)]),
+        "columns": distribute_tensor(matrix + 1, mesh, [Replicate(), Shard(1)]),
+        "plain": torch.randn(_NUMEL // 2, generator=generator),
+        "small": torch.randn(5, generator=generator),
+        "step": seed,
+    }
+
+
+def _values(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+
+
+def _assert_same(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    for name, value in _values(expected).items():
+        other = _values(found)[name]
+        assert (
+            torch.equal(value, other) and value.numel() if isinstance(value, torch.Tensor) else value == other
+        ), name
+
+
+def _save(path: Path, replicas: int) -> None:
+    Saver(LocalStorage(path), coordinator_for(), stripe_bytes=_STRIPE).save(_state(1, replicas))
+
+
+def _loads(path: Path, replicas: int) -> dict[tuple[Read, Verify], tuple[int, int]]:
+    """Bytes read and received on this rank by every way to read and verify, once the values are compared."""
+    found = {}
+    reads: tuple[Read, ...] = ("once", "each", "auto")
+    modes: tuple[Verify, ...] = ("while", "before", "never")
+    for read in reads:
+        for verify in modes:
+            state = _state(2, replicas)
+            report = load(path, state, read=read, verify=verify)
+            _assert_same(_state(1, replicas), state)
+            found[read, verify] = report.num_bytes_read, report.num_bytes_received
+    return found
+
+
+def _total(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("data-*/*"))
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by", "replicas"), [(4, 4, 2), (4, 3, 1), (3, 4, 2), (2, 4, 4)])
+def test_each_byte_is_read_once(saved_by: int, loaded_by: int, replicas: int, tmp_path: Path) -> None:
+    """Whatever the replicas and whoever saved, ranks read the checkpoint's bytes in all, and evenly."""
+    run_ranks(saved_by, _save, tmp_path / "c", 2 if saved_by == 4 else 1)
+    found = run_ranks(loaded_by, _loads, tmp_path / "c", replicas)
+    total = _total(tmp_path / "c")
+    assert total > 20 * _STRIPE
+
+    def sums(read: Read, verify: Verify) -> tuple[int, int]:
+        ranks = [rank[read, verify] for rank in found]
+        return sum(own for own, _ in ranks), sum(received for _, received in ranks)
+
+    for verify in ("while", "never"):
+        own, received = sums("once", verify)
+        assert 0.97 * total < own <= 1.01 * total and received > 0.3 * total
+        each, nothing = sums("each", verify)
+        assert each > 1.2 * total and nothing == 0
+        if replicas > 1:
+            assert max(rank["once", verify][0] for rank in found) < 1.4 * total / loaded_by
+    assert sums("once", "before")[0] <= 2.02 * total
+    assert sums("auto", "while") == sums("each", "while")  # a local disk
+
+
+def _endings(path: Path) -> dict[str, tuple[str, str]]:
+    """The errors of loads of which one rank's storage, or one file, is bad; then a good one."""
+    rank, found = dist.get_rank(), {}
+
+    def attempt(name: str, storage: Any, verify: Verify) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            load(storage, _state(2, 2), read="once", verify=verify)
+        found[name] = type(caught.value).__name__, str(caught.value)
+
+    class Fails(LocalStorage):
+        def open_file(self, name: str) -> Any:
+            reader = super().open_file(name)
+            whole = reader.read_at
+
+            def read_at(offset: int, buffers: Any) -> None:
+                if sum(map(len, buffers)) == _STRIPE and offset > 3 * _STRIPE:
+                    raise OSError("the cable is out")
+                whole(offset, buffers)
+
+            reader.read_at = read_at  # type: ignore[method-assign]
+            return reader
+
+    attempt("cable", (Fails if rank == 1 else LocalStorage)(path), "never")
+    (file,) = path.glob("data-*/00002-*")
+    good = file.read_bytes()
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(
+            good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :]
+        )
+    dist.barrier()
+    attempt("while", path, "while")
+    attempt("before", path, "before")
+    dist.barrier()
+    if rank == 0:
+        file.write_bytes(good)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local_module, "_file_system_of", lambda folder: "nfs4")
+        state = _state(2, 2)
+        report = load(path, state)
+    _assert_same(_state(1, 2), state)
+    assert report.num_bytes_received
+    (path.parent / "steps").mkdir(exist_ok=True)
+    (path.parent / "steps" / "step-00000001").symlink_to(path) if rank == 0 else None
+    dist.barrier()
+    restored = CheckpointManager(path.parent / "steps").restore(state, read="once")
+    assert restored is not None and restored.report.num_bytes_received
+    return found
+
+
+def test_a_reader_that_fails(tmp_path: Path) -> None:
+    """All ranks hear of it; "before" nothing is overwritten; a network disk is read once unasked."""
+    run_ranks(4, _save, tmp_path / "c", 2)
+    found = run_ranks(4, _endings, tmp_path / "c", timeout_s=100.0)
+    for rank in found:
+        assert rank["cable"][0] == PartialLoadError.__name__ and "the cable is out" in rank["cable"][1]
+        assert rank["while"][0] == DamagedLoadError.__name__ and "00002-of-00004" in rank["while"][1]
+        assert rank["before"][0] == CorruptCheckpointError.__name__ and "00002-of-00004" in rank["before"][1]
+
+
+def test_the_plan() -> None:
+    """Stripes that several want have one reader, work is even, and no rank receives more than eight a wave."""
+    everyone = [[StripeRun(0, 0, 100), StripeRun(7, 3, 4)] for _ in range(30)]
+    everyone[5] = [StripeRun(0, 10, 20), StripeRun(3, 0, 5)]
+    shared = plan_shared(everyone)
+
+    assert {(stripe.saved_rank, stripe.number) for stripe in shared} == {
+        *((0, i) for i in range(100)),
+        (7, 3),
+    }
+    assert len(shared) == 101
+    for stripe in shared:
+        ranks = {stripe.reader, *stripe.receivers}
+        assert len(ranks) == 1 + len(stripe.receivers)
+        assert (5 in ranks) == (stripe.saved_rank == 0 and 10 <= stripe.number < 20)
+    load_of = Counter(stripe.reader for stripe in shared)
+    assert max(load_of.values()) <= 5 and len(load_of) >= 29
+    waves = waves_of_stripes(shared)
+    assert sorted(stripe for wave in waves for stripe in wave) == sorted(shared)
+    for wave in waves:
+        assert max(Counter(stripe.reader for stripe in wave).values()) == 1
+        assert max(Counter(rank for stripe in wave for rank in stripe.receivers).values()) <= 8
+    assert len(waves) < 30
+    assert plan_shared([[StripeRun(0, 0, 4)], [StripeRun(0, 4, 9)]]) == []

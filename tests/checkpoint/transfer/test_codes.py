@@ -1,0 +1,79 @@
+"""Codes on their way: those of the whole tensor, wherever it is cut; and what they would be if nobody agreed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import distribute_tensor as distribute_stock
+
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
+from vescale_fsdp.checkpoint.transfer.coding import CutBlocks
+from vescale_fsdp.checkpoint.transfer.planning.links import codes, scales
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
+from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
+from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.layout.placement import RaggedShard
+from vescale_fsdp.quantize import BlockCodec, Fp8Blocks, Int8Rows, Mxfp8, quantize
+from vescale_fsdp.torch_private import local_of
+
+ROWS, COLS = 300, 320
+CODECS: dict[str, BlockCodec] = {"fp8": Fp8Blocks(), "mxfp8": Mxfp8(), "int8": Int8Rows()}
+# Items of the first rank: up to a boundary of blocks of all kinds, into the middle of a row, of a block of rows.
+CUTS = {"whole blocks": 128 * COLS, "inside a row": 130 * COLS + 7, "inside a block": 200 * COLS}
+
+
+def moved(codec: BlockCodec, first: int) -> tuple[bool, int]:
+    """Whether both ranks get the whole tensor's codes and scales, and how many blocks are cut."""
+    mesh = cpu_mesh()
+    # Each row is larger than the one before: what one rank knows of a cut block is not what the other knows.
+    full = (torch.randn(ROWS, COLS) * torch.linspace(1, 60, ROWS)[:, None]).bfloat16()
+    wanted = quantize(full.float(), codec)
+    cut = RaggedShard.from_piece_numels(full.shape, [first, full.numel() - first])
+    state = {"w": distribute_tensor(full, mesh, [cut])}
+    parts = {"c": wanted.codes, "s": wanted.scales}
+    into = {name: distribute_stock(torch.zeros_like(part), mesh, [Shard(0)]) for name, part in parts.items()}
+    plan = plan_transfer(
+        *describe_states(state, into), links={"c": codes("w", codec), "s": scales("w", codec)}
+    )
+    transfer = Transfer(plan)
+    transfer.run(state, into)
+    same = True
+    for name, part in parts.items():
+        local = local_of(into[name])
+        assert local.numel() and plan.demand.sent.sum() > 0
+        expected = local_of(distribute_stock(part, mesh, [Shard(0)]))
+        same &= bytes_of(local).equal(bytes_of(expected.contiguous()))
+    return same, transfer._cut_blocks.total
+
+
+def all_cuts() -> dict[str, tuple[bool, int, bool]]:
+    """For each codec and cut: same codes, blocks that are cut, and same codes if nobody agrees."""
+    real = CutBlocks.agree
+    found = {}
+    for name, codec in CODECS.items():
+        for where, first in CUTS.items():
+            torch.manual_seed(0)
+            same, total = moved(codec, first)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CutBlocks, "agree", lambda *_: None)
+                torch.manual_seed(0)
+                alone, _ = moved(codec, first)
+            assert CutBlocks.agree is real
+            found[f"{name} {where}"] = (same, total, alone)
+    return found
+
+
+def test_codes_are_those_of_the_whole_tensor() -> None:
+    """FP8 by 128 x 128, MXFP8 and int8 rows; blocks that are cut need what both ranks know, whole ones nothing."""
+    for found in run_ranks(2, all_cuts, timeout_s=120):
+        assert all(same for same, _, _ in found.values()), found
+        for where, (_, total, alone) in found.items():
+            # Rows of int8 are cut where a row is, MXFP8's 32 items of a row likewise.
+            is_cut = "inside a row" in where or where == "fp8 inside a block"
+            assert (total > 0) is is_cut, (where, total)
+            if not is_cut:
+                assert alone, where
+    # A block that is cut and not agreed on has other codes on some rank.
+    assert not all(found[where][2] for where in ("fp8 inside a block", "int8 inside a row"))

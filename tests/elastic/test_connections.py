@@ -1,0 +1,48 @@
+"""Closing gloo's connections wakes whoever waits for them, and touches no others."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import run_ranks
+from vescale_fsdp.elastic.connections import close_gloo_connections
+
+
+def _leave() -> tuple[str, int, bytes, float]:
+    """Rank 1 leaves; rank 0 waits for it in a group, with an unfinished collective in another one."""
+    group = dist.new_group([0, 1])
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    dist.barrier(group=group)
+    said, num_closed, began_s = "", 0, time.monotonic()
+    if dist.get_rank() == 0:
+        pending = dist.all_reduce(torch.ones(3), async_op=True)
+        try:
+            dist.recv(torch.ones(3), src=1, group=group)
+        except RuntimeError as error:
+            said = str(error)
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            said += str(error)
+    else:
+        num_closed = close_gloo_connections()
+    ours.sendall(b"ours")
+    return said, num_closed, theirs.recv(4), time.monotonic() - began_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which connections are gloo's")
+def test_leaving_wakes_the_others() -> None:
+    """Both collectives end in errors, long before the time-out of three minutes; a socket of ours works on."""
+    (said, _, got, waited_s), (_, num_closed, others, _) = run_ranks(2, _leave)
+
+    assert said.count("Connection") == 2 and waited_s < 60
+    assert num_closed == 2  # one other rank, two groups
+    assert got == others == b"ours"

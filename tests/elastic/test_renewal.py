@@ -1,0 +1,172 @@
+"""A model and its optimizer, put on other ranks in place, are what they would be in a process of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.support import models
+from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp import MixedPrecisionPolicy, PaddingPolicy, Rows, fully_shard
+from vescale_fsdp.checkpoint import get_state_dict
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
+from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
+from vescale_fsdp.runtime.fsdp_state import state_of
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _matrices(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    params = list(model.parameters())
+    return [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    matrices, rest = _matrices(model)
+    return Muon(matrices, lr=0.02, adamw_params=rest)
+
+
+def _shampoo(model: nn.Module) -> torch.optim.Optimizer:
+    matrices, rest = _matrices(model)
+    return Shampoo(matrices, lr=0.02, block_size=8, adamw_params=rest)
+
+
+def _plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def _flat(model: nn.Module) -> torch.optim.Optimizer:
+    return FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=0.02)
+
+
+def _8bit(model: nn.Module) -> torch.optim.Optimizer:
+    return AdamW8bit(model.parameters(), lr=0.02)
+
+
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+CASES: list[tuple[Make, dict[str, Any]]] = [
+    (_plain, {}),
+    (_flat, {"reshard_after_forward": False, **BF16}),
+    (_muon, {"granularity": Rows(2), "padding_policy": PaddingPolicy(scatter="never")}),
+    (_shampoo, {"granularity": Shampoo.granularity(block_size=8)}),
+    (_8bit, {"granularity": AdamW8bit.granularity()}),
+]
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + 3):
+        loss = models.loss_of(model, models.batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _copy_pieces(model: nn.Module, of: nn.Module) -> None:
+    with torch.no_grad():
+        for param, source in zip(model.parameters(), of.parameters(), strict=True):
+            param.to_local().copy_(source.to_local())
+
+
+def _fresh(
+    mesh: DeviceMesh, make: Make, options: dict[str, Any]
+) -> tuple[models.Stack, torch.optim.Optimizer]:
+    model = models.shard(models.build(2), mesh, **options)
+    return model, make(model)
+
+
+def _renew_all() -> int:
+    """On 4 ranks: trained there, then on 3 of them, then on all again; each time equal to a model made there."""
+    meshes = [cpu_mesh(), DeviceMesh("cpu", [0, 1, 2]), cpu_mesh()]
+    num_cut = 0
+    for make, options in CASES:
+        model = models.shard(models.build(1), meshes[0], **options)
+        check_renewable(model, meshes[0])
+        optimizer = make(model)
+        params = list(model.parameters())
+        model.set_requires_all_reduce(True)
+        _steps(model, optimizer, dist.get_rank())
+        models.loss_of(
+            model, models.batch(9, 0)
+        )  # a forward without its backward: a step that was broken off
+        for mesh in meshes[1:]:
+            if dist.get_rank() < mesh.size():
+                renew_model(model, mesh)
+                renew_optimizer(optimizer)
+                assert all(held is param for held, param in zip(model.parameters(), params, strict=True))
+                assert all(not param.to_local().any() and param.grad is None for param in params)
+                other, others_optimizer = _fresh(mesh, make, options)
+                _prove_alike(model, other)
+                _copy_pieces(model, other)
+                rank = mesh.get_local_rank()
+                assert _steps(model, optimizer, rank) == _steps(other, others_optimizer, rank)
+                num_cut += _prove_equal_states(model, optimizer, other, others_optimizer)
+            dist.barrier()
+    return num_cut
+
+
+def _prove_alike(model: nn.Module, other: nn.Module) -> None:
+    """The same layouts, on the same mesh."""
+    for module, others in zip(model.modules(), other.modules(), strict=True):
+        mine, theirs = state_of(module), state_of(others)
+        if mine is not None and theirs is not None:
+            assert [g.layout for g in mine.groups] == [g.layout for g in theirs.groups]
+            assert [g.data for g in mine.groups] == [g.data for g in theirs.groups]
+
+
+def _prove_equal_states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, others: torch.optim.Optimizer
+) -> int:
+    """Bits of parameters and of the optimizers' states; how many parameters have a piece here."""
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param.to_local(), twin.to_local())
+    mine, theirs = get_state_dict(model, optimizer)[1], get_state_dict(other, others)[1]
+    assert mine["state"].keys() == theirs["state"].keys() and mine["state"]
+    for name, parts in mine["state"].items():
+        for part, value in parts.items():
+            twin = theirs["state"][name][part]
+            if isinstance(value, RaggedDTensor):
+                assert value.placements == twin.placements
+                value, twin = value.to_local(), twin.to_local()
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(twin)), (name, part)
+    return sum(param.to_local().numel() > 0 for param in model.parameters())
+
+
+def test_renewed_equals_fresh() -> None:
+    """Losses, parameters and states, bit for bit, for every kind of optimizer; the objects stay the same."""
+    assert min(run_ranks(4, _renew_all)) >= 9  # pieces that were compared; the last rank has the fewest
+
+
+def _refused() -> list[str]:
+    """Models that cannot be renewed, and what is said of them."""
+    mesh = cpu_mesh(2, 2, names=("dp", "tp"))
+    cut = models.TensorParallelLayer()
+    parallelize_module(cut, mesh["tp"], {"up": ColwiseParallel()})
+    fully_shard(cut, mesh=mesh["dp"])
+    elsewhere = models.shard(models.build(1), mesh["tp"])
+    said = []
+    in_parts = models.shard(models.build(1), cpu_mesh(), reshard_after_forward=2)
+    for model, given in ((cut, mesh["dp"]), (elsewhere, mesh["dp"]), (in_parts, cpu_mesh())):
+        with pytest.raises(UnsupportedOpError, match="cannot be put on other ranks in place") as caught:
+            check_renewable(model, given)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_renewed_is_refused_at_once() -> None:
+    """When the model is built, not when a rank is lost."""
+    for cut, elsewhere, in_parts in run_ranks(4, _refused):
+        assert "tensor or expert parallelism has cut it" in cut
+        assert "it is sharded over" in elsewhere
+        assert "reshard_after_forward=2" in in_parts

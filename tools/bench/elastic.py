@@ -1,0 +1,193 @@
+"""A rank is killed: how long until the next step is done, ours in place beside a restart by torchrun.
+
+    python tools/bench/elastic.py                   3 rounds of each, in turn; a minute or two
+    python tools/bench/elastic.py --rounds 5
+
+Both train the small Llama of `examples.train` on 4 ranks, gloo, and save every step to memory. Then rank 0 is killed:
+
+    ours        the 3 that are left go on in their processes (`ElasticJob`)
+    torchrun    ``--max-restarts``: the agent notices, ends the others, and starts 4 anew, which read the native
+                engine's RAM tier; it looks every 0.1 s
+
+Time is from the kill to the end of the next step of rank 0. Of ours also: from the moment that the survivors agree, so
+without detection, to the same end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from examples.corpus import Batches, read_corpus
+from examples.elastic_without_restart import Launcher
+from examples.train import Trainer
+from tools.bench.rows import Row, print_table, write_json
+from vescale_fsdp.checkpoint import CheckpointManager, RamTier, get_state_dict, set_state_dict
+from vescale_fsdp.runtime.setup.data_mesh import default_mesh
+
+ROOT = Path(__file__).parents[2]
+RANKS, STEPS, SEQ_LEN = 4, 400, 32
+WARM_STEPS = 6
+
+
+def restarted_worker(out: Path, memory: str) -> None:
+    """A rank under torchrun: restores from memory, trains, saves to memory."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh = default_mesh()
+    trainer = Trainer(mesh, Batches(read_corpus(), batch_size=12, seq_len=SEQ_LEN), num_steps=STEPS)
+    manager = CheckpointManager(out / "steps", save_interval=STEPS, ram=RamTier("job", folder=memory))
+
+    def state() -> dict[str, Any]:
+        model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    resumed = state()
+    restored = manager.restore(resumed)
+    if restored is not None:
+        set_state_dict(
+            trainer.model,
+            trainer.optimizer,
+            model_state_dict=resumed["model"],
+            optim_state_dict=resumed["optimizer"],
+        )
+        trainer.next_step = restored.step
+    while True:
+        loss = trainer.step()
+        if dist.get_rank() == 0:
+            line = {"step": trainer.next_step, "loss": loss, "at_s": time.time(), "pid": os.getpid()}
+            with open(out / "progress.jsonl", "a") as progress:
+                progress.write(json.dumps(line) + "\n")
+        manager.save(trainer.next_step, state())
+
+
+def _lines(out: Path) -> list[dict[str, Any]]:
+    file = out / "progress.jsonl"
+    texts = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(text) for text in texts if text.endswith("\n")]
+
+
+def _wait(
+    out: Path, is_done: Callable[[list[dict[str, Any]]], bool], limit_s: float = 300
+) -> list[dict[str, Any]]:
+    deadline_s = time.monotonic() + limit_s
+    while not is_done(lines := _lines(out)):
+        if time.monotonic() > deadline_s:
+            sys.exit(f"no step for {limit_s} s; see {out}")
+        time.sleep(0.01)
+    return lines
+
+
+def _kill_rank_0(out: Path) -> tuple[int, float]:
+    """Once the job is warm; its process, and when."""
+    pid = int(_wait(out, lambda lines: len(lines) >= WARM_STEPS)[-1]["pid"])
+    killed_s = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return pid, killed_s
+
+
+def in_place(out: Path, memory: Path) -> tuple[float, float]:
+    """Seconds from the kill to the next step, and of these from the survivors' agreement on."""
+    arguments = ["--out", str(out), "--steps", str(STEPS), "--seq-len", str(SEQ_LEN)]
+    launcher = Launcher(out, memory, arguments)
+    try:
+        for _ in range(RANKS):
+            launcher.start()
+        pid, killed_s = _kill_rank_0(out)
+        lines = _wait(out, lambda lines: lines[-1]["pid"] != pid)
+        first = next(line for line in lines if line["pid"] != pid)
+        return first["at_s"] - killed_s, first["at_s"] - first["agreed_at_s"]
+    finally:
+        launcher.end()
+
+
+def restarted(out: Path, memory: Path) -> float:
+    """Seconds from the kill to the next step under torchrun."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    # torch 2.13: restarted gloo workers find their predecessors' addresses in the store they share with torchrun.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback[0], **os.environ, **own_store}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += ["--max-restarts=3", "--monitor-interval=0.1", "-m", "tools.bench.elastic", "--worker"]
+    with open(out / "log", "w") as log:
+        job = subprocess.Popen(
+            [*command, "--out", str(out), "--memory", str(memory)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        pid, killed_s = _kill_rank_0(out)
+        lines = _wait(out, lambda lines: lines[-1]["pid"] != pid)
+        return next(line["at_s"] for line in lines if line["pid"] != pid) - killed_s
+    finally:
+        job.terminate()  # it takes its workers with it
+        job.wait()
+
+
+def measure(rounds: int) -> list[Row]:
+    """Rounds of both in turn; medians."""
+    ours, beyond, theirs = [], [], []
+    for _ in range(rounds):
+        for kind in ("ours", "torchrun"):
+            out = Path(tempfile.mkdtemp(prefix="bench-elastic-"))
+            memory = Path(tempfile.mkdtemp(prefix="bench-elastic-", dir="/dev/shm"))
+            try:
+                if kind == "ours":
+                    whole_s, after_s = in_place(out, memory)
+                    ours.append(whole_s)
+                    beyond.append(after_s)
+                else:
+                    theirs.append(restarted(out, memory))
+            finally:
+                shutil.rmtree(memory)
+                shutil.rmtree(out, ignore_errors=True)
+    case = f"{RANKS} ranks, rank 0 killed"
+    restart_s = statistics.median(theirs)
+    return [
+        Row(
+            case, "kill to next step", "s", statistics.median(ours), restart_s, "torchrun restart", "<= 0.35"
+        ),
+        Row(case, "agreement to next step", "s", statistics.median(beyond), None, None, "<= 2"),
+    ]
+
+
+def main() -> None:
+    """Measure, or with ``--worker`` be a rank under torchrun."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return restarted_worker(options.out, options.memory)
+    rows = measure(options.rounds)
+    print_table(rows)
+    if options.json:
+        write_json(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()

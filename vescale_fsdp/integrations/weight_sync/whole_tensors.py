@@ -1,0 +1,298 @@
+"""Whole tensors of a sharded state, bucket by bucket, for engines that take nothing else.
+
+    tensors = WholeTensors(dict(model.named_parameters()), receivers=(0,))
+    for step in range(steps):
+        ...
+        for name, tensor in tensors:        on all ranks of the trainer alike
+            engine.load_weights([(name, tensor)])
+
+Everything is planned once. At any time a receiver has one bucket beside its shards, and the consumer what it keeps of
+those before. Only receivers get values; the others get tensors of the meta device, which nobody takes for weights.
+
+    for bucket in tensors.buckets():        checkpoint-engine: what its workers read from a shared buffer
+        buffer.copy_(bucket.data)           1D bytes
+        socket.send_pyobj([part._asdict() for part in bucket.parts])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from vescale_fsdp.checkpoint.manifest.distribution import Distribution
+from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.structure import Structure
+from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, dtype_named
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.transfer.exchange import Rooms
+from vescale_fsdp.checkpoint.transfer.planning.description import (
+    DescribedTensor,
+    StateDescription,
+    named_tensors,
+)
+from vescale_fsdp.checkpoint.transfer.planning.links import Link, Linkable, Named, leaves_of
+from vescale_fsdp.checkpoint.transfer.planning.sources import SourceTensor
+from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import (
+    BUDGET_BYTES,
+    TransferPlan,
+    plan_transfer,
+)
+from vescale_fsdp.checkpoint.transfer.transfer import Ranks, Transfer, describe_states
+from vescale_fsdp.errors import CheckpointError, PlacementError
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.torch_private import local_of, version_of
+
+__all__ = ["BucketPart", "TensorBucket", "WholeTensor", "WholeTensors"]
+
+BUCKET_BYTES = 256 << 20  # 256 MiB
+_ALIGN_BYTES = 256  # of tensors in a bucket
+_WHOLE = Distribution((), ())
+
+
+class WholeTensor(NamedTuple):
+    """A tensor that is made."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its items."""
+        return numel_of(self.shape) * self.dtype.itemsize
+
+
+class BucketPart(NamedTuple):
+    """Where a tensor lies in a bucket, in bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    offset: int
+
+
+class TensorBucket(NamedTuple):
+    """Tensors in one memory.
+
+    Attributes:
+        data: 1D uint8; of the meta device where this rank receives none.
+    """
+
+    data: torch.Tensor
+    parts: list[BucketPart]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, views of the bucket."""
+        for name, shape, dtype, offset in self.parts:
+            if self.data.is_meta:
+                yield name, torch.empty(shape, dtype=dtype, device="meta")
+                continue
+            nbytes = shape.numel() * dtype.itemsize
+            yield name, self.data[offset : offset + nbytes].view(dtype).view(shape)
+
+
+class _PlannedBucket(NamedTuple):
+    """A bucket to be filled.
+
+    Attributes:
+        reads: names of the source's tensors that it is made of.
+    """
+
+    parts: list[BucketPart]
+    nbytes: int
+    reads: list[str]
+    transfer: Transfer
+
+
+class WholeTensors:
+    """A state's tensors, whole. Made by all ranks that hold the state, and gone through by all of them alike.
+
+    Args:
+        state: nested dicts and lists of live tensors, read anew in each pass; None on ranks that have none of it.
+        links: what is made, by name (see `vescale_fsdp.checkpoint.transfer.planning.links`); default: every tensor
+            of the state.
+        dtype: of the floats that are made, where they are not codes; default: as they are.
+        receivers: ranks that get values; default: all.
+        bucket_bytes: of a bucket; a larger tensor is a bucket of its own.
+        budget_bytes: of memory for messages, as for `plan_transfer`.
+        ranks, group, verify: as for `Transfer`.
+
+    Attributes:
+        tensors: what is made, in the order in which it comes.
+
+    Raises:
+        PlacementError: on all ranks, if something cannot be made; lists all that cannot.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        *,
+        links: Mapping[str, Linkable] | None = None,
+        dtype: torch.dtype | None = None,
+        receivers: Sequence[int] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        budget_bytes: int = BUDGET_BYTES,
+        ranks: Ranks = None,
+        group: dist.ProcessGroup | None = None,
+        verify: bool = False,
+    ) -> None:
+        own = ranks if isinstance(ranks, Coordinator) else coordinator_for(ranks, use="transfer")
+        self._coordinator = own
+        source, _ = describe_states(state, None, ranks=own)
+        self._state = {} if state is None else dict(named_tensors(state))
+        self._receivers = tuple(range(own.world_size)) if receivers is None else tuple(sorted(receivers))
+        self._links = {name: _link(link) for name, link in (links or _every(source)).items()}
+        asked = {"receivers": self._receivers, "bucket_bytes": bucket_bytes, "links": repr(self._links)}
+        with own.together("planning whole tensors", alike=asked):
+            _prove_ranks(self._receivers, own.world_size)
+            self.tensors = tuple(self._made_of(source, name, dtype) for name in self._links)
+            # All at once, so that an error lists all that is wrong.
+            plan = self._plan(source, self.tensors, budget_bytes, dtype is not None)
+        reads = _reads(plan)
+        rooms = Rooms()
+        self._buckets = []
+        for made in _filled(self.tensors, bucket_bytes):
+            names = list(dict.fromkeys(name for tensor in made for name in reads.get(tensor.name, ())))
+            part = self._plan(_only(source, names), made, budget_bytes, dtype is not None)
+            transfer = Transfer(part, ranks=own, verify=verify, group=group, rooms=rooms)
+            self._buckets.append(_PlannedBucket(*_laid_out(made), names, transfer))
+
+    def _made_of(self, source: StateDescription, name: str, dtype: torch.dtype | None) -> WholeTensor:
+        """What the source makes under a name; if it makes nothing, planning says why."""
+
+        def shape_of(item: Any) -> tuple[int, ...]:
+            found.append(SourceTensor(source, item))
+            return found[-1].shape
+
+        found: list[SourceTensor] = []
+        try:
+            shape, _ = leaves_of(self._links[name], shape_of)
+        except (KeyError, PlacementError):
+            shape = ()
+        if not found:
+            return WholeTensor(name, torch.float32, shape)
+        made = dtype_named(found[0].dtype)
+        if dtype is not None and made.is_floating_point and found[0].codec is None:
+            made = dtype
+        return WholeTensor(name, made, shape)
+
+    def _plan(
+        self, source: StateDescription, made: Sequence[WholeTensor], budget_bytes: int, cast: bool
+    ) -> TransferPlan:
+        held = RankSet.of(self._receivers)
+        target = StateDescription.of(
+            DescribedTensor(tensor.name, dtype_name(tensor.dtype), tensor.shape, _WHOLE, held)
+            for tensor in made
+        )
+        links: dict[str, Linkable] = {tensor.name: self._links[tensor.name] for tensor in made}
+        return plan_transfer(source, target, links=links, cast=cast, budget_bytes=budget_bytes)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors. A collective: all ranks go through all of them.
+
+        Raises:
+            CheckpointError: on all ranks, if one failed, or the state was written to between two buckets.
+        """
+        for bucket in self.buckets():
+            yield from bucket.tensors()
+
+    def buckets(self) -> Iterator[TensorBucket]:
+        """The same, a bucket at a time, each in new memory."""
+        own, begun = self._coordinator, self._versions()
+        receives = own.rank in self._receivers
+        for planned in self._buckets:
+            with own.together("filling a bucket of whole tensors", "what came before it is of one version"):
+                if self._versions() != begun:
+                    raise CheckpointError(
+                        "The state was written to between two buckets.",
+                        expected="no optimizer step before all tensors have come",
+                        got="another version of some tensor",
+                        where=f"rank {own.rank}",
+                        todo="go through all of them, then step",
+                    )
+                device = self._device if receives else torch.device("meta")
+                bucket = TensorBucket(
+                    torch.empty(planned.nbytes, dtype=torch.uint8, device=device), planned.parts
+                )
+            state = {name: self._state[name] for name in planned.reads if name in self._state}
+            planned.transfer.run(state or None, dict(bucket.tensors()) if receives else None)
+            yield bucket
+            del bucket, state  # not beside the next one
+
+    @property
+    def _device(self) -> torch.device:
+        return next((local_of(tensor).device for tensor in self._state.values()), torch.device("cpu"))
+
+    def _versions(self) -> list[int]:
+        watched = (item for tensor in self._state.values() for item in (tensor, local_of(tensor)))
+        return [version_of(item) for item in watched if not item.is_inference()]
+
+
+def _link(item: Linkable) -> Link:
+    return Named(item) if isinstance(item, str) else item
+
+
+def _every(source: StateDescription) -> dict[str, str]:
+    return {name: name for name in source.places_by_name}
+
+
+def _prove_ranks(receivers: Sequence[int], world_size: int) -> None:
+    strangers = [rank for rank in receivers if not 0 <= rank < world_size]
+    if strangers or not receivers or len(set(receivers)) < len(receivers):
+        raise PlacementError(
+            "These ranks cannot receive.",
+            expected=f"some of the {world_size} ranks, each once",
+            got=list(receivers),
+        )
+
+
+def _reads(plan: TransferPlan) -> dict[str, list[str]]:
+    """Names of the source's tensors that each tensor of the target is made of."""
+    found: dict[str, list[str]] = {}
+    for leaf in plan.leaves:
+        found.setdefault(plan.target.entries[leaf.target].name, []).append(leaf.source.name)
+    return found
+
+
+def _only(source: StateDescription, names: Sequence[str]) -> StateDescription:
+    """The description of some tensors of a source."""
+    wanted = set(names)
+    places = [place for place, entry in enumerate(source.entries) if entry.name in wanted]
+    structure = source.structure
+    entries = tuple(source.entries[place] for place in places)
+    return StateDescription(
+        Structure(None, entries, structure.axes, structure.layouts),
+        tuple(source.ranks[place] for place in places),
+    )
+
+
+def _filled(tensors: Sequence[WholeTensor], bucket_bytes: int) -> Iterator[list[WholeTensor]]:
+    """Tensors in buckets, in their order."""
+    bucket: list[WholeTensor] = []
+    room = bucket_bytes
+    for tensor in tensors:
+        needed = _aligned(tensor.nbytes)
+        if bucket and needed > room:
+            yield bucket
+            bucket, room = [], bucket_bytes
+        bucket.append(tensor)
+        room -= needed
+    if bucket:
+        yield bucket
+
+
+def _laid_out(tensors: Sequence[WholeTensor]) -> tuple[list[BucketPart], int]:
+    """Where tensors lie in a bucket, and its size."""
+    parts, offset = [], 0
+    for tensor in tensors:
+        parts.append(BucketPart(tensor.name, torch.Size(tensor.shape), tensor.dtype, offset))
+        offset += _aligned(tensor.nbytes)
+    return parts, offset
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
