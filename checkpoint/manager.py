@@ -2,7 +2,7 @@
 
 What lies under a root, and how a step is removed: see `step_folders`. A step is removed only after a newer one has
 been committed by this job. Which step is restored, and what becomes of ranks that see different ones: see
-`step_search`.
+`step_search` and `step_load`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,22 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Read, Verify, prove_choices
+from vescale_fsdp.checkpoint.loading.load import Read, Verify, prove_choices
 from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.memory.peer_memory import LostPartError
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
-from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
+from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
+from vescale_fsdp.checkpoint.step_search import StepSearch
 from vescale_fsdp.checkpoint.steps.retention import Retention
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
 from vescale_fsdp.checkpoint.steps.save_when import BestOf, EverySteps, SaveWhen, save_rules
@@ -45,58 +42,12 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
+from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
 
 __all__ = ["CheckpointManager", "Restored"]
 
 _EXPORTS = "exports"  # folder of steps in another form
-
-_EXPORTS = "exports"  # folder of steps in another form
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `CheckpointManager.restore` did.
-
-    Attributes:
-        step: the step that was restored.
-        skipped: newer steps that were not restored, with the reason: damaged, or lost from the memory of a node.
-        report: what the load left untouched, and the user's JSON.
-        tier: where it was read from: "disk" or "ram".
-        moves: files that did not lie in the memory of the node that needed them: from which rank's memory they came, or
-            that they were put together of the same step on disk (`FROM_DISK`), and which rank received them.
-    """
-
-    step: int
-    skipped: tuple[tuple[int, str], ...]
-    report: LoadReport
-    tier: str
-    moves: tuple[FileMove, ...] = ()
-
-
-@dataclass
-class _StepLoad:
-    """How steps are loaded, and what those that failed have left in the state."""
-
-    state: Any
-    strict: bool
-    include: tuple[str, ...] | None
-    verify: Verify
-    read: Read
-    meter: Meter
-    overwritten: dict[str, None] = field(default_factory=dict)
-
-    def of(self, found: Candidate, coordinator: Coordinator) -> LoadReport:
-        """Load one step."""
-        if found.supply is not None:
-            found.supply.bring_manifest()
-        loader = Loader(found.storage, coordinator, self.verify, found.supply, self.read, self.meter)
-        try:
-            return loader.load(self.state, strict=self.strict, include=self.include)
-        except PartialLoadError as error:
-            self.overwritten |= dict.fromkeys(error.overwritten)
-            raise
 
 
 class CheckpointManager:
@@ -438,9 +389,9 @@ class CheckpointManager:
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
         search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
         meter = meter_for(self._progress, self._coordinator.rank)
-        load = _StepLoad(state, strict, patterns, verify, read, meter)
+        load = StepLoad(state, strict, patterns, verify, read, meter)
         try:
-            restored = _first_good(search, partial(load.of, coordinator=self._coordinator))
+            restored = first_good(search, partial(load.of, coordinator=self._coordinator))
             if restored is None:
                 self._prove_none(search, wanted)
             return restored
@@ -476,27 +427,3 @@ class CheckpointManager:
         return CheckpointError(
             "There is no such step.", expected=f"one of {self.steps()}", got=got, where=self._root.where
         )
-
-
-def _first_good(search: StepSearch, load: Callable[[Candidate], LoadReport]) -> Restored | None:
-    """The newest step that can be loaded, which makes up for what others overwrote in part; None if none is left."""
-    while (found := search.newest()) is not None:
-        stored, supply = found.step, found.supply
-        try:
-            report = load(found)
-        except LostPartError as error:
-            search.lost(stored, error)
-        except NoCheckpointError:
-            search.vanished()
-        except CorruptCheckpointError as error:
-            search.pass_over(stored, error)
-        except Exception as error:
-            error.add_note(
-                f"step {stored.number} ({stored.tier}) was not restored; older ones were not tried, since this is "
-                "no damage: pass step= to go back to one"
-            )
-            raise
-        else:
-            moves = supply.moves if supply is not None else ()
-            return Restored(stored.number, search.skipped, report, stored.tier, moves)
-    return None

@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import FlatRange, chunk_of, contiguous_strides, whole_box
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
@@ -301,10 +301,12 @@ class Distribution:
         return region
 
     def touching(
-        self, shape: tuple[int, ...], wanted: Region, layouts: Sequence[GroupLayout]
+        self, shape: tuple[int, ...], wanted: Region | None, layouts: Sequence[GroupLayout]
     ) -> Iterator[tuple[tuple[int, ...], Region]]:
-        """Coordinates whose region may share elements with ``wanted``, and that region."""
-        yield from self._touching(whole_region(shape), 0, (), wanted, layouts)
+        """Coordinates whose region may share elements with ``wanted`` (None: with anything), and that region."""
+        box = whole_box(shape)
+        whole = Region(box, FlatRange(0, box.numel))
+        yield from self._touching(whole, 0, (), whole if wanted is None else wanted, layouts)
 
     def _touching(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -58,6 +58,14 @@ _MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none yet, or none any more."""
+
+
+class Share(NamedTuple):
+    """What a rank stores of tensor number ``place``: of the region that it holds, its part among replicas."""
+
+    place: int
+    share: Region
+    held: Region
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,32 @@ class Manifest:
     def num_bytes(self) -> int:
         """Of all tensors and per-rank values: what files hold beside headers and checksums, replicas counted once."""
         return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
+
+    @cached_property
+    def shares(self) -> list[list[Share]]:
+        """What each rank stores, in file order: found in time that grows with pieces, not with ranks times tensors.
+
+        For readers of all files. There may be many pieces: whoever wants one rank's asks its `RankFile`.
+        """
+        found: list[list[Share]] = [[] for _ in range(self.world_size)]
+        parts: dict[
+            tuple[object, ...], list[tuple[tuple[int, ...], Region]]
+        ] = {}  # moments are cut as weights are
+        for place, entry in enumerate(
+            () if self.is_zarr else self.entries
+        ):  # arrays' tensors are in no rank's file
+            cut = (entry.shape, entry.axes, entry.cuts)
+            if cut not in parts:
+                parts[cut] = list(
+                    self.distributions[place].touching(entry.shape, None, self.structure.layouts)
+                )
+            for coordinates, held in parts[cut]:
+                ranks = self.holders_of(place).ranks_at(coordinates)
+                for replica, rank in enumerate(ranks[:1] if self.is_undivided(place, held) else ranks):
+                    share = self.split(place, held, replica, len(ranks))
+                    if share.numel:
+                        found[rank].append(Share(place, share, held))
+        return found
 
     @cached_property
     def places_by_name(self) -> dict[str, list[int]]:

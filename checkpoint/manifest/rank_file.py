@@ -22,8 +22,8 @@ from typing import NamedTuple
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, held_chunks
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest, Share
+from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES
 
@@ -36,7 +36,6 @@ __all__ = [
     "FilePiece",
     "RankFile",
     "pack_table",
-    "rank_files",
 ]
 
 BLOB_NAME = "__per_rank__"
@@ -61,25 +60,17 @@ class FilePiece(NamedTuple):
     stop_bytes: int
 
 
-class _Share(NamedTuple):
-    """What a rank stores of a tensor: of the region that it holds, its part among replicas."""
-
-    place: int
-    share: Region
-    held: Region
-
-
 class RankFile:
     """Where everything lies in one rank's file.
 
     Args:
         manifest: the checkpoint's manifest.
         rank: the rank that wrote (or will write) the file.
-        shares: what the rank stores, where that is known; None to find it. (`rank_files` finds those of all
-            ranks in the time that one of a thousand would take here.)
+        shares: what the rank stores, of `Manifest.shares`, where the files of all ranks are wanted; None to find
+            it for this rank alone.
     """
 
-    def __init__(self, manifest: Manifest, rank: int, shares: Sequence[_Share] | None = None) -> None:
+    def __init__(self, manifest: Manifest, rank: int, shares: Sequence[Share] | None = None) -> None:
         self.manifest = manifest
         self.rank = rank
         self._shares = shares
@@ -94,11 +85,36 @@ class RankFile:
         """What the rank stores of each tensor, its share among replicas; bytes are counted from the header's end."""
         found: list[FilePiece] = []
         start = 0
-        for place, share, held in _shares(self.manifest, self.rank) if self._shares is None else self._shares:
+        for place, share, held in self._own_shares if self._shares is None else self._shares:
             stop = start + share.numel * self.manifest.entries[place].itemsize
             found.append(FilePiece(place, share, share.span.start - held.span.start, start, stop))
             start = stop
         return found
+
+    @property
+    def _own_shares(self) -> Iterator[Share]:
+        """What this rank stores, in file order."""
+        manifest, layouts = self.manifest, self.manifest.structure.layouts
+        if manifest.is_zarr:
+            return  # tensors lie in arrays of their own
+        positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
+        regions: dict[tuple[object, ...], Region] = {}  # weights and their moments are cut alike
+        for place, entry in enumerate(manifest.entries):
+            key = (manifest.holders[place], entry.axes)
+            if key not in positions:
+                positions[key] = manifest.holders_of(place).position(self.rank)
+            position = positions[key]
+            if position is None:
+                continue
+            coordinates, replica, replicas = position
+            cut = (entry.shape, entry.axes, entry.cuts, coordinates)
+            held = regions.get(cut)
+            if held is None:
+                held = manifest.distributions[place].region(entry.shape, coordinates, layouts)
+                regions[cut] = held
+            share = manifest.split(place, held, replica, replicas)
+            if share.numel:
+                yield Share(place, share, held)
 
     @cached_property
     def pieces(self) -> tuple[FilePiece, ...]:
@@ -193,50 +209,6 @@ class RankFile:
             if table_bytes == (stripes + 1) * CHECKSUM_BYTES:
                 return header
             table_bytes = (stripes + 1) * CHECKSUM_BYTES
-
-
-def _shares(manifest: Manifest, rank: int) -> Iterator[_Share]:
-    """What one rank stores, in file order."""
-    if manifest.is_zarr:
-        return  # tensors lie in arrays of their own
-    layouts = manifest.structure.layouts
-    positions: dict[tuple[int, int], tuple[tuple[int, ...], int, int] | None] = {}
-    regions: dict[tuple[object, ...], Region] = {}  # weights and their moments are cut alike
-    for place, entry in enumerate(manifest.entries):
-        key = (manifest.holders[place], entry.axes)
-        if key not in positions:
-            positions[key] = manifest.holders_of(place).position(rank)
-        position = positions[key]
-        if position is None:
-            continue
-        coordinates, replica, replicas = position
-        cut = (entry.shape, entry.axes, entry.cuts, coordinates)
-        held = regions.get(cut)
-        if held is None:
-            held = manifest.distributions[place].region(entry.shape, coordinates, layouts)
-            regions[cut] = held
-        share = manifest.split(place, held, replica, replicas)
-        if share.numel:
-            yield _Share(place, share, held)
-
-
-def rank_files(manifest: Manifest) -> list[RankFile]:
-    """The files of all ranks, in time that grows with their pieces, not with tensors times ranks."""
-    shares: list[list[_Share]] = [[] for _ in range(manifest.world_size)]
-    regions: dict[tuple[object, ...], list[tuple[tuple[int, ...], Region]]] = {}
-    for place, entry in enumerate(() if manifest.is_zarr else manifest.entries):
-        cut = (entry.shape, entry.axes, entry.cuts)
-        if cut not in regions:
-            every = whole_region(entry.shape)
-            touching = manifest.distributions[place].touching(entry.shape, every, manifest.structure.layouts)
-            regions[cut] = list(touching)
-        for coordinates, held in regions[cut]:
-            ranks = manifest.holders_of(place).ranks_at(coordinates)
-            for replica, rank in enumerate(ranks[:1] if manifest.is_undivided(place, held) else ranks):
-                share = manifest.split(place, held, replica, len(ranks))
-                if share.numel:
-                    shares[rank].append(_Share(place, share, held))
-    return [RankFile(manifest, rank, found) for rank, found in enumerate(shares)]
 
 
 def pack_table(checksums: Sequence[int]) -> bytes:

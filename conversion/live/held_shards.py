@@ -22,7 +22,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
-from vescale_fsdp.conversion.formats.native.read import leaves_of, tensor_info
+from vescale_fsdp.conversion.formats.native.read import NativeLeaves
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
@@ -56,21 +56,20 @@ class HeldShards:
         self._locals_by_name = locals_by_name
         self._last: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
         self._regions: dict[int, Region | None] = {}
-        leaves = leaves_of(manifest, storage.where)
+        leaves = NativeLeaves(manifest, storage.where)
         self.places = leaves.tensors
-        infos = {name: tensor_info(manifest, place, name) for name, place in self.places.items()}
         # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
         self.source = Source(
             "live",
             storage,
             {
                 name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, 0),))
-                for name, i in infos.items()
+                for name, i in leaves.infos.items()
             },
             leaves.values,
             leaves.paths,
             readers={name: partial(self._read, place) for name, place in self.places.items()},
-            omitted=leaves.per_rank,
+            omitted=tuple(leaves.per_rank),
         )
 
     def place_of(self, leaf: SourceView) -> int:

@@ -17,7 +17,9 @@ from vescale_fsdp.conversion.cli.main import cli
 
 def run(out: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
     """What each rank of `lightning_job` found."""
-    Job("tests.stacks.lightning_job", ranks, ["--out", str(out), *options], out / "log", timeout_s=600).wait()
+    Job(
+        "tests.stacks.jobs.lightning_job", ranks, ["--out", str(out), *options], out / "log", timeout_s=600
+    ).wait()
     name = "resumed" if options else "compared"
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -37,7 +37,7 @@ CONFIG = {
 def run(out: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
     """What each rank of `torchtitan_job` found."""
     Job(
-        "tests.stacks.torchtitan_job", ranks, ["--out", str(out), *options], out / "log", timeout_s=900
+        "tests.stacks.jobs.torchtitan_job", ranks, ["--out", str(out), *options], out / "log", timeout_s=900
     ).wait()
     name = "resumed" if options else "compared"
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]

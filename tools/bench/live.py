@@ -150,7 +150,7 @@ def measure(settings: Settings) -> list[Row]:
     rows = []
     for way, dtype in _WAYS.items():
         total = sum(file.stat().st_size for file in (root / dtype).glob("*.safetensors")) / 1e9
-        ours, raw = total / median(figures, way), total / _median(figures, f"raw {way}")
+        ours, raw = total / median(figures, way), total / median(figures, f"raw {way}")
         target = ">= 0.6" if dtype == "float32" else None  # a cast is no read
         rows.append(Row(case, f"HF folder into shards, {way}", "GB/s", ours, raw, "readinto", target))
         peak = max(figure["memory"][way] for figure in figures)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tools.bench.parts.shards import Settings, Shards, spawn, start_rank
 from tools.bench.rows import Row, print_table, write_json
-from tools.bench.shards import Settings, Shards, spawn, start_rank
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier
 
 

@@ -5,14 +5,14 @@ Files are those of ranks, or the chunks of zarr arrays with ranks' files for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, rank_files
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
@@ -28,7 +28,7 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 
-__all__ = ["NativeLeaves", "leaves_of", "open_native", "tensor_info"]
+__all__ = ["NativeLeaves", "open_native"]
 
 _MAX_OPEN_FILES = 64
 
@@ -49,20 +49,20 @@ def open_native(store: Storage) -> Source:
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
-    chunks = _array_chunks(store, manifest) if manifest.is_zarr else _pieces(store, manifest)
-    leaves = leaves_of(manifest, store.where)
+    files = [RankFile(manifest, rank, shares) for rank, shares in enumerate(manifest.shares)]
+    chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
+    leaves = NativeLeaves(manifest, store.where)
     tensors = {
-        name: StoredTensor(tensor_info(manifest, place, name), tuple(chunks[place]))
-        for name, place in leaves.tensors.items()
+        name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
-    ranks = {manifest.file_name(rank): rank for rank in range(manifest.world_size)}
+    by_name = {file.name: file for file in files}
 
     # Files are opened when read; few are kept, since each holds its header and checksums.
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def checked(name: str) -> OpenRankFile | None:
-        return OpenRankFile(store, RankFile(manifest, ranks[name])) if name in ranks else None
+        return OpenRankFile(store, by_name[name]) if name in by_name else None
 
     return Source(
         "native",
@@ -71,51 +71,48 @@ def open_native(store: Storage) -> Source:
         leaves.values,
         leaves.paths,
         facts,
-        omitted=leaves.per_rank,
+        omitted=tuple(leaves.per_rank),
         layouts=manifest.structure.layouts,
         checked=checked,
     )
 
 
-class NativeLeaves(NamedTuple):
+class NativeLeaves:
     """The leaves of a native state by flattened name.
+
+    Args:
+        manifest: holds the state's tree.
+        where: it is from, for messages.
 
     Attributes:
         tensors: their numbers in the manifest.
+        infos: their shapes and types, under their flattened names.
+        values: everything else.
         paths: where each leaf sits in the nested state.
         per_rank: names of values that differ per rank, which nothing else can hold.
     """
 
-    tensors: dict[str, int]
-    values: dict[str, StoredValue]
-    paths: dict[str, tuple[str | int, ...]]
-    per_rank: tuple[str, ...]
-
-
-def leaves_of(manifest: Manifest, where: str) -> NativeLeaves:
-    """What a manifest's state tree holds; ``where`` it is from, for messages."""
-    state = decode(manifest.structure.tree, _leaf, where)
-    nested = state if isinstance(state, Mapping) else {"state": state}
-    found = NativeLeaves({}, {}, {}, ())
-    per_rank: list[str] = []
-    for path, leaf in flatten(
-        nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
-    ).items():
-        name = name_of(path)
-        found.paths[name] = path
-        if isinstance(leaf, _NumberedTensor):
-            found.tensors[name] = leaf.place
-        elif isinstance(leaf, _PerRankLeaf):
-            per_rank.append(name)
-        else:
-            found.values[name] = constant(leaf)
-    return found._replace(per_rank=tuple(per_rank))
-
-
-def tensor_info(manifest: Manifest, place: int, name: str) -> TensorInfo:
-    """Shape and type of a manifest's tensor, under a flattened name."""
-    entry = manifest.entries[place]
-    return TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
+    def __init__(self, manifest: Manifest, where: str) -> None:
+        self.tensors: dict[str, int] = {}
+        self.infos: dict[str, TensorInfo] = {}
+        self.values: dict[str, StoredValue] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.per_rank: list[str] = []
+        state = decode(manifest.structure.tree, _leaf, where)
+        nested = state if isinstance(state, Mapping) else {"state": state}
+        for path, leaf in flatten(
+            nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
+        ).items():
+            name = name_of(path)
+            self.paths[name] = path
+            if isinstance(leaf, _NumberedTensor):
+                entry = manifest.entries[leaf.place]
+                self.tensors[name] = leaf.place
+                self.infos[name] = TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
+            elif isinstance(leaf, _PerRankLeaf):
+                self.per_rank.append(name)
+            else:
+                self.values[name] = constant(leaf)
 
 
 def _leaf(node: Mapping[str, Any]) -> Any:
@@ -124,14 +121,14 @@ def _leaf(node: Mapping[str, Any]) -> Any:
     return _PerRankLeaf(str(node["name"])) if node["$"] == "per_rank" else None
 
 
-def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
+def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
     """The pieces of every tensor in ranks' files, each once.
 
     Where every replica stores all (a node's memory), one does, and files of other nodes may be elsewhere.
     """
     found: list[dict[Region, list[StoredChunk]]] = [{} for _ in manifest.entries]
     lost: list[RankFile] = []
-    for file in rank_files(manifest):
+    for file in files:
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
@@ -149,12 +146,12 @@ def _pieces(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
     return [[chunk for part in parts.values() for chunk in part] for parts in found]
 
 
-def _array_chunks(store: Storage, manifest: Manifest) -> list[list[StoredChunk]]:
+def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
-    for file in rank_files(manifest):
+    for file in files:
         store.prove_size(file.name, file.total_bytes)
     tables = ChunkTables(store, manifest)
     for places in manifest.places_by_name.values():

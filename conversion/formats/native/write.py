@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
-from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table, rank_files
+from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 from vescale_fsdp.conversion.output.plan import (
@@ -53,7 +54,10 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     manifest = native_manifest("", structure, views, num_ranks)
     by_name = {entry.name: view for entry, view in zip(structure.entries, views, strict=True)}
     tables: dict[str, _Stripes] = {}
-    files = tuple(_file(file, by_name, tables) for file in rank_files(manifest))
+    files = tuple(
+        _file(file, by_name, tables)
+        for file in map(partial(RankFile, manifest), range(num_ranks), manifest.shares)
+    )
 
     def wrap(name: str, out: FileWriter) -> FileWriter:
         tables[name] = _Stripes(out, manifest.stripe_bytes)

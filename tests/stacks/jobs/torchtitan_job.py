@@ -1,7 +1,7 @@
 """What `test_torchtitan` asks of torchtitan, as one job under torchrun: results as JSON, one file per rank.
 
-torchrun --nproc-per-node 2 -m tests.stacks.torchtitan_job --out FOLDER            against stock FSDP2
-torchrun --nproc-per-node 3 -m tests.stacks.torchtitan_job --out FOLDER --resume   what 2 ranks saved, on 3
+torchrun --nproc-per-node 2 -m tests.stacks.jobs.torchtitan_job --out FOLDER            against stock FSDP2
+torchrun --nproc-per-node 3 -m tests.stacks.jobs.torchtitan_job --out FOLDER --resume   what 2 ranks saved, on 3
 """
 
 # ruff: noqa: E402  torchtitan's modules bind the device when they are imported

@@ -1,6 +1,6 @@
 """What `test_accelerate` asks of a process that installs first and imports accelerate later.
 
-torchrun --nproc-per-node 2 -m tests.stacks.installed_first_job --out FOLDER
+torchrun --nproc-per-node 2 -m tests.stacks.jobs.installed_first_job --out FOLDER
 """
 
 # ruff: noqa: E402  the order of imports is what is tried
