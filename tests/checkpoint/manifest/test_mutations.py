@@ -160,6 +160,6 @@ def _mutations(path: Path, form: Format, seeds: range) -> tuple[int, int]:
 
 @pytest.mark.parametrize("form", ["native", "zarr"])
 def test_edited_manifests(form: Format, tmp_path: Path) -> None:
-    """No edit ends in an error of another class, nor in one after the state has been written to, but one that says so."""
+    """No edit ends in an error of another class, nor in one after the state was overwritten that does not say so."""
     ((refused, loaded),) = run_ranks(1, _mutations, tmp_path / "c", form, range(250))
     assert refused > 100 and loaded > 5
