@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::R
 
 _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
-_SAMPLE = 300
+_SAMPLE = 320
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,8 @@ def _name(setting: Setting) -> str:
 
 def test_runs_are_recorded_whole(calls: dict[Setting, list[list[Call]]]) -> None:
     """Both ranks make calls in every setting but where one writes for all, and no operation of a storage stays out."""
-    sent = {setting for setting, ranks in calls.items() if not ranks[1]}
+    asks = {"free_bytes"}  # all that rank 1 does where rank 0 writes for it
+    sent = {setting for setting, ranks in calls.items() if {call.operation for call in ranks[1]} <= asks}
     assert set(calls) == set(SETTINGS) and all(ranks[0] for ranks in calls.values())
     assert sent == {setting for setting in SETTINGS if (setting.form, setting.store) == ("hf", "s3")}
     operations = {call.operation for ranks in calls.values() for own in ranks for call in own}
