@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-import numpy as np
-
 __all__ = ["DirectReads", "is_cached"]
 
 _MIN_BYTES = 1 << 20  # 1 MiB: below that a request's latency is most of it
@@ -47,12 +45,13 @@ def is_cached(path: Path, start: int, stop: int) -> bool:
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        pages = mmap.mmap(file, stop - first, prot=mmap.PROT_READ, offset=first)
+        # A private copy, of which nothing is ever written: ctypes tells the address of nothing that is read-only.
+        pages = mmap.mmap(file, stop - first, access=mmap.ACCESS_COPY, offset=first)
     except (OSError, ValueError):
         return True
     finally:
         os.close(file)
-    address = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     num_pages, held = (stop - first) // mmap.PAGESIZE, 0
     for sample in range(_SAMPLES):
         answer = ctypes.create_string_buffer(1)

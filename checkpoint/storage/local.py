@@ -28,7 +28,7 @@ __all__ = ["LOCK_NAMES", "LocalStorage"]
 
 _MAKE = os.O_CREAT | os.O_EXCL
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
-_MAX_OPEN_FILES = 256  # of more files than this the rest are opened again for every read
+_MAX_OPEN_FILES = 96  # of more files than this the rest are opened again for every read
 _slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
 LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # what locks leave in a folder

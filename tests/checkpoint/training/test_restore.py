@@ -123,26 +123,30 @@ def test_falling_back_needs_all_ranks_too(tmp_path: Path) -> None:
         )  # step 6 has overwritten some by then
 
 
-def _memory_lost(root: Path, interval: int) -> tuple[int, str, list[str]]:
+def _memory_lost(root: Path, on_disk: bool) -> tuple[int, str, list[str]]:
     tier = RamTier("run", keep_last=2, folder=root / f"node{dist.get_rank()}")
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as caught:
         patched.setenv("LOCAL_RANK", "0")  # each rank is the only one of its node
         warnings.simplefilter("always")
-        manager = CheckpointManager(root / "steps", save_interval=interval, ram=tier)
+        manager = CheckpointManager(root / "steps", ram=tier)
         for step in (1, 2, 3):
             manager.save(step, state_of(step) | {"own": PerRank(step)})
         if dist.get_rank() == 1:
             shutil.rmtree(root / "node1" / "vescale-run" / "step-00000003")
+            if not on_disk:
+                shutil.rmtree(root / "steps" / "step-00000003")
         dist.barrier()
         restored = manager.restore(state_of(0) | {"own": PerRank(0)})
     assert restored is not None
     return restored.step, str(restored.skipped), [str(one.message) for one in caught]
 
 
-def test_memory_that_is_lost_is_said(tmp_path: Path) -> None:
-    """A step that one node's memory lacks is not waited for, but named in `skipped` and warned of."""
-    for rank, (step, skipped, said) in enumerate(run_ranks(2, _memory_lost, tmp_path, 1)):
-        assert step == 3 and "none of rank 1, wanted by rank 1" in skipped  # from disk
+def test_memory_that_is_lost_comes_from_disk_or_is_said(tmp_path: Path) -> None:
+    """A step that a node lacks in memory comes from disk; one that the disk lacks too is skipped, and warned of."""
+    for step, skipped, said in run_ranks(2, _memory_lost, tmp_path / "there", True):
+        assert (step, skipped, said) == (3, "()", [])
+    for rank, (step, skipped, said) in enumerate(run_ranks(2, _memory_lost, tmp_path / "lost", False)):
+        assert step == 2 and "none of rank 1, wanted by rank 1" in skipped
         assert [text[:26] for text in said] == (["step 3 (ram) was skipped: "] if rank == 0 else [])
 
 

@@ -85,11 +85,11 @@ except SystemExit:
 # What --help may load of ours: the command line and what it is made from, a dozen small files.
 OF_HELP = {
     "vescale_fsdp.checkpoint.manifest.file_names",
+    "vescale_fsdp.checkpoint.storage.progress",
     "vescale_fsdp.conversion.checks.byte_sizes",
     "vescale_fsdp.conversion.cli.commands",
     "vescale_fsdp.conversion.cli.main",
     "vescale_fsdp.conversion.cli.options",
-    "vescale_fsdp.conversion.cli.progress",
     "vescale_fsdp.conversion.cli.summary",
     "vescale_fsdp.conversion.formats.table",
     "vescale_fsdp.errors",
