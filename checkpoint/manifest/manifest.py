@@ -60,7 +60,7 @@ class NoCheckpointError(CheckpointError):
     """There is no checkpoint at a path: none yet, or none any more."""
 
 
-class Share(NamedTuple):
+class StoredShare(NamedTuple):
     """What a rank stores of tensor number ``place``: of the region that it holds, its part among replicas."""
 
     place: int
@@ -142,12 +142,12 @@ class Manifest:
         return sum(entry.numel * entry.itemsize for entry in self.entries) + self.world_size * self.blob_bytes
 
     @cached_property
-    def shares(self) -> list[list[Share]]:
+    def shares(self) -> list[list[StoredShare]]:
         """What each rank stores, in file order: found in time that grows with pieces, not with ranks times tensors.
 
         For readers of all files. There may be many pieces: whoever wants one rank's asks its `RankFile`.
         """
-        found: list[list[Share]] = [[] for _ in range(self.world_size)]
+        found: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
         parts: dict[
             tuple[object, ...], list[tuple[tuple[int, ...], Region]]
         ] = {}  # moments are cut as weights are
@@ -164,7 +164,7 @@ class Manifest:
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(place, held) else ranks):
                     share = self.split(place, held, replica, len(ranks))
                     if share.numel:
-                        found[rank].append(Share(place, share, held))
+                        found[rank].append(StoredShare(place, share, held))
         return found
 
     @cached_property

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, held_chunks
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest, Share
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_NAME, Manifest, StoredShare
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES
@@ -70,7 +70,7 @@ class RankFile:
             it for this rank alone.
     """
 
-    def __init__(self, manifest: Manifest, rank: int, shares: Sequence[Share] | None = None) -> None:
+    def __init__(self, manifest: Manifest, rank: int, shares: Sequence[StoredShare] | None = None) -> None:
         self.manifest = manifest
         self.rank = rank
         self._shares = shares
@@ -92,7 +92,7 @@ class RankFile:
         return found
 
     @property
-    def _own_shares(self) -> Iterator[Share]:
+    def _own_shares(self) -> Iterator[StoredShare]:
         """What this rank stores, in file order."""
         manifest, layouts = self.manifest, self.manifest.structure.layouts
         if manifest.is_zarr:
@@ -114,7 +114,7 @@ class RankFile:
                 regions[cut] = held
             share = manifest.split(place, held, replica, replicas)
             if share.numel:
-                yield Share(place, share, held)
+                yield StoredShare(place, share, held)
 
     @cached_property
     def pieces(self) -> tuple[FilePiece, ...]:
