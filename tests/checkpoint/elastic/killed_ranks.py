@@ -88,6 +88,15 @@ class _Reaper:
             return False
         return True
 
+    def lacks_ranks(self, step: int) -> bool:
+        """Whether a death is to come at a step for which too few ranks live: others are on their way."""
+        return self.job is not None and any(
+            death.step == step
+            and death.world > self.job.num_ranks
+            and not (self.folder / f"death-{number}").exists()
+            for number, death in enumerate(self.deaths)
+        )
+
     def pass_later(self, seed: int) -> None:
         """Pass by "anywhere" at a moment of the step that is as good as random."""
         delay_s = torch.rand((), generator=torch.Generator().manual_seed(seed)).item() * 0.1
@@ -192,6 +201,8 @@ def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequen
         reaper.pass_later(step)
         loss = train_one(job.training, job.rank, job.num_ranks)
         log.write(json.dumps({"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss}) + "\n")
+        while reaper.lacks_ranks(step + 1) and not membership.has_changed():
+            time.sleep(0.05)  # else a slow machine's job would be over before they come
         if step == num_steps - 1:
             log.write(
                 json.dumps({"digest": digest(job.training), "files": len(os.listdir("/proc/self/fd"))}) + "\n"
