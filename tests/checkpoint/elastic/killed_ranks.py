@@ -88,10 +88,10 @@ class _Reaper:
             return False
         return True
 
-    def lacks_ranks(self, step: int) -> bool:
-        """Whether a death is to come at a step for which too few ranks live: others are on their way."""
+    def lacks_ranks(self) -> bool:
+        """Whether a death comes in a few steps, before which those who are to die have steps to save."""
         return self.job is not None and any(
-            death.step == step
+            0 < death.step - self.step <= 4
             and death.world > self.job.num_ranks
             and not (self.folder / f"death-{number}").exists()
             for number, death in enumerate(self.deaths)
@@ -201,7 +201,7 @@ def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequen
         reaper.pass_later(step)
         loss = train_one(job.training, job.rank, job.num_ranks)
         log.write(json.dumps({"epoch": epoch.number, "rank": job.rank, "step": step, "loss": loss}) + "\n")
-        while reaper.lacks_ranks(step + 1) and not membership.has_changed():
+        while reaper.lacks_ranks() and not membership.has_changed():
             time.sleep(0.05)  # else a slow machine's job would be over before they come
         if step == num_steps - 1:
             log.write(
