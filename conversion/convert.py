@@ -105,8 +105,10 @@ def convert(
     chosen = options or ConvertOptions()
     with gc_paused():
         report = plan_conversion(source, target, kind, chosen)
-    announce(report.plan.tensor_nbytes)
-    execution = Execution(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
+        announce(report.plan.tensor_nbytes)
+        execution = Execution(
+            report.plan, target, source_url=source.url, options=chosen.run, progress=progress
+        )
     return replace(report, outcome=execution.run())
 
 

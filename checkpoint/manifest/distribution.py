@@ -93,6 +93,8 @@ Axes = tuple[Axis, ...]
 class Cut(ABC):
     """What one sharding axis does to the region that earlier cuts have left."""
 
+    __slots__ = ()
+
     @abstractmethod
     def narrow(self, region: Region, coordinate: int, size: int, layouts: Sequence[GroupLayout]) -> Region:
         """The part of ``region`` at a coordinate of an axis of ``size`` ranks."""
@@ -108,7 +110,7 @@ class Cut(ABC):
         """Plain values that `cut_from_json` reads back without loss."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardCut(Cut):
     """Cut a dim of the box into chunks of ceil(n / size), as ``Shard(dim)`` does; the last may be short."""
 
@@ -138,6 +140,8 @@ class ShardCut(Cut):
 
 class _FlatCut(Cut):
     """Cut the region's flat elements into one range per coordinate."""
+
+    __slots__ = ()
 
     @abstractmethod
     def flat_range(
@@ -178,7 +182,7 @@ class _FlatCut(Cut):
             yield from self.coordinates_of(region, size, flat, layouts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayoutCut(_FlatCut):
     """The pieces that a group layout gives: ``layout`` and ``slot`` are places in the manifest's tables."""
 

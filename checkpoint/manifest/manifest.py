@@ -148,19 +148,22 @@ class Manifest:
         For readers of all files. There may be many pieces: whoever wants one rank's asks its `RankFile`.
         """
         found: list[list[StoredShare]] = [[] for _ in range(self.world_size)]
-        parts: dict[
-            tuple[object, ...], list[tuple[tuple[int, ...], Region]]
-        ] = {}  # moments are cut as weights are
-        for place, entry in enumerate(
-            () if self.is_zarr else self.entries
-        ):  # arrays' tensors are in no rank's file
-            cut = (entry.shape, entry.axes, entry.cuts)
-            if cut not in parts:
-                parts[cut] = list(
-                    self.distributions[place].touching(entry.shape, None, self.structure.layouts)
-                )
-            for coordinates, held in parts[cut]:
-                ranks = self.holders_of(place).ranks_at(coordinates)
+        structure = self.structure
+        # Moments are cut as weights are.
+        parts: dict[tuple[object, ...], list[tuple[list[int], Region]]] = {}
+        # Tensors of arrays are in no rank's file.
+        for place, entry in enumerate(() if self.is_zarr else structure.entries):
+            cut = (entry.shape, entry.axes, entry.cuts, self.holders[place])
+            held_by = parts.get(cut)
+            if held_by is None:
+                touching = structure.distribution(entry).touching(entry.shape, None, structure.layouts)
+                at = self.holders_of(place).ranks_at
+                held_by = parts[cut] = [(at(coordinates), held) for coordinates, held in touching]
+            for ranks, held in held_by:
+                if len(ranks) == 1:
+                    if held.numel:
+                        found[ranks[0]].append(StoredShare(place, held, held))
+                    continue
                 for replica, rank in enumerate(ranks[:1] if self.is_undivided(place, held) else ranks):
                     share = self.split(place, held, replica, len(ranks))
                     if share.numel:

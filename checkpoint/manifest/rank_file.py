@@ -17,6 +17,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
 import xxhash
@@ -84,9 +85,9 @@ class RankFile:
     def _relative(self) -> list[FilePiece]:
         """What the rank stores of each tensor, its share among replicas; bytes are counted from the header's end."""
         found: list[FilePiece] = []
-        start = 0
+        start, entries = 0, self.manifest.entries
         for place, share, held in self._own_shares if self._shares is None else self._shares:
-            stop = start + share.numel * self.manifest.entries[place].itemsize
+            stop = start + share.numel * entries[place].itemsize
             found.append(FilePiece(place, share, share.span.start - held.span.start, start, stop))
             start = stop
         return found
@@ -219,7 +220,7 @@ def pack_table(checksums: Sequence[int]) -> bytes:
 
 def _item(name: str, code: str, numel: int, start: int, stop: int) -> str:
     """One entry of a safetensors header, as compact JSON."""
-    return f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{numel}],"data_offsets":[{start},{stop}]}}'
+    return f'{encode_basestring_ascii(name)}:{{"dtype":"{code}","shape":[{numel}],"data_offsets":[{start},{stop}]}}'
 
 
 def _pad(text: bytes) -> bytes:

@@ -42,7 +42,8 @@ class Region:
     @property
     def numel(self) -> int:
         """Elements in the region."""
-        return self.span.numel
+        start, stop = self.span
+        return stop - start if stop > start else 0
 
     def part(self, index: int, count: int) -> Region:
         """The ``index``-th of ``count`` equal parts (to within one element), in order."""

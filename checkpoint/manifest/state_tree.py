@@ -50,7 +50,7 @@ def decode(node: Json, tensor: Callable[[Mapping[str, Any]], Any], where: str = 
     """
     if isinstance(node, list):
         return [decode(item, tensor, where) for item in node]
-    if not isinstance(node, Mapping):
+    if not isinstance(node, dict):
         return node
     if "$" not in node:
         return {key: decode(item, tensor, where) for key, item in node.items()}

@@ -34,7 +34,7 @@ def dump_json(value: Json) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What is known of one tensor: ``axes`` is a place in a table of mesh axes."""
 

@@ -11,6 +11,7 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 done, 1 refus
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -41,6 +42,7 @@ def main() -> None:
     finally:
         if signal.getsignal(signal.SIGINT) is _interrupt:  # else the process is about to end, and may at once
             signal.signal(signal.SIGINT, before)
+    gc.freeze()  # or the interpreter looks through all that a large plan is made of before it ends
     sys.exit(code)
 
 

@@ -122,12 +122,16 @@ class Source:
     @cached_property
     def ties(self) -> dict[str, str]:
         """Names of tensors that are the very bytes of an earlier one -> the name of that."""
+        starts: dict[tuple[str, int], str] = {}
         first: dict[object, str] = {}
         found = {}
         for name, tensor in self.tensors.items():
             if tensor.info.numel and name not in self.readers:
-                places = tuple((c.file, c.offset, c.box, c.strides, c.signs) for c in tensor.chunks)
-                if (kept := first.setdefault((tensor.info.shape, tensor.info.dtype, places), name)) != name:
+                other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)
+                if other == name:
+                    continue  # nearly all
+                first.setdefault(self.tensors[other].places, other)
+                if (kept := first.setdefault(tensor.places, name)) != name:
                     found[name] = kept
         return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
@@ -22,19 +21,25 @@ __all__ = ["StoredChunk", "StoredTensor", "TensorInfo"]
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # of everything here a checkpoint has a hundred thousand
 class TensorInfo:
-    """Name, shape (packed types count bytes in the last dim), type and bytes of one tensor."""
+    """Name, shape (packed types count bytes in the last dim), type, items (not packed elements) and bytes of one
+    tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
+    numel: int = field(init=False, compare=False, repr=False)
     nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "nbytes", self.dtype.nbytes(whole_numbers(self.shape)))
-            whole_numbers((self.nbytes,))
+            numel = math.prod(whole_numbers(self.shape))
+            nbytes = numel * self.dtype.itemsize
+            if nbytes >= 2**63:
+                raise ValueError("more bytes than there are")
+            object.__setattr__(self, "numel", numel)
+            object.__setattr__(self, "nbytes", nbytes)
         except ValueError as error:
             raise CorruptCheckpointError(
                 "A tensor cannot have this shape.",
@@ -44,13 +49,8 @@ class TensorInfo:
                 todo="copy the checkpoint again from where it was made",
             ) from error
 
-    @cached_property
-    def numel(self) -> int:
-        """Items (not packed elements)."""
-        return math.prod(self.shape)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredChunk:
     """One box of a tensor and where its bytes lie.
 
@@ -72,19 +72,21 @@ class StoredChunk:
     checked: CheckedRange | None = None
     signs: int = 0
 
-    @cached_property
+    @property
     def steps(self) -> tuple[int, ...]:
         """Strides in items, of row-major boxes too."""
         return self.strides or contiguous_strides(self.box.sizes)
 
-    @cached_property
+    @property
     def is_row_major(self) -> bool:
         """Whether the items lie one after the other."""
+        if self.strides is None:
+            return True
         row_major = contiguous_strides(self.box.sizes)
         return all(n < 2 or a == b for n, a, b in zip(self.box.sizes, self.steps, row_major, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor and the chunks that tile it; proves on construction that every element is there once."""
 
@@ -100,10 +102,7 @@ class StoredTensor:
                 whole_numbers(numbers)
             except ValueError as error:
                 raise self._bad_tiling(str(error)) from error
-            fits = len(box.offsets) == len(shape) == len(box.sizes) and all(
-                o + n <= full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
-            )
-            if not fits:
+            if (box.sizes != shape or any(box.offsets)) and not _is_inside(box, shape):
                 raise self._bad_tiling(f"chunk {_text(box)} outside of it")
         if len(self.chunks) == 1 and self.chunks[0].box.sizes == shape:
             return  # in one piece, as most are
@@ -114,6 +113,12 @@ class StoredTensor:
         if overlap := _first_overlap(shape, filled):
             raise self._bad_tiling(f"chunks that overlap: {_text(overlap[0])} and {_text(overlap[1])}")
 
+    @property
+    def places(self) -> object:
+        """Equal for tensors that are the very same bytes."""
+        chunks = tuple((c.file, c.offset, c.box, c.strides, c.signs) for c in self.chunks)
+        return self.info.shape, self.info.dtype, chunks
+
     def _bad_tiling(self, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             "The chunks of a tensor do not tile it.",
@@ -122,6 +127,12 @@ class StoredTensor:
             where=f"tensor {self.info.name}",
             todo="save the checkpoint again; its sharding was described wrongly when saving",
         )
+
+
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.offsets) == len(shape) == len(box.sizes) and all(
+        o + n <= full for o, n, full in zip(box.offsets, box.sizes, shape, strict=True)
+    )
 
 
 def _text(box: Box) -> str:

@@ -82,10 +82,14 @@ class CarriedState:
     def without(self, names: Iterable[str]) -> CarriedState:
         """All but these tensors."""
         dropped = set(names)
+        if not dropped:
+            return self
         return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
 
     def with_names_of(self, twins: Mapping[str, str]) -> CarriedState:
         """The same tensors, some of the model's under further names too: name -> the one that it has."""
+        if not twins:
+            return self
         made = {new: RenamedView(self.views[old], new) for new, old in twins.items()}
         paths = {new: (*self.path(old)[:-1], new) for new, old in twins.items()}
         return replace(

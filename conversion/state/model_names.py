@@ -123,11 +123,12 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
 
 def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
     """Containers that are an optimizer's state by what is in them, whatever they are called."""
+    groups = re.compile(r"param_groups(\.|$)")
     return frozenset(
         path[:depth]
         for path in paths
         for depth, part in enumerate(path)
-        if depth and str(part).split(".", 1)[0] == "param_groups"
+        if depth and type(part) is str and groups.match(part)
     )
 
 
@@ -135,11 +136,12 @@ def _is_optimizer(path: Path, homes: Collection[Path]) -> bool:
     """Whether an entry is optimizer state: under a container of that name or kind, or named so at the root."""
     if len(path) == 1:  # no nesting known: a flattened name
         return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
-    return any(
-        _OPTIMIZER.match(str(part))
-        or (path[: depth + 1] in homes and str(path[depth + 1]).split(".", 1)[0] in _OPTIMIZER_KEYS)
-        for depth, part in enumerate(path[:-1])
-    )
+    for depth, part in enumerate(path[:-1]):
+        if _OPTIMIZER.match(str(part)):
+            return True
+        if path[: depth + 1] in homes and str(path[depth + 1]).split(".", 1)[0] in _OPTIMIZER_KEYS:
+            return True
+    return False
 
 
 def _is_training(path: Sequence[str | int]) -> bool:

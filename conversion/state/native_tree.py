@@ -100,6 +100,9 @@ def _rare_node(value: Any, name: str) -> Json:
 
 def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
     """The manifest of a result; the same input makes the same names, so that an interrupted run can go on."""
-    identity = "".join([form, structure.document.decode(), *(view.identity() for view in views)])
-    save_id = xxhash.xxh3_64_hexdigest(identity.encode())
-    return build_manifest([(RankSet.world(num_ranks), structure)], save_id=save_id, world_size=num_ranks)
+    identity = xxhash.xxh3_64(form.encode())
+    identity.update(structure.document)
+    for view in views:
+        identity.update(view.identity().encode())
+    ranks = RankSet.world(num_ranks)
+    return build_manifest([(ranks, structure)], save_id=identity.hexdigest(), world_size=num_ranks)

@@ -34,7 +34,7 @@ class ListIndex(int):
 
 def name_of(path: Path) -> str:
     """The flattened name of a path."""
-    return ".".join(str(part) for part in path)
+    return ".".join(map(str, path))
 
 
 def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[Path, Any]:
@@ -46,7 +46,9 @@ def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[
     found: dict[Path, Any] = {}
 
     def add(value: Any, path: Path) -> None:
-        if isinstance(value, Mapping):
+        if is_tensor(value):
+            found[path] = value
+        elif isinstance(value, Mapping):
             for key, inner in value.items():
                 add(inner, (*path, key if isinstance(key, (str, int)) else str(key)))
             if not value and path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ __all__ = ["MappedView", "RenamedView", "SourceView", "TensorView", "ZerosView",
 
 class TensorView(ABC):
     """A tensor that can be read box by box."""
+
+    __slots__ = ()
 
     @property
     @abstractmethod
@@ -63,7 +65,7 @@ class TensorView(ABC):
         """Where its values come from; two runs with equal identities read the same things."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceView(TensorView):
     """A tensor of a source under another name."""
 
@@ -71,10 +73,13 @@ class SourceView(TensorView):
     source_name: str
     name: str
 
-    @cached_property
-    def info(self) -> TensorInfo:
+    info: TensorInfo = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
         found = self.source.info(self.source_name)
-        return TensorInfo(self.name, found.shape, found.dtype)
+        if found.name != self.name:
+            found = TensorInfo(self.name, found.shape, found.dtype)
+        object.__setattr__(self, "info", found)
 
     def read_into(self, box: Box, out: np.ndarray) -> None:
         self.source.read_into(self.source_name, box, out)

@@ -46,6 +46,9 @@ class DType:
     kind: str
     is_numpy: bool = False
 
+    def __hash__(self) -> int:  # keys of tables have one for every tensor
+        return hash(self.torch_name or self.code)
+
     @property
     def name(self) -> str:
         """The name people know it by: torch's, else safetensors'."""

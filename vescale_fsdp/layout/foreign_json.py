@@ -37,10 +37,12 @@ def whole_numbers(values: Iterable[Any], count: int | None = None) -> tuple[int,
     Raises:
         ValueError: for anything but whole numbers from 0 to 2**63 - 1, or another count of them.
     """
-    found = tuple(values)
-    for number in found if not isinstance(values, (str, dict)) else ("",):
+    found = values if type(values) is tuple else tuple(values)
+    for number in found:
         if type(number) is not int or not 0 <= number < _LIMIT:
             raise ValueError(f"{found!r:.80} are no sizes")
+    if isinstance(values, (str, dict)):
+        raise ValueError(f"{values!r:.80} are no sizes")
     if count is not None and len(found) != count:
         raise ValueError(f"{len(found)} numbers instead of {count}")
     return found

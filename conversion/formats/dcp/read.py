@@ -123,7 +123,7 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
 
 def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
     """A path as this package keeps it: ints, which DCP uses for places in lists, are marked as such."""
-    return tuple(ListIndex(part) if isinstance(part, int) else str(part) for part in parts)
+    return tuple([ListIndex(part) if isinstance(part, int) else str(part) for part in parts])
 
 
 class _MetadataReader:
@@ -199,9 +199,9 @@ class _MetadataReader:
         return file, info.offset, info.length
 
     def _checked_name(self, file: str) -> str:
-        path = PurePosixPath(file)
-        file = self._folder + file
+        name, file = file, self._folder + file
         if file not in self.sizes:
+            path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise CorruptCheckpointError(
                     "The checkpoint's metadata points outside of its folder.",

@@ -51,18 +51,21 @@ def open_native(store: Storage) -> Source:
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
     files = [RankFile(manifest, rank, shares) for rank, shares in enumerate(manifest.shares)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
+    ranks = {file.name: file.rank for file in files}
+    del files  # each has its pieces and its header by now
     leaves = NativeLeaves(manifest, store.where)
+    layouts = manifest.structure.layouts
     tensors = {
         name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
-    by_name = {file.name: file for file in files}
 
-    # Files are opened when read; few are kept, since each holds its header and checksums.
+    # Files are opened when read; few are kept, since each holds its pieces, header and checksums.
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def checked(name: str) -> OpenRankFile | None:
-        return OpenRankFile(store, by_name[name]) if name in by_name else None
+        rank = ranks.get(name)
+        return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, manifest.shares[rank]))
 
     return Source(
         "native",
@@ -72,7 +75,7 @@ def open_native(store: Storage) -> Source:
         leaves.paths,
         facts,
         omitted=tuple(leaves.per_rank),
-        layouts=manifest.structure.layouts,
+        layouts=layouts,
         checked=checked,
     )
 
@@ -127,18 +130,19 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
     Where every replica stores all (a node's memory), one does, and files of other nodes may be elsewhere.
     """
     found: list[dict[Region, list[StoredChunk]]] = [{} for _ in manifest.entries]
+    itemsizes = [entry.itemsize for entry in manifest.entries]
     lost: list[RankFile] = []
     for file in files:
         if manifest.split_bytes is None and store.size(file.name) is None:
             lost.append(file)
             continue
         store.prove_size(file.name, file.total_bytes)
-        for piece in file.pieces:
-            itemsize = manifest.entries[piece.place].itemsize
-            if piece.region not in found[piece.place]:  # the boxes of a piece follow each other in the file
-                found[piece.place][piece.region] = [
-                    StoredChunk(box, file.name, piece.start_bytes + first * itemsize, box.numel * itemsize)
-                    for box, first in piece.region.pieces()
+        for place, region, _, start, _ in file.pieces:
+            if region not in found[place]:  # the boxes of a piece follow each other in the file
+                itemsize = itemsizes[place]
+                found[place][region] = [
+                    StoredChunk(box, file.name, start + first * itemsize, box.numel * itemsize)
+                    for box, first in region.pieces()
                 ]
     for file in lost:
         if any(piece.region not in found[piece.place] for piece in file.pieces):

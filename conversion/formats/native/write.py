@@ -9,7 +9,7 @@ ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import xxhash
@@ -135,20 +135,22 @@ def _cut_of(
     name: str, state: CarriedState, layouts: list[GroupLayout], cuts_of: Mapping[str, Sequence[LayoutCut]]
 ) -> tuple[LayoutCut | None, str]:
     """The slot of an optimizer's tensor, and what it is to its parameter; no slot for what is stored whole."""
+    shape = state.views[name].info.shape
     for fqn in _names_inside(state.path(name)):
         for cut in cuts_of.get(fqn, ()):
-            if layouts[cut.layout].slots[cut.slot].shape == state.views[name].info.shape:
+            if layouts[cut.layout].slots[cut.slot].shape == shape:
                 return cut, name.replace(fqn, "*", 1)
     return None, name
 
 
-def _names_inside(path: Path) -> list[str]:
+def _names_inside(path: Path) -> Iterator[str]:
     """What may be a parameter's name: runs of dotted words of the path's parts, the longest first."""
+    yield max(map(str, path), key=len)  # nearly always
     found: dict[str, None] = {}
     for words in [str(part).split(".") for part in path]:
         stops = range(1, len(words) + 1)
         found |= {".".join(words[start:stop]): None for stop in stops for start in range(stop)}
-    return sorted(found, key=len, reverse=True)  # the longest name is the right one
+    yield from sorted(found, key=len, reverse=True)  # the longest name is the right one
 
 
 class _Stripes(FileWriter):
@@ -194,6 +196,6 @@ def _file(file: RankFile, views: Mapping[str, TensorView], tables: Mapping[str, 
     for piece in file.pieces:  # every region here is a run of the whole tensor
         view = views[file.manifest.entries[piece.place].name]
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
-    table_bytes = file.total_bytes - file.table_start
-    contents.append(ComputedBytes(table_bytes, lambda _: tables[file.name].table()))
-    return FilePlan(file.name, tuple(contents))
+    name = file.name  # the file's pieces need not be kept
+    contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables[name].table()))
+    return FilePlan(name, tuple(contents))

@@ -109,22 +109,21 @@ class TorchArchive:
         checked = (
             None if crc is None else CheckedRange(file, start + offset, nbytes, CRC32, lambda: crc, where)
         )
-        first = start + self.tensor_offset(ref)
+        first = start + offset + self._first_byte(ref, nbytes)
         return StoredChunk(
             box, file, first, box.numel * ref.dtype.itemsize, ref.strides, checked=checked, signs=ref.signs
         )
 
-    def tensor_offset(self, ref: TensorRef) -> int:
-        """Byte offset, within the archive, of a tensor's first item; checks that all its items are there."""
+    def _first_byte(self, ref: TensorRef, nbytes: int) -> int:
+        """Of a tensor in its storage of so many bytes; checks that all its items are there."""
         if self._byteorder != "little":
             raise self._damaged("little-endian data", f"{self._byteorder}-endian data")
-        start, nbytes = self.storage_range(ref.storage_key)
         last = sum((n - 1) * s for n, s in zip(ref.shape, ref.strides, strict=True)) if ref.shape else 0
         is_empty = 0 in ref.shape
         stop = ref.storage_offset + (0 if is_empty else last + 1)
         if ref.storage_offset < 0 or min(ref.strides, default=0) < 0 or stop * ref.dtype.itemsize > nbytes:
             raise self._damaged(f"a storage of at least {stop * ref.dtype.itemsize} bytes", f"{nbytes} bytes")
-        return start + ref.storage_offset * ref.dtype.itemsize
+        return ref.storage_offset * ref.dtype.itemsize
 
     @cached_property
     def _prefix(self) -> str:

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
@@ -55,8 +55,9 @@ class Record:
     def __init__(self, *args: Any) -> None:
         self.args = args
 
-    def __getattr__(self, name: str) -> Any:  # only reached for attributes the pickle did not set
-        raise AttributeError(f"{type(self).__name__} has no {name}")
+    if TYPE_CHECKING:  # a method of this name would be asked for every `__setstate__` that is not there
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class _PropertiesRecord(Record):

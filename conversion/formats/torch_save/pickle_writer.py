@@ -82,7 +82,7 @@ class _Writer:
         self._where = where
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[Global | str, int] = {}
-        self._written: dict[Call | New, bytes] = {}
+        self._written: dict[object, bytes] = {}
 
     def put(self, value: Any) -> None:
         kind = type(value)
@@ -162,56 +162,63 @@ class _Writer:
 
     # So do sizes and types, which are written of nothing but references and numbers the second time.
 
-    def _put_call(self, value: Call) -> None:
-        if value in self._written:
-            self.out += self._written[value]
+    def _put_again(self, key: object, write: Callable[[], None]) -> None:
+        """What ``write`` writes, from what it wrote before for the same key if that can be said again."""
+        known = self._written.get(key)
+        if known is not None:
+            self.out += known
             return
         start, names = len(self.out), len(self._memo)
-        self.put(value.func)
-        self.put(value.args)
-        self.out += b"R"
+        write()
         if len(self._memo) == names:
-            self._written[value] = bytes(self.out[start:])
+            self._written[key] = bytes(self.out[start:])
+
+    def _put_call(self, value: Call) -> None:
+        def write() -> None:
+            self.put(value.func)
+            self.put(value.args)
+            self.out += b"R"
+
+        self._put_again(value, write)
 
     def _put_instance(self, value: New) -> None:
-        is_plain = type(value.state) is tuple
-        if is_plain and value in self._written:
-            self.out += self._written[value]
-            return
-        start, names = len(self.out), len(self._memo)
-        self.put(value.cls)
-        self.out += b")\x81"
-        self.put(value.state)
-        self.out += b"b"
-        if is_plain and len(self._memo) == names:
-            self._written[value] = bytes(self.out[start:])
+        def write() -> None:
+            self.put(value.cls)
+            self.out += b")\x81"
+            self.put(value.state)
+            self.out += b"b"
+
+        if type(value.state) is tuple:
+            self._put_again(value, write)
+        else:
+            write()
+
+    # A tensor is torch's call, whose first argument is a persistent id: only the key of the storage in it is new.
 
     def _put_tensor(self, value: TensorOut) -> None:
-        self.put(self._rebuild(value))
-
-    def _put_storage(self, value: _StorageId) -> None:
-        self.put(value.parts)
-        self.out += b"Q"
-
-    def _rebuild(self, tensor: TensorOut) -> Call:
-        dtype = tensor.dtype
-        numel = numel_of(tensor.shape)
+        dtype, shape = value.dtype, value.shape
         typed = _STORAGE_CLASSES.get(dtype.name)
-        cls = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
-        count = numel if typed else numel * dtype.itemsize
-        storage = _StorageId(("storage", cls, tensor.storage_key, "cpu", count))
-        hooks = Call(Global("collections", "OrderedDict"), ())
-        args = (storage, 0, tensor.shape, contiguous_strides(tensor.shape), False, hooks)
-        if typed:
-            return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
-        return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, torch_dtype(dtype)))
 
+        def write_before() -> None:
+            self.put(Global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"))
+            self.out += b"(("
+            self.put("storage")
+            self.put(Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage"))
 
-@dataclass(frozen=True)
-class _StorageId:
-    """A persistent id: which storage record holds a tensor's bytes."""
+        def write_after() -> None:
+            self.put("cpu")
+            self.put(numel_of(shape) * (1 if typed else dtype.itemsize))
+            self.out += b"tQ"
+            hooks = Call(Global("collections", "OrderedDict"), ())
+            for argument in (0, shape, contiguous_strides(shape), False, hooks):
+                self.put(argument)
+            if not typed:
+                self.put(torch_dtype(dtype))
+            self.out += b"tR"
 
-    parts: tuple[Any, ...]
+        self._put_again(dtype, write_before)
+        self.put(value.storage_key)
+        self._put_again((dtype, shape), write_after)
 
 
 # How the values of a type are written, and those of types made from it; the first that fits.
@@ -229,5 +236,4 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
     Call: _Writer._put_call,
     New: _Writer._put_instance,
     TensorOut: _Writer._put_tensor,
-    _StorageId: _Writer._put_storage,
 }

@@ -74,11 +74,10 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
     state = open_state_file(store, file, trust=trust_pickle)
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, StoredValue] = {}
-    for path, leaf in state.leaves.items():
-        name = name_of(path)
+    paths = {name_of(path): path for path in state.leaves}
+    for name, leaf in zip(paths, state.leaves.values(), strict=True):
         if is_tensor_ref(leaf):
             tensors[name] = stored_tensor(name, [HeldTensor(file, state.archive, leaf)])
         else:
             values[name] = constant(leaf)
-    paths = {name_of(path): path for path in state.leaves}
     return Source("torch", store, tensors, values, paths, file=file)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from vescale_fsdp.conversion.checks.describe import describe
+from vescale_fsdp.conversion.checks.diff import diff
+from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
@@ -75,6 +78,31 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
         count("dcp, flattened, to native", dcp, "native_again", "native")
         count("dcp to torch, nested", dcp, "file_again", "torch", optimizer="nested")
         count("native to hf", native, "hf", "hf")
+
+    for name, (small, middle, large) in calls.items():
+        assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
+
+
+def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    """So do those of a plan for every target, and of what only looks, at 1,024, 2,048 and 4,096 tensors."""
+    calls: dict[str, list[int]] = {}
+    for num_params in (256, 512, 1024):
+        folder = tmp_path / str(num_params)
+        folder.mkdir()
+        torch.save(_state(num_params), folder / "file.pt")
+        _convert(folder / "file.pt", folder / "native", "native")
+        _convert(folder / "native", folder / "dcp", "dcp")
+        dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
+        for source, target in (("native", "native"), ("dcp", "torch"), ("file.pt", "dcp"), ("native", "hf")):
+
+            def plan(source: str = source, target: str = target, folder: Path = folder) -> None:
+                convert(open_source(str(folder / source)), str(folder / "none"), target, dry)
+
+            calls.setdefault(f"plan {source} to {target}", []).append(_num_calls(plan))
+        native, dcp = open_source(str(folder / "native")), open_source(str(folder / "dcp"))
+        calls.setdefault("describe", []).append(_num_calls(lambda native=native: describe(native)))  # type: ignore[misc]
+        calls.setdefault("verify", []).append(_num_calls(lambda dcp=dcp: verify(dcp)))  # type: ignore[misc]
+        calls.setdefault("diff", []).append(_num_calls(lambda a=native, b=dcp: diff(a, b)))  # type: ignore[misc]
 
     for name, (small, middle, large) in calls.items():
         assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
