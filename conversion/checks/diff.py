@@ -26,7 +26,12 @@ _F64 = dtype_from_torch("float64")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """When two values are equal: bitwise if both are zero, else ``|a - b| <= atol + rtol * |b|``."""
+    """When two values are equal: bitwise if both are zero, else ``|a - b| <= atol + rtol * |b|``.
+
+    Examples:
+        >>> Tolerance().is_bitwise, Tolerance(rtol=1e-3).is_bitwise
+        (True, False)
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -40,7 +45,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which two checkpoints differ: ``kind`` is only_a, only_b, shape, dtype or value."""
+    """One way in which two checkpoints differ: ``kind`` is only_a, only_b, shape, dtype or value.
+
+    Examples:
+        >>> Difference("w", "shape", "(4,) and (5,)").to_json()["kind"]
+        'shape'
+    """
 
     name: str
     kind: str
@@ -69,6 +79,15 @@ def diff(
     Raises:
         ConversionError: if either side holds no model.
         CorruptCheckpointError: if a file turns out damaged while reading.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(4)}, "a.pt"), torch.save({"w": torch.tensor([1, 1, 1, 2.0])}, "b.pt")
+        (None, None)
+        >>> found, compared = diff(open_source("a.pt"), open_source("b.pt"))
+        >>> found[0].text, compared
+        ('1 of 4 values differ', 1)
     """
     chosen = tolerance or Tolerance()
     left, right = _views(a, model_prefix), _views(b, model_prefix)

@@ -27,7 +27,12 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class UntriedVersionWarning(UserWarning):
-    """A stack is installed in a version that this package was not tried with."""
+    """A stack is installed in a version that this package was not tried with.
+
+    Examples:
+        >>> warnings.simplefilter("ignore", UntriedVersionWarning)  # you have compared losses yourself
+        >>> warnings.resetwarnings()
+    """
 
 
 def check_version(package: str) -> bool:
