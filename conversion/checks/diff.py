@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pi
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.rounding import cast_array
 
-__all__ = ["Difference", "Tolerance", "diff"]
+__all__ = ["Difference", "Tolerance", "Views", "diff", "matched_views"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
 Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)
@@ -90,9 +90,7 @@ def diff(
         ('1 of 4 values differ', 1)
     """
     chosen = tolerance or Tolerance()
-    left, right = _views(a, model_prefix), _views(b, model_prefix)
-    _add_twins(a, left, right)
-    _add_twins(b, right, left)
+    left, right = matched_views(a, b, model_prefix)
     has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
     is_whole = not model_only and all(has_more)
     if not is_whole:
@@ -108,6 +106,14 @@ def diff(
     if is_whole:
         found += _values(a, b)
     return tuple(found), len(left.keys() & right.keys())
+
+
+def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:
+    """The tensors of both sides by keys that are equal where they mean the same tensor."""
+    left, right = _views(a, model_prefix), _views(b, model_prefix)
+    _add_twins(a, left, right)
+    _add_twins(b, right, left)
+    return left, right
 
 
 def _values(a: Source, b: Source) -> Iterator[Difference]:
