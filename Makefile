@@ -5,6 +5,8 @@
 #                    hour or more)
 # make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
+# make docs   the site, into site/; strict: a broken link or a missing name fails
+# make release-check   wheel and sdist: built, checked, installed in a clean environment, README's example run there
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
 #
@@ -36,7 +38,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv test test-torch test-faults test-stacks demo check clean
+.PHONY: venv test test-torch test-faults test-stacks demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -55,7 +57,7 @@ test-torch:
 	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
 	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
-	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER)
+	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) -p tools.docs.compatibility --compatibility torch
 
 test-faults: venv
 	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/checkpoint/elastic/test_kills.py
@@ -67,13 +69,22 @@ test-stacks:
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
 	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torchtitan,torchdata]"
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
-	$(STACKS_VENV)/bin/python -m pytest tests/stacks
+	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
 demo: venv
 	$(IN_VENV) -m tools.demo
+
+# Versions are pinned: a site that was strict yesterday is strict today. The theme's advertisement is no warning.
+docs: venv
+	$(INSTALL) --editable ".[docs]"
+	$(IN_VENV) tools/docs/notebook.py --check
+	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
+
+release-check: venv
+	$(IN_VENV) tools/release_check.py
 
 check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -73,6 +73,19 @@ class CheckpointManager:
 
     Raises:
         ValueError: for limits below 1, or a negative patience.
+
+    Examples:
+        >>> import torch
+        >>> manager = CheckpointManager("run_of_two", keep_last=2)
+        >>> state = {"w": torch.zeros(4)}
+        >>> for step in (1, 2, 3):
+        ...     _ = state["w"].fill_(step)
+        ...     _ = manager.save(step, state)
+        >>> manager.steps()
+        [2, 3]
+        >>> manager.restore({"w": torch.zeros(4)}).step
+        3
+        >>> manager.close()
     """
 
     def __init__(

@@ -29,6 +29,15 @@ class Restored:
         tier: where it was read from: "disk" or "ram".
         moves: files that did not lie in the memory of the node that needed them: from which rank's memory they came, or
             that they were put together of the same step on disk (`FROM_DISK`), and which rank received them.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager("run_to_restore")
+        >>> _ = manager.save(5, {"w": torch.ones(4)}, user={"loss": 2.5})
+        >>> restored = manager.restore({"w": torch.zeros(4)})
+        >>> restored.step, restored.tier, restored.report.user
+        (5, 'disk', {'loss': 2.5})
     """
 
     step: int

@@ -30,7 +30,16 @@ Compare = Callable[[TensorView, TensorView], bool]
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did, or would do."""
+    """What a conversion did, or would do.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(4)}, "in2.pt")
+        >>> report = convert(open_source("in2.pt"), "as_zarr", "zarr")
+        >>> report.dropped_optimizer, report.warnings
+        (0, ())
+    """
 
     source: Source
     target: str
@@ -101,6 +110,14 @@ def convert(
     Raises:
         ConversionError: if the target is refused or the state cannot be expressed in the format.
         CorruptCheckpointError: if the source turns out damaged.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(4)}, "in.pt")
+        >>> report = convert(open_source("in.pt"), "as_dcp", "dcp")
+        >>> len(report.state.views), open_source("as_dcp").kind
+        (1, 'dcp')
     """
     chosen = options or ConvertOptions()
     with gc_paused():

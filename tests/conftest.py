@@ -28,6 +28,7 @@ LONG = (
     "runtime/test_numerics.py",
     "checkpoint/saving/test_faults.py",
     "optim/test_muon.py",
+    "house/docs/test_notebook.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONG), "a file of LONG has moved"
 

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     from vescale_fsdp.dtensor.dcp_hooks import check_storage_writer
     from vescale_fsdp.dtensor.operators.dispatch_table import is_supported
     from vescale_fsdp.dtensor.operators.random_values import get_rng_state, manual_seed, set_rng_state
+    from vescale_fsdp.dtensor.pending_tensor import PendingTensor, redistribute_async
     from vescale_fsdp.dtensor.ragged_dtensor import (
-        PendingTensor,
         RaggedDTensor,
         distribute_tensor,
         is_ragged,
         redistribute,
-        redistribute_async,
     )
     from vescale_fsdp.elastic.job import ElasticJob, Training
     from vescale_fsdp.elastic.membership import Membership, Quorum
@@ -128,8 +127,8 @@ lazily_export(
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
         "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
-        "vescale_fsdp.dtensor.ragged_dtensor": "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute "
-        "redistribute_async",
+        "vescale_fsdp.dtensor.pending_tensor": "PendingTensor redistribute_async",
+        "vescale_fsdp.dtensor.ragged_dtensor": "RaggedDTensor distribute_tensor is_ragged redistribute",
         "vescale_fsdp.elastic.job": "ElasticJob Training",
         "vescale_fsdp.elastic.membership": "Membership Quorum",
         "vescale_fsdp.elastic.store_membership": "StoreMembership",

@@ -32,6 +32,13 @@ class ReshardableLoader(Generic[T]):
 
     Raises:
         TypeError: for any other loader.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import ReshardableSampler
+        >>> sampler = ReshardableSampler(6, shuffle=False)
+        >>> loader = ReshardableLoader(DataLoader(range(6), batch_size=3, sampler=sampler))
+        >>> next(iter(loader)).tolist()
+        [0, 1, 2]
     """
 
     def __init__(self, loader: DataLoader[T]) -> None:

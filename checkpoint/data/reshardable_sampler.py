@@ -38,6 +38,10 @@ class ReshardableSampler(Sampler[int]):
         drop_last: leave out up to ``world_size - 1`` samples of an epoch, so that all ranks have equally many; else
             some ranks have one more than others.
         rank, world_size: this rank and how many there are; default: of all in `torch.distributed`.
+
+    Examples:
+        >>> list(ReshardableSampler(5, shuffle=False, rank=1, world_size=2))
+        [1, 3]
     """
 
     def __init__(

@@ -52,6 +52,9 @@ class RaggedLoadPlanner(LoadPlanner):
     Args:
         strict: raise if the checkpoint lacks a leaf of the state (it may always hold more).
         verify: as for `vescale_fsdp.checkpoint.load`.
+
+    Examples:
+        >>> planner = RaggedLoadPlanner(strict=False, verify="before")  # for dcp.load(planner=..)
     """
 
     state: Any = None
@@ -91,6 +94,15 @@ class RaggedReader(StorageReader):
         path: folder or fsspec URL.
         process_group: the ranks that load; the same that DCP gets.
         no_dist: this rank loads alone, as in ``dcp.load(no_dist=True)``, and may make the reader alone.
+
+    Examples:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("for_dcp", {"w": torch.ones(4)})
+        >>> state = {"w": torch.zeros(4)}
+        >>> dcp.load(state, storage_reader=RaggedReader("for_dcp"), planner=RaggedLoadPlanner())
+        >>> state["w"].sum().item()
+        4.0
     """
 
     def __init__(

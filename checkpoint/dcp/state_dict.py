@@ -58,6 +58,13 @@ def set_model_state_dict(
 
     Raises:
         CheckpointError: if a full tensor has another shape than the parameter.
+
+    Examples:
+        >>> from torch.distributed.checkpoint.state_dict import StateDictOptions
+        >>> model, full = nn.Linear(3, 2), {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+        >>> _ = set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+        >>> model.weight.sum().item()
+        6.0
     """
     plain, full = _split_options(options)
     if full is not None:
@@ -106,6 +113,13 @@ def set_optimizer_state_dict(
 
     Raises:
         CheckpointError: if a full tensor has another shape than the optimizer's.
+
+    Examples:
+        >>> from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> saved = get_optimizer_state_dict(model, optimizer)
+        >>> set_optimizer_state_dict(model, optimizer, saved)
     """
     optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     plain, full = _split_options(options)
@@ -123,7 +137,15 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Load the state of a model and its optimizers; see the two functions above. An empty model state is no state."""
+    """Load the state of a model and its optimizers; see the two functions above. An empty model state is no state.
+
+    Examples:
+        >>> from torch.distributed.checkpoint.state_dict import get_state_dict
+        >>> model = nn.Linear(3, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> weights, moments = get_state_dict(model, optimizer)
+        >>> _ = set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    """
     has_model = [bool(model_state_dict)]
     if options is not None and options.broadcast_from_rank0 and dist.is_initialized():
         dist.broadcast_object_list(has_model, src=0)  # the others bring nothing

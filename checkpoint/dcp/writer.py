@@ -37,7 +37,11 @@ __all__ = ["RaggedSavePlanner", "RaggedWriter"]
 
 
 class RaggedSavePlanner(SavePlanner):
-    """Plans nothing: the state goes to the engine as it is."""
+    """Plans nothing: the state goes to the engine as it is.
+
+    Examples:
+        >>> planner = RaggedSavePlanner()  # for dcp.save(storage_writer=RaggedWriter(..), planner=..)
+    """
 
     state: Any = None
 
@@ -70,6 +74,14 @@ class RaggedWriter(StorageWriter):
         overwrite: replace an existing checkpoint.
         process_group: the ranks that save; the same that DCP gets.
         no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may make the writer alone.
+
+    Examples:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> writer = RaggedWriter("by_dcp", user={"step": 3})
+        >>> _ = dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=RaggedSavePlanner())
+        >>> from vescale_fsdp.checkpoint import read_state
+        >>> read_state("by_dcp").user
+        {'step': 3}
     """
 
     def __init__(

@@ -64,6 +64,12 @@ class LoadReport:
         num_bytes_read: bytes of tensors that this rank read from the storage; what ``verify="before"`` proves first
             and reads then counts twice.
         num_bytes_received: bytes of them that other ranks read and sent.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_report", {"w": torch.ones(4), "b": torch.ones(2)})
+        >>> load("to_report", {"w": torch.zeros(4)}, strict=False).unexpected
+        ('b',)
     """
 
     missing: tuple[str, ...]
@@ -120,6 +126,14 @@ def load(
             that `fully_shard` made refuse their unit's next forward until a load has filled them, ``load_state_dict``
             included. Nothing watches over other tensors, FSDP2's among them: there the error has to be heeded.
         ValueError: if there is no such way to verify or to read.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_load", {"w": torch.ones(4), "step": 7})
+        >>> state = {"w": torch.zeros(4), "step": 0}
+        >>> report = load("to_load", state)
+        >>> state["w"].sum().item(), state["step"], report.missing
+        (4.0, 7, ())
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)

@@ -94,13 +94,27 @@ def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
 
     Raises:
         CheckpointError: if the path holds no complete checkpoint.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_read", {"w": torch.arange(6.0).reshape(2, 3)}, user={"loss": 2.5})
+        >>> read_state("to_read").user
+        {'loss': 2.5}
     """
     return CheckpointReader(open_storage(path, neighbours=num_neighbours()))
 
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint; its values stay where they are until `read`."""
+    """A tensor of a checkpoint; its values stay where they are until `read`.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_look", {"w": torch.arange(6.0).reshape(2, 3)})
+        >>> tensor = read_state("to_look")["w"]
+        >>> tensor.shape, tensor.read_flat(2, 4).tolist()
+        (torch.Size([2, 3]), [2.0, 3.0])
+    """
 
     reader: CheckpointReader
     place: int
@@ -172,6 +186,13 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
         user: the JSON given to `save`.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_open", {"model": {"w": torch.ones(2, 3)}})
+        >>> reader = read_state("to_open")
+        >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item()
+        (['model/w'], 6.0)
     """
 
     def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:

@@ -21,7 +21,21 @@ __all__ = ["Problem", "VerifyReport", "verify"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: in which file, and the error a load would raise."""
+    """One thing that is wrong: in which file, and the error a load would raise.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_damage", {"w": torch.ones(4)})
+        >>> from pathlib import Path
+        >>> (file,) = Path("to_damage").glob("data-*/*.safetensors")
+        >>> data = bytearray(file.read_bytes())
+        >>> data[-100] ^= 1
+        >>> _ = file.write_bytes(data)
+        >>> (problem,) = verify("to_damage").problems
+        >>> problem.file.endswith(file.name)
+        True
+    """
 
     file: str
     text: str
@@ -35,6 +49,10 @@ class VerifyReport:
         problems: all of them; empty if the checkpoint is good.
         num_files: files whose bytes were hashed.
         num_bytes: bytes that were hashed.
+
+    Examples:
+        >>> VerifyReport((), num_files=4, num_bytes=1 << 30).ok
+        True
     """
 
     problems: tuple[Problem, ...]
@@ -48,7 +66,16 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str] | Storage) -> VerifyReport:
-    """Hash every byte of a checkpoint and compare; report all problems instead of raising the first."""
+    """Hash every byte of a checkpoint and compare; report all problems instead of raising the first.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("to_verify", {"w": torch.ones(4)})
+        >>> report = verify("to_verify")
+        >>> report.ok, report.problems
+        (True, ())
+    """
     storage = open_storage(path, neighbours=num_neighbours())
     try:
         manifest = read_manifest(storage)

@@ -57,6 +57,11 @@ class RamTier:
 
     Raises:
         ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
+
+    Examples:
+        >>> ram = RamTier("my_run", interval=10, keep_last=1)
+        >>> ram.is_due(25), ram.is_due(30)
+        (False, True)
     """
 
     def __init__(

@@ -55,7 +55,14 @@ def _tell_unheard() -> None:
 
 
 class SaveHandle:
-    """A save that goes on behind training. An error that nobody asks for is told when the process ends."""
+    """A save that goes on behind training. An error that nobody asks for is told when the process ends.
+
+    Examples:
+        >>> import torch
+        >>> handle = async_save("saved_with_handle", {"w": torch.ones(4)})
+        >>> handle.error() is None
+        True
+    """
 
     heard = False  # whether somebody has asked how it ended
 
@@ -206,6 +213,13 @@ def async_save(
 
     Returns:
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
+
+    Examples:
+        >>> import torch
+        >>> handle = async_save("saved_behind", {"w": torch.ones(4)})  # .. training goes on ..
+        >>> handle.wait()
+        >>> handle.done()
+        True
     """
     saver = _saver_for(process_group)
     return saver.start(path, state, user=user, overwrite=overwrite, format=format, progress=progress)

@@ -94,6 +94,13 @@ def save(
             that fails itself raises what it met (an OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is
             committed then, except where the error says that the new checkpoint is there: the disk failed behind the
             commit.
+
+    Examples:
+        >>> state = {"model": torch.nn.Linear(4, 2), "step": 10}
+        >>> save("saved", state, user={"config": "tiny"})
+        >>> from vescale_fsdp.checkpoint import read_state
+        >>> read_state("saved").names()
+        ['model/weight', 'model/bias']
     """
     coordinator = coordinator_for(process_group)
     try:

@@ -37,6 +37,14 @@ class PerRank:
 
     Attributes:
         value: replaced by `load`.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import load, save
+        >>> save("per_rank", {"rng": PerRank(torch.get_rng_state())})
+        >>> state = {"rng": PerRank(None)}
+        >>> _ = load("per_rank", state)
+        >>> bool((state["rng"].value == torch.get_rng_state()).all())
+        True
     """
 
     def __init__(self, value: Any, *, merge: Merge | None = None) -> None:
@@ -48,7 +56,14 @@ class PerRank:
 
 
 class Reshardable(Protocol):
-    """A value that many ranks have a part of, such as a place in the data: what `Resharded` takes."""
+    """A value that many ranks have a part of, such as a place in the data: what `Resharded` takes.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import ReshardableSampler
+        >>> two = [ReshardableSampler(10, rank=rank, world_size=2) for rank in (0, 1)]
+        >>> whole = two[0].merge([sampler.state_dict() for sampler in two])
+        >>> part = two[0].split(whole, 2, 3)  # of the third of three ranks
+    """
 
     def state_dict(self) -> Any:
         """This rank's part."""
@@ -69,6 +84,10 @@ class Resharded(PerRank):
 
     Args:
         value: such as a `ReshardableSampler` or a `ReshardableLoader`.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import ReshardableSampler, save
+        >>> save("resharded", {"data": Resharded(ReshardableSampler(1000))})
     """
 
     def __init__(self, value: Reshardable) -> None:

@@ -30,7 +30,12 @@ __all__ = [
 
 
 class SaveWhen:
-    """A rule. Two of them are put together with ``|``: saved is when either says so."""
+    """A rule. Two of them are put together with ``|``: saved is when either says so.
+
+    Examples:
+        >>> EverySteps(1000) | EveryMinutes(30)
+        AnyOf(rules=(EverySteps(steps=1000), EveryMinutes(minutes=30)))
+    """
 
     def __or__(self, other: SaveWhen) -> AnyOf:
         return AnyOf((self, other))
@@ -45,7 +50,15 @@ class AnyOf(SaveWhen):
 
 @dataclass(frozen=True)
 class EverySteps(SaveWhen):
-    """At steps that are divisible by ``steps``."""
+    """At steps that are divisible by ``steps``.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager("run", save_when=EverySteps(2))
+        >>> [manager.should_save(step) for step in (1, 2)]
+        [False, True]
+        >>> manager.close()
+    """
 
     steps: int
 
@@ -55,7 +68,12 @@ class EverySteps(SaveWhen):
 
 @dataclass(frozen=True)
 class EveryMinutes(SaveWhen):
-    """When so many minutes have passed on any rank since the last save, or since the manager was made."""
+    """When so many minutes have passed on any rank since the last save, or since the manager was made.
+
+    Examples:
+        >>> EveryMinutes(30)
+        EveryMinutes(minutes=30)
+    """
 
     minutes: float
 
@@ -71,6 +89,10 @@ class BestOf(SaveWhen):
 
     Attributes:
         mode: "min" if less is better, as of a loss, or "max".
+
+    Examples:
+        >>> BestOf(2).takes(0.5, known=[0.4, 0.9]), BestOf(2, mode="max").takes(0.3, known=[0.4, 0.9])
+        (True, False)
     """
 
     count: int = 1
@@ -98,6 +120,10 @@ class BeforeDeadline(SaveWhen):
     Attributes:
         unix_s: when that is, in seconds since 1970, as `time.time` counts; Slurm puts it into SLURM_JOB_END_TIME.
         margin_s: how long before: as long as two steps and a save take.
+
+    Examples:
+        >>> import time
+        >>> rule = BeforeDeadline(unix_s=time.time() + 3600, margin_s=300)
     """
 
     unix_s: float
@@ -113,6 +139,13 @@ class OnSignal(SaveWhen):
 
     SIGTERM comes from torchrun, Kubernetes and Slurm when a job is to end; SIGUSR1 is what ``sbatch --signal`` is
     mostly given.
+
+    Examples:
+        >>> from vescale_fsdp.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager("run", save_when=EverySteps(100) | OnSignal())
+        >>> manager.should_stop
+        False
+        >>> manager.close()
     """
 
     names: tuple[str, ...] = ("SIGTERM", "SIGUSR1")

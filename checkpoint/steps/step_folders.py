@@ -23,7 +23,15 @@ StepFolder = tuple[int, bool]
 
 
 def latest(root: str | os.PathLike[str] | Storage) -> str | None:
-    """The path or URL of the newest committed step of a run, for `load` and `read_state`; None if there is none."""
+    """The path or URL of the newest committed step of a run, for `load` and `read_state`; None if there is none.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.checkpoint import save
+        >>> save("run/step-00000010", {"w": torch.ones(4)})
+        >>> str(latest("run")).endswith("step-00000010"), latest("nothing_here")
+        (True, None)
+    """
     storage = open_storage(root)
     steps = committed_steps(storage)
     return storage.child(step_name(steps[-1])).where if steps else None

@@ -45,6 +45,10 @@ class StepRecord:
         unix_s: when it was committed, in seconds since 1970.
         metric: as given to `CheckpointManager.save`.
         pinned: whether it stays whatever the limits say.
+
+    Examples:
+        >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
+        1073741824
     """
 
     step: int

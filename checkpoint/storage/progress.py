@@ -18,6 +18,11 @@ class ProgressReport(NamedTuple):
         doing: "saving", "verifying" (what is hashed before it is loaded) or "loading".
         total_bytes: of the rank's part.
         seconds: since its first byte.
+
+    Examples:
+        >>> report = ProgressReport("saving", done_bytes=50, total_bytes=100, seconds=5.0)
+        >>> report.bytes_per_s, report.remaining_s
+        (10.0, 5.0)
     """
 
     doing: str

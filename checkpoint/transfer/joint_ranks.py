@@ -37,6 +37,11 @@ def joint_ranks(
 
     Raises:
         PlacementError: if this job's ranks are not among so many, or it has no default process group.
+
+    Examples:
+        >>> ranks = joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1)
+        >>> ranks.rank, ranks.world_size
+        (0, 1)
     """
     if not dist.is_initialized():
         raise PlacementError(

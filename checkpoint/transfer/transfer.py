@@ -66,6 +66,11 @@ def describe_states(
 
     Raises:
         CheckpointError: on all ranks, if a state cannot be described or ranks disagree about one.
+
+    Examples:
+        >>> trainer, engine = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
+        >>> trainer.entries[0].name
+        'w'
     """
     return _describe(source, target, _coordinator(ranks))
 
@@ -75,7 +80,16 @@ def _named(state: Any | None) -> dict[str, torch.Tensor]:
 
 
 class TransferHandle:
-    """A transfer under way."""
+    """A transfer under way.
+
+    Examples:
+        >>> from vescale_fsdp import plan_transfer
+        >>> trained, served = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+        >>> handle = Transfer(plan_transfer(*describe_states(trained, served))).start(trained, served)
+        >>> handle.wait(timeout_s=60)
+        >>> handle.done(), served["w"].sum().item()
+        (True, 4.0)
+    """
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -105,6 +119,13 @@ class Transfer:
         verify: compare checksums of every message as it was packed with what was filled.
         group: over which messages go, where tensors are on an accelerator: nothing else may use it meanwhile.
         rooms: memory for messages, to be shared with transfers that never run at the same time.
+
+    Examples:
+        >>> from vescale_fsdp import plan_transfer
+        >>> trained, served = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+        >>> Transfer(plan_transfer(*describe_states(trained, served))).run(trained, served)
+        >>> served["w"].tolist()
+        [1.0, 1.0, 1.0, 1.0]
     """
 
     def __init__(

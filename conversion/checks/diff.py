@@ -17,7 +17,7 @@ from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pi
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.rounding import cast_array
 
-__all__ = ["Difference", "Tolerance", "diff"]
+__all__ = ["Difference", "Tolerance", "Views", "diff", "matched_views"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
 Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)
@@ -26,7 +26,12 @@ _F64 = dtype_from_torch("float64")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """When two values are equal: bitwise if both are zero, else ``|a - b| <= atol + rtol * |b|``."""
+    """When two values are equal: bitwise if both are zero, else ``|a - b| <= atol + rtol * |b|``.
+
+    Examples:
+        >>> Tolerance().is_bitwise, Tolerance(rtol=1e-3).is_bitwise
+        (True, False)
+    """
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -40,7 +45,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which two checkpoints differ: ``kind`` is only_a, only_b, shape, dtype or value."""
+    """One way in which two checkpoints differ: ``kind`` is only_a, only_b, shape, dtype or value.
+
+    Examples:
+        >>> Difference("w", "shape", "(4,) and (5,)").to_json()["kind"]
+        'shape'
+    """
 
     name: str
     kind: str
@@ -69,11 +79,18 @@ def diff(
     Raises:
         ConversionError: if either side holds no model.
         CorruptCheckpointError: if a file turns out damaged while reading.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(4)}, "a.pt"), torch.save({"w": torch.tensor([1, 1, 1, 2.0])}, "b.pt")
+        (None, None)
+        >>> found, compared = diff(open_source("a.pt"), open_source("b.pt"))
+        >>> found[0].text, compared
+        ('1 of 4 values differ', 1)
     """
     chosen = tolerance or Tolerance()
-    left, right = _views(a, model_prefix), _views(b, model_prefix)
-    _add_twins(a, left, right)
-    _add_twins(b, right, left)
+    left, right = matched_views(a, b, model_prefix)
     has_more = [s.values or any(key[0] == "other" for key in v) for s, v in ((a, left), (b, right))]
     is_whole = not model_only and all(has_more)
     if not is_whole:
@@ -89,6 +106,14 @@ def diff(
     if is_whole:
         found += _values(a, b)
     return tuple(found), len(left.keys() & right.keys())
+
+
+def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:
+    """The tensors of both sides by keys that are equal where they mean the same tensor."""
+    left, right = _views(a, model_prefix), _views(b, model_prefix)
+    _add_twins(a, left, right)
+    _add_twins(b, right, left)
+    return left, right
 
 
 def _values(a: Source, b: Source) -> Iterator[Difference]:

@@ -40,6 +40,10 @@ class CheckReport:
         nbytes: bytes of them that were read.
         checksums: data records whose checksum was compared.
         problems: one text each; empty if all is well.
+
+    Examples:
+        >>> CheckReport(tensors=3, nbytes=1024, checksums=3, problems=()).problems
+        ()
     """
 
     tensors: int
@@ -55,6 +59,13 @@ def verify(source: Source, *, deep: bool = True, progress: Progress = lambda _: 
         source: the checkpoint.
         deep: read all data and compare checksums, not just headers.
         progress: called with bytes read since the last call.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(4)}, "checked.pt")
+        >>> verify(open_source("checked.pt")).problems
+        ()
     """
     if source.kind == "native" and deep:
         return _verify_native(source, progress)

@@ -135,6 +135,34 @@ def diff_command(
     sys.exit(1 if found else 0)
 
 
+@cli.command("report")
+@click.argument("src", type=Location())
+@SOURCE_OPTIONS
+@click.option(
+    "--against", type=Location(), metavar="OTHER", help="Another checkpoint or step to compare with."
+)
+@click.option(
+    "--out", type=Location(), required=True, metavar="FILE", help="The page to write, such as report.html."
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
+def report_command(
+    src: str, kind: str | None, trust_pickle: bool, against: str | None, out: str, quiet: bool
+) -> None:
+    """Write a page that shows what SRC holds: its tensors, their statistics, who holds what, and its history."""
+    from vescale_fsdp.checkpoint.storage.open import open_parent
+    from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
+    from vescale_fsdp.conversion.report.report_page import report_page
+
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    other = conversion.open_source(against, trust_pickle=trust_pickle) if against is not None else None
+    with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
+        page = report_page(checkpoint_report(source, other, progress=progress.advance))
+    folder, name = open_parent(out)
+    folder.commit(name, page.encode(), replace=True)
+    if not quiet:
+        click.echo(f"wrote {out}: {len(source.tensors)} tensors, {format_bytes(source.nbytes)}")
+
+
 @cli.command("plan")
 @click.argument("src", type=Location())
 @SOURCE_OPTIONS

@@ -29,6 +29,11 @@ class ConvertOptions:
         ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
             as `fully_shard` of a layer knows them.
         run: overwrite, resume, part, memory and threads.
+
+    Examples:
+        >>> options = ConvertOptions(assets="original_repo", dtype=("bfloat16", "*.bias=float32"))
+        >>> options.max_shard_bytes
+        5000000000
     """
 
     assets: str | None = None

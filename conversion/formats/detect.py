@@ -27,6 +27,13 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     Raises:
         ConversionError: if nothing known is there.
         CorruptCheckpointError: if something known is there but damaged.
+
+    Examples:
+        >>> import torch
+        >>> torch.save({"model": {"w": torch.ones(2, 3)}}, "to_open.pt")
+        >>> source = open_source("to_open.pt")
+        >>> source.kind, list(source.tensors), source.nbytes
+        ('torch', ['model.w'], 24)
     """
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)

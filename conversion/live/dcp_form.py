@@ -35,8 +35,9 @@ class DCP(Form):
     """Write a folder that ``torch.distributed.checkpoint.load`` reads: for ``save(..., format=)`` and
     ``CheckpointManager(export=)``.
 
-    >>> from vescale_fsdp import DCP
-    >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
+    Examples:
+        >>> from vescale_fsdp import DCP
+        >>> save("out", {"model": model, "optimizer": optimizer}, format=DCP())  # doctest: +SKIP
 
     Values that differ per rank are refused by name: nothing in such a folder can hold them.
     """

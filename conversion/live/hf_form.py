@@ -47,9 +47,10 @@ __all__ = ["HuggingFace"]
 class HuggingFace(Form):
     """Write a Hugging Face repository: for ``save(..., format=)`` and ``CheckpointManager(export=)``.
 
-    >>> from vescale_fsdp import HuggingFace
-    >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
-    >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
+    Examples:
+        >>> from vescale_fsdp import HuggingFace
+        >>> form = HuggingFace(assets="original_repo", dtype="bfloat16")
+        >>> save("out", {"model": model, "optimizer": optimizer}, format=form)  # doctest: +SKIP
 
     The optimizer is left out. Every rank writes its part of the files; nothing is gathered, and only what key rules
     (or cuts along other dims than the first) put between the bytes of several ranks is sent, in small parts.

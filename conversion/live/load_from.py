@@ -52,6 +52,11 @@ class LoadFromReport:
         unexpected: leaves of the source's model and optimizer that the state lacks.
         mismatched: leaves of other shapes or types, each with what the source and the state have.
         left_out: other entries of the source that the state has no place for.
+
+    Examples:
+        >>> report = LoadFromReport(missing=(), unexpected=("lm_head.weight",))
+        >>> report.unexpected
+        ('lm_head.weight',)
     """
 
     missing: tuple[str, ...]

@@ -51,6 +51,10 @@ class CopyLimits:
     Args:
         memory_budget_bytes: for all working buffers together.
         threads: readers and writers at work at once.
+
+    Examples:
+        >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
+        8
     """
 
     memory_budget_bytes: int = 512 * 2**20

@@ -28,7 +28,12 @@ __all__ = ["Execution", "Outcome", "Part", "RunOptions"]
 
 @dataclass(frozen=True)
 class Part:
-    """Which share of the files this process writes: ``index`` of ``count``, from 0."""
+    """Which share of the files this process writes: ``index`` of ``count``, from 0.
+
+    Examples:
+        >>> Part.parse("2/8")
+        Part(index=2, count=8)
+    """
 
     index: int = 0
     count: int = 1
@@ -70,6 +75,10 @@ class RunOptions:
         dry_run: check the target, write nothing.
         part: this process's share.
         limits: memory and threads.
+
+    Examples:
+        >>> RunOptions(resume=True, part=Part(0, 4)).dry_run
+        False
     """
 
     overwrite: bool = False

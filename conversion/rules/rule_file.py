@@ -162,7 +162,12 @@ class Zeros:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """All rules of one file."""
+    """All rules of one file.
+
+    Examples:
+        >>> len(load_rules("torchtitan-llama").rules) > 5
+        True
+    """
 
     name: str
     lets: Mapping[str, str]
@@ -212,7 +217,12 @@ class RuleSet:
 
 
 def shipped_rules() -> tuple[str, ...]:
-    """Names of the rule files that come with the package."""
+    """Names of the rule files that come with the package.
+
+    Examples:
+        >>> "torchtitan-llama" in shipped_rules()
+        True
+    """
     folder = resources.files("vescale_fsdp.conversion.rules.shipped")
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
@@ -222,6 +232,10 @@ def load_rules(name: str) -> RuleSet:
 
     Raises:
         ConversionError: if there is none, or it is not valid.
+
+    Examples:
+        >>> load_rules("torchtitan-llama").name
+        'torchtitan-llama'
     """
     if name in shipped_rules():
         data = (resources.files("vescale_fsdp.conversion.rules.shipped") / f"{name}.toml").read_bytes()

@@ -94,6 +94,14 @@ class Source:
         facts: lines worth telling people (``inspect`` prints them).
         warnings: what a conversion from here must tell people, since the format leaves it open.
         locate: finds where in its bytes a chunk's items are, where only the file says; None where metadata does.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp.conversion import open_source
+        >>> torch.save({"w": torch.ones(2, 3), "step": 7}, "source.pt")
+        >>> source = open_source("source.pt")
+        >>> source.info("w").shape, source.values["step"]()
+        ((2, 3), 7)
     """
 
     kind: str

@@ -22,7 +22,7 @@ def sources_under(prefix: str) -> set[str]:
             ("checkpoint", "vescale_fsdp/checkpoint/"),
             ("conversion", "vescale_fsdp/conversion/"),
         ]
-        for pattern in ("*.py", "*.md", "*.toml")
+        for pattern in ("*.py", "*.md", "*.toml", "*.html", "*.css", "*.js")
         for file in (ROOT / folder).rglob(pattern)
         if "__pycache__" not in file.parts
     }

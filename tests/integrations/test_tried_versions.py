@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -12,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch.distributed.fsdp as torch_fsdp
 
+from tools.docs import compatibility
 from vescale_fsdp.integrations import UntriedVersionWarning, as_fsdp2, install, tried_versions
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
@@ -22,7 +24,10 @@ def test_extras_pin_what_was_tried() -> None:
     """pyproject's extras install each stack in a version of the table, and every stack has an extra."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pinned = {
-        pin.split("==")[0]: pin.split("==")[1] for pins in extras.values() for pin in pins if "==" in pin
+        pin.split("==")[0]: pin.split("==")[1]
+        for extra, pins in extras.items()
+        for pin in pins
+        if "==" in pin and extra != "docs"
     }
 
     assert pinned.keys() == TRIED.keys()
@@ -37,11 +42,35 @@ def test_the_makefile_installs_what_was_tried() -> None:
     assert all(version in TRIED[name] for name, version in named if name in TRIED)
 
 
-def test_readme_says_what_was_tried() -> None:
-    """README's compatibility table has a row for each stack, with its versions."""
-    rows = dict(re.findall(r"^\| (\w+)[^|]*\| ([\d., ]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+@pytest.mark.parametrize("page", ["stacks.md", "compatibility.md"])
+def test_pages_say_what_was_tried(page: str) -> None:
+    """The tables of both pages have a row for each stack, with its versions."""
+    text = (ROOT / "docs" / page).read_text()
+    rows = dict(re.findall(r"^\| (\w+)[^|]*\| ([\d., ]+) \|", text, re.MULTILINE))
 
     assert {name: rows[name] for name in TRIED} == {name: ", ".join(tried) for name, tried in TRIED.items()}
+
+
+def test_the_machine_readable_table_says_it_too() -> None:
+    """docs/compatibility.json has the same versions, and its page the tables that follow from it."""
+    data = json.loads(compatibility.DATA.read_text())
+
+    assert {name: tuple(row["versions"]) for name, row in data["stacks"].items()} == dict(TRIED)
+    assert all(table in compatibility.PAGE.read_text() for table in compatibility.tables(data).values())
+
+
+def test_what_passes_is_noted() -> None:
+    """A run on another torch adds its row, a run of the stacks replaces theirs; nothing else changes."""
+    data = json.loads(compatibility.DATA.read_text())
+    installed = {"torch": "2.99.1+cpu", **dict.fromkeys(TRIED, "7.0")}
+    on_torch = compatibility.noted(data, "torch", installed.__getitem__, "2027-01-02")
+    of_stacks = compatibility.noted(data, "stacks", installed.__getitem__, "2027-01-02")
+
+    assert on_torch["torch"] == data["torch"] | {
+        "2.99.1": {"tests": "all", "result": "pass", "date": "2027-01-02"}
+    }
+    assert on_torch["stacks"] == data["stacks"] and of_stacks["torch"] == data["torch"]
+    assert of_stacks["stacks"]["trl"] == {"versions": ["7.0"], "torch": "2.99.1", "date": "2027-01-02"}
 
 
 def test_another_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:

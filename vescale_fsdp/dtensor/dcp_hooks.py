@@ -95,6 +95,10 @@ def check_storage_writer(writer: object, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: if the writer is torch's safetensors writer, and some rank holds a tensor in several boxes or
             all ranks would write the same file.
+
+    Examples:
+        >>> from torch.distributed.checkpoint import FileSystemWriter
+        >>> check_storage_writer(FileSystemWriter("out"), {"weight": torch.zeros(3)})  # this one loses nothing
     """
     for name, value in state.items():
         if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_ite
 from vescale_fsdp.dtensor.dispatch import carry_out
 from vescale_fsdp.dtensor.mesh_order import place_in
 from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, piece_text
-from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local, start_redistribution
+from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local
 from vescale_fsdp.dtensor.spec import (
     boxes_of,
     inner_box,
@@ -52,12 +52,10 @@ from vescale_fsdp.torch_private import (
 )
 
 __all__ = [
-    "PendingTensor",
     "RaggedDTensor",
     "distribute_tensor",
     "is_ragged",
     "redistribute",
-    "redistribute_async",
     "wrap_like",
 ]
 
@@ -74,7 +72,12 @@ def _told_apart_by_address(local: torch.Tensor) -> bool:
 
 
 def is_ragged(tensor: object) -> bool:
-    """Whether a tensor is sharded by RaggedShard."""
+    """Whether a tensor is sharded by RaggedShard.
+
+    Examples:
+        >>> is_ragged(torch.zeros(3))
+        False
+    """
     return isinstance(tensor, RaggedDTensor)
 
 
@@ -86,6 +89,14 @@ class RaggedDTensor(DTensor):
     Attributes:
         layout_ref: the layout of the group this tensor lies in and its name there, where a planner made
             it. Elementwise results inherit it, so optimizer state knows its layout too.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> piece = torch.arange(6.0)
+        >>> tensor = RaggedDTensor.from_local(piece, mesh, [RaggedShard((0,), (1,))], shape=(2, 3))
+        >>> tensor.shape, tensor.to_local().shape, tensor.full_tensor()[1].tolist()
+        (torch.Size([2, 3]), torch.Size([6]), [3.0, 4.0, 5.0])
     """
 
     layout_ref: tuple[GroupLayout, str] | None = None
@@ -364,6 +375,12 @@ def distribute_tensor(
 
     Returns:
         A leaf that requires gradients if ``tensor`` does.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> distribute_tensor(torch.ones(4, 2), mesh, [RaggedShard((0,), (1,))]).sum().item()
+        8.0
     """
     spec = make_spec(device_mesh, placements, tensor.shape, tensor.dtype)
     axis, placement = ragged_axis(spec.placements)
@@ -415,33 +432,19 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
     Raises:
         PlacementError: if the placements do not fit the mesh, or ask for sums to be undone.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import Replicate
+        >>> mesh = init_device_mesh("cpu", (1,))
+        >>> ragged = distribute_tensor(torch.ones(4, 2), mesh, [RaggedShard((0,), (1,))])
+        >>> redistribute(ragged, [Replicate()]).to_local().shape
+        torch.Size([4, 2])
     """
     target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
     if isinstance(tensor, RaggedDTensor) or is_ragged_spec(target.placements):
         return _Redistribute.apply(tensor, target)  # type: ignore[no-any-return]
     return tensor.redistribute(placements=placements)
-
-
-class PendingTensor:
-    """A tensor on its way to other placements; `wait` returns it. Not differentiable."""
-
-    def __init__(self, tensor: DTensor, placements: Sequence[Placement]) -> None:
-        self._source = tensor
-        self._target = make_spec(tensor.device_mesh, placements, tensor.shape, tensor.dtype)
-        self._move = start_redistribution(local_of(tensor), tensor._spec, self._target)
-
-    def wait(self) -> DTensor:
-        """The tensor under its new placements, once it is here."""
-        return wrap_like(self._move.wait(), self._target, like=self._source)
-
-
-def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> PendingTensor:
-    """Start `redistribute` and go on computing; `PendingTensor.wait` gives the result.
-
-    All ranks start and wait in the same order. Between mesh axes that change their cut too, only the first
-    collective overlaps. The tensor must not be written before the wait.
-    """
-    return PendingTensor(tensor, placements)
 
 
 # -- autograd -----------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class Training:
         optimizer: of its parameters.
         more: what a checkpoint must hold besides, as `vescale_fsdp.checkpoint.save` takes it: data loaders, schedulers,
             counters, `PerRank` values. What is not in it is what it was when a step was broken off.
+
+    Examples:
+        >>> model = nn.Linear(4, 4)
+        >>> Training(model, torch.optim.SGD(model.parameters()), {"step": 0}).more
+        {'step': 0}
     """
 
     model: nn.Module
@@ -118,6 +123,11 @@ class ElasticJob:
         mesh: likewise.
         training: what `build` made.
         epochs: how each has begun.
+
+    Examples:
+        >>> def main(membership, build, checkpoints, train_step):
+        ...     job = ElasticJob(membership, build, checkpoints, timeout_s=30)
+        ...     job.run(train_step, num_steps=10_000)
     """
 
     def __init__(

@@ -29,6 +29,11 @@ class Quorum:
         members: names, in the order of their ranks.
         rank: of this process.
         store: for this epoch alone, where its process groups meet.
+
+    Examples:
+        >>> quorum = Quorum(epoch=2, members=("node0/7", "node1/4"), rank=1, store=dist.HashStore())
+        >>> len(quorum.members)
+        2
     """
 
     epoch: int
@@ -38,7 +43,12 @@ class Quorum:
 
 
 class Membership(Protocol):
-    """How a process learns who takes part with it."""
+    """How a process learns who takes part with it.
+
+    Examples:
+        >>> def take_part(membership: Membership) -> int:
+        ...     return membership.wait().rank
+    """
 
     def wait(self) -> Quorum:
         """Ask for the next epoch, and return when those who take part in it agree.

@@ -64,6 +64,13 @@ class StoreMembership:
         timeout_s: how long members of a round wait for others that live and do not enter (they then go on without
             them), and for there to be enough.
         host: the name or address under which others reach this machine; default: that by which it reaches the store.
+
+    Examples:
+        >>> store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        >>> membership = StoreMembership(store, num_first=1)
+        >>> len(membership.wait().members)
+        1
+        >>> membership.leave()
     """
 
     def __init__(

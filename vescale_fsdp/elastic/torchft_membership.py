@@ -37,6 +37,10 @@ class TorchftMembership:
         timeout_s: how long to wait for a quorum, and for the first processes to come.
         host: the name or address under which others reach this machine.
         heartbeat_s: time between two heartbeats; well below the lighthouse's ``heartbeat_timeout_ms``.
+
+    Examples:
+        >>> def take_part() -> TorchftMembership:
+        ...     return TorchftMembership("http://lighthouse:29510", num_first=4)
     """
 
     def __init__(

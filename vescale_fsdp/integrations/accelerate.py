@@ -33,6 +33,11 @@ class VescalePlugin(FullyShardedDataParallelPlugin):
 
     Raises:
         UnsupportedOpError: for flags that cannot be honoured, before anything is replaced.
+
+    Examples:
+        >>> def accelerator():
+        ...     from accelerate import Accelerator
+        ...     return Accelerator(fsdp_plugin=VescalePlugin(granularity={"*mlp*": "rows:32"}))
     """
 
     fsdp_version: int | None = None  # accelerate's own default is 1

@@ -33,7 +33,13 @@ __all__ = ["BoundNamesWarning", "Installation", "as_fsdp2", "install", "uninstal
 
 
 class BoundNamesWarning(UserWarning):
-    """Modules hold torch's own functions under a name of theirs, which no installation can replace."""
+    """Modules hold torch's own functions under a name of theirs, which no installation can replace.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", BoundNamesWarning)  # a stack that was imported too early stops the run
+        >>> warnings.resetwarnings()
+    """
 
 
 class Installation:
@@ -91,6 +97,10 @@ def install(
         BoundNamesWarning: if modules hold torch's own functions already.
         UntriedVersionWarning: if a stack is loaded in a version that was not tried. Of a stack that is imported later
             it comes when that shards a model.
+
+    Examples:
+        >>> installation = install(granularity="rows:32")
+        >>> installation.uninstall()
     """
     rule = PatternRule(granularity) if isinstance(granularity, Mapping) else granularity
     here = {package for package in TRIED if package in sys.modules}
@@ -109,6 +119,10 @@ def uninstall() -> None:
 
     Raises:
         LifecycleError: if none stands.
+
+    Examples:
+        >>> _ = install()
+        >>> uninstall()
     """
     standing = list(_standing)
     if not standing:
@@ -122,7 +136,19 @@ def uninstall() -> None:
 def as_fsdp2(
     *, granularity: GranularityRule = None, padding_policy: PaddingPolicy | None = None
 ) -> Iterator[Installation]:
-    """`install` on the way in, and the end of that very installation on the way out, exception or not."""
+    """`install` on the way in, and the end of that very installation on the way out, exception or not.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed.fsdp
+        >>> with as_fsdp2(granularity="rows:4"):
+        ...     model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(8, 8))
+        >>> type(model).__name__
+        'FSDPLinear'
+        >>> from vescale_fsdp import FSDPModule
+        >>> isinstance(model, FSDPModule)
+        True
+    """
     installation = install(granularity=granularity, padding_policy=padding_policy)
     try:
         yield installation

@@ -63,6 +63,11 @@ class VescaleStrategy(ModelParallelStrategy):
             ``configure_model``.
         options: those of ``ModelParallelStrategy``, by name. ``save_distributed_checkpoint=False`` writes Lightning's
             single file.
+
+    Examples:
+        >>> def trainer():
+        ...     from lightning import Trainer
+        ...     return Trainer(strategy=VescaleStrategy(granularity="rows:32"), devices=8)
     """
 
     def __init__(
@@ -143,6 +148,11 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for every call of torch's name in
             ``parallelize_fn``.
         options: the others of ``ModelParallelStrategy``, by name.
+
+    Examples:
+        >>> def fabric(parallelize_fn):
+        ...     from lightning import Fabric
+        ...     return Fabric(strategy=VescaleFabricStrategy(parallelize_fn, granularity="rows:32"))
     """
 
     def __init__(

@@ -37,6 +37,11 @@ def automodel_with_vescale(
 
     Args:
         granularity, padding_policy: as for `vescale_fsdp.fully_shard`, for each of Automodel's calls.
+
+    Examples:
+        >>> def build(recipe):
+        ...     with automodel_with_vescale(granularity="rows:32"):
+        ...         return recipe.setup()
     """
     check_version("nemo_automodel")
     with ours_within("nemo_automodel", granularity=granularity, padding_policy=padding_policy):
@@ -48,7 +53,12 @@ def fully_shard_fn(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
 ) -> Callable[..., Any]:
-    """Our `fully_shard` as Automodel calls it: policies that were not chosen come as None."""
+    """Our `fully_shard` as Automodel calls it: policies that were not chosen come as None.
+
+    Examples:
+        >>> def parallelize(parallelizer, model):
+        ...     return parallelizer(model, fully_shard_fn=fully_shard_fn(granularity="rows:32"))
+    """
 
     def shard(module: Any, **given: Any) -> Any:
         chosen = {name: value for name, value in given.items() if value is not None}

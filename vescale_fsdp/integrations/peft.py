@@ -42,6 +42,11 @@ def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module
 
     Returns:
         The model without adapters, sharded still: for saving. Its forward is the business of ``model``'s root.
+
+    Examples:
+        >>> def save_merged(model, folder):
+        ...     from vescale_fsdp.checkpoint import save
+        ...     save(folder, {"model": merge_and_unload(model)})
     """
     check_version("peft")
     for module in model.modules():

@@ -72,6 +72,11 @@ def with_vescale(
 
     Raises:
         ValueError: if the configuration has another checkpoint manager than torchtitan's own.
+
+    Examples:
+        >>> def llama3_debugmodel_vescale():
+        ...     from torchtitan.models.llama3.config_registry import llama3_debugmodel
+        ...     return with_vescale(llama3_debugmodel(), granularity={"*w2.weight": "rows:32"})
     """
     check_version("torchtitan")
     if type(config.checkpoint) is not TitanCheckpointManager.Config:
@@ -110,7 +115,13 @@ def parallelize_with(
     granularity: GranularityRule = None,
     padding_policy: PaddingPolicy = PaddingPolicy(),  # noqa: B008 (frozen)
 ) -> Callable[..., nn.Module]:
-    """A model's ``parallelize_fn`` that shards with our `fully_shard`; see `with_vescale`."""
+    """A model's ``parallelize_fn`` that shards with our `fully_shard`; see `with_vescale`.
+
+    Examples:
+        >>> def parallelize_llama():
+        ...     from torchtitan.models.llama3 import parallelize_llama
+        ...     return parallelize_with(parallelize_llama, granularity="rows:32")
+    """
 
     @functools.wraps(parallelize_fn)
     def parallelize(model: nn.Module, **given: Any) -> nn.Module:
@@ -154,7 +165,12 @@ class _SaveFuture(Future[None]):
 
 
 class VescaleCheckpoints(TitanCheckpointManager):
-    """torchtitan's manager, with our checkpoints in its steps."""
+    """torchtitan's manager, with our checkpoints in its steps.
+
+    Examples:
+        >>> def checkpoint_config():
+        ...     return VescaleCheckpoints.Config(interval=500, hf_rules="torchtitan-llama")
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(TitanCheckpointManager.Config):

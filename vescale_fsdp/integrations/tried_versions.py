@@ -11,8 +11,8 @@ from vescale_fsdp.errors import explain
 
 __all__ = ["TRIED", "UntriedVersionWarning", "check_version"]
 
-# Package -> versions that `make test-stacks` passed with. README's compatibility table and pyproject's extras say the
-# same (tests/integrations/test_tried_versions.py).
+# Package -> versions that `make test-stacks` passed with. docs/stacks.md, docs/compatibility.json and pyproject's
+# extras say the same (tests/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
@@ -27,7 +27,12 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class UntriedVersionWarning(UserWarning):
-    """A stack is installed in a version that this package was not tried with."""
+    """A stack is installed in a version that this package was not tried with.
+
+    Examples:
+        >>> warnings.simplefilter("ignore", UntriedVersionWarning)  # you have compared losses yourself
+        >>> warnings.resetwarnings()
+    """
 
 
 def check_version(package: str) -> bool:
@@ -43,7 +48,7 @@ def check_version(package: str) -> bool:
             f"This version of {package} was not tried with vescale_fsdp.",
             expected=f"{package} {' or '.join(TRIED[package])}",
             got=f"{package} {installed}",
-            todo="compare a few losses with stock FSDP2's, or install a version of the table in README",
+            todo="compare a few losses with stock FSDP2's, or install a version of the table in docs/compatibility.md",
         ),
         UntriedVersionWarning,
         stacklevel=3,

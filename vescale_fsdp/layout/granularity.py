@@ -44,7 +44,12 @@ __all__ = [
 
 
 class Granularity(ABC):
-    """What must stay whole. Subclasses are frozen values; equality is by content."""
+    """What must stay whole. Subclasses are frozen values; equality is by content.
+
+    Examples:
+        >>> Rows(32).block_numel((100, 30)), Whole().block_numel((100, 30))
+        (960, 3000)
+    """
 
     __slots__ = ()
 
@@ -71,7 +76,12 @@ def _positive(owner: Granularity, **fields: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Element(Granularity):
-    """Any cut between two elements is allowed. The default: padding is then practically nil."""
+    """Any cut between two elements is allowed. The default: padding is then practically nil.
+
+    Examples:
+        >>> Element().block_numel((100, 30))
+        1
+    """
 
     def raw_block_numel(self, shape: tuple[int, ...]) -> int:
         return 1
@@ -79,7 +89,12 @@ class Element(Granularity):
 
 @dataclass(frozen=True, slots=True)
 class Flat(Granularity):
-    """Runs of ``numel`` flat elements stay whole (flat quantisation blocks)."""
+    """Runs of ``numel`` flat elements stay whole (flat quantisation blocks).
+
+    Examples:
+        >>> Flat(256).block_numel((100, 30))
+        256
+    """
 
     numel: int
 
@@ -92,7 +107,12 @@ class Flat(Granularity):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Granularity):
-    """Groups of ``rows`` rows of the last dim stay whole. Tensors below 2-D are cut by element."""
+    """Groups of ``rows`` rows of the last dim stay whole. Tensors below 2-D are cut by element.
+
+    Examples:
+        >>> Rows(32).block_numel((100, 30)), Rows(32).block_numel((100,))
+        (960, 1)
+    """
 
     rows: int
 
@@ -109,6 +129,10 @@ class Tiles(Granularity):
 
     A tile is not contiguous in a row-major matrix, ``rows`` full rows are: those are the block. Columns
     therefore do not change the layout; they are kept because a quantiser needs them.
+
+    Examples:
+        >>> Tiles(128, 128).block_numel((512, 1024))
+        131072
     """
 
     rows: int
@@ -123,7 +147,12 @@ class Tiles(Granularity):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Granularity):
-    """The tensor stays whole on one rank; with ``per="matrix"`` each matrix (last two dims) of a stack."""
+    """The tensor stays whole on one rank; with ``per="matrix"`` each matrix (last two dims) of a stack.
+
+    Examples:
+        >>> Whole().block_numel((8, 64, 32)), Whole(per="matrix").block_numel((8, 64, 32))
+        (16384, 2048)
+    """
 
     per: Literal["tensor", "matrix"] = "tensor"
 

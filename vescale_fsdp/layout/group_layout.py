@@ -106,6 +106,11 @@ class TensorSlot:
         block_numel: elements per block; a rank boundary inside the tensor lies between two blocks.
         offset: index of the tensor's first element in the global buffer.
         runs: pieces of a scattered slot, in rank order; empty for a slot that is one run of the buffer.
+
+    Examples:
+        >>> slot = TensorSlot("w", (6, 4), "float32", block_numel=4, offset=8)
+        >>> slot.numel, slot.span
+        (24, FlatRange(start=8, stop=32))
     """
 
     fqn: str
@@ -169,6 +174,12 @@ class GroupLayout:
     Raises:
         LayoutError: at construction, if a slot is malformed, overlaps another, leaves the buffer, or has
             a rank boundary inside a block.
+
+    Examples:
+        >>> slots = (TensorSlot("w", (6, 4), "float32", 4, 0), TensorSlot("b", (6,), "float32", 1, 24))
+        >>> layout = GroupLayout(num_shards=2, shard_numel=16, slots=slots)
+        >>> layout.piece_numels(layout.slot("w")), round(layout.padding_ratio, 3)
+        ((16, 8), 0.067)
     """
 
     num_shards: int
@@ -391,7 +402,14 @@ def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """All groups of a model by name, in the order in which they were sharded."""
+    """All groups of a model by name, in the order in which they were sharded.
+
+    Examples:
+        >>> layout = GroupLayout(2, 4, (TensorSlot("b", (8,), "float32", 1, 0),))
+        >>> model = ModelLayout.of([("block", layout)])
+        >>> ModelLayout.from_json(model.to_json()) == model
+        True
+    """
 
     groups: tuple[tuple[str, GroupLayout], ...]
 

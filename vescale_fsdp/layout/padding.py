@@ -32,7 +32,13 @@ MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them would t
 
 
 class PaddingWarning(UserWarning):
-    """A group is padded above the policy's limit."""
+    """A group is padded above the policy's limit.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", PaddingWarning)  # a run with much padding stops
+        >>> warnings.resetwarnings()
+    """
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ class PaddingPolicy:
         warn_above: padding, as a fraction of the payload, above which a `PaddingWarning` names the cures.
         refuse_above: padding above which `LayoutError` is raised; ``math.inf`` accepts any.
         ignore_below_bytes: padding per rank that is too small to speak of, whatever its ratio.
+
+    Examples:
+        >>> strict = PaddingPolicy(scatter="never", warn_above=0.05, refuse_above=0.5)
+        >>> strict.ignore_below_bytes
+        1048576
     """
 
     scatter: Scatter = "auto"

@@ -43,6 +43,11 @@ class RaggedShard(Placement):
 
     Raises:
         PlacementError: if the dims are not a prefix or the units are not valid.
+
+    Examples:
+        >>> two_to_one = RaggedShard((0,), (2, 1))  # rank 0 holds two thirds of the rows
+        >>> two_to_one.piece_numels((6, 4)), two_to_one.piece((6, 4), rank=1)
+        ((16, 8), FlatRange(start=16, stop=24))
     """
 
     dims: tuple[int, ...]
@@ -213,6 +218,10 @@ class StridedRaggedShard(RaggedShard):
 
     Raises:
         PlacementError: if the split factor is below 2, or the dims or units are not valid.
+
+    Examples:
+        >>> StridedRaggedShard((0,), (1, 2), split_factor=2).runs((6,), rank=0)
+        (FlatRange(start=0, stop=1), FlatRange(start=3, stop=4))
     """
 
     split_factor: int

@@ -48,6 +48,10 @@ class TensorSpec:
     """What the planner must know of one tensor.
 
     ``block_numel`` may exceed the tensor: it then stays whole, as if its one block were its size.
+
+    Examples:
+        >>> TensorSpec("w", (6, 4), "float32", block_numel=4).numel
+        24
     """
 
     fqn: str
@@ -72,9 +76,10 @@ def plan_group(
 
     The same input gives the same layout on every machine: only integers are compared.
 
-    >>> layout = plan_group([TensorSpec("w", (6, 4), "float32", 4), TensorSpec("b", (6,), "float32", 1)], 2)
-    >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
-    (16, (16, 8))
+    Examples:
+        >>> layout = plan_group([TensorSpec("w", (6, 4), "float32", 4), TensorSpec("b", (6,), "float32", 1)], 2)
+        >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
+        (16, (16, 8))
 
     Args:
         tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.

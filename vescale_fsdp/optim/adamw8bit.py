@@ -45,6 +45,13 @@ class AdamW8bit(StructuredOptimizer):
 
     Raises:
         LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(64, 64), granularity=AdamW8bit.granularity())
+        >>> optimizer = AdamW8bit(model.parameters(), lr=1e-3, min_8bit_numel=4096)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> optimizer.step()
     """
 
     algorithm: ClassVar[str] = "adamw8bit"

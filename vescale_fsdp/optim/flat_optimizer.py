@@ -97,6 +97,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     Raises:
         UnsupportedOpError: for other optimizers: what they do to an element depends on its matrix or on others.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(8, 8))
+        >>> optimizer = FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], params: Any, **options: Any) -> None:

@@ -28,7 +28,12 @@ __all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates", "evaluated"]
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """How parameters outside the structured algorithm are stepped; torch.optim.AdamW's defaults."""
+    """How parameters outside the structured algorithm are stepped; torch.optim.AdamW's defaults.
+
+    Examples:
+        >>> AdamWOptions(lr=3e-4, weight_decay=0.1).betas
+        (0.9, 0.999)
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

@@ -36,6 +36,11 @@ class BlockGrid:
         line_numel: elements per line, at least 1.
         rows, cols: size of a block; the last ones of a line or of the tensor may be smaller.
         scales_shape: shape of the tensor of scales.
+
+    Examples:
+        >>> from vescale_fsdp import Tiles
+        >>> grid_of((256, 512), Tiles(128, 128)).scales_shape
+        (2, 4)
     """
 
     shape: tuple[int, ...]
@@ -109,6 +114,11 @@ def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
 
     Raises:
         LayoutError: for any other granularity.
+
+    Examples:
+        >>> from vescale_fsdp import Flat
+        >>> grid_of((8, 512), Flat(256)).scales_per_band
+        1
     """
     numel = numel_of(shape)
     if isinstance(block, Tiles) and len(shape) >= 2:

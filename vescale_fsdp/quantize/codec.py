@@ -43,6 +43,10 @@ class BlockCodec(ABC):
 
     Args:
         rows, cols: size of a block.
+
+    Examples:
+        >>> Fp8Blocks(128, 128).granularity
+        Tiles(rows=128, cols=128)
     """
 
     rows: int
@@ -121,7 +125,13 @@ class _E4m3Codec(BlockCodec):
 
 @dataclass(frozen=True)
 class Fp8Blocks(_E4m3Codec):
-    """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations."""
+    """e4m3 codes and fp32 scales: 128 x 128 blocks for weights, 1 x 128 for activations.
+
+    Examples:
+        >>> codec = Fp8Blocks(128, 128)
+        >>> codec.grid((256, 512)).scales_shape
+        (2, 4)
+    """
 
     rows: int = 128
     cols: int = 128
@@ -139,7 +149,12 @@ class Fp8Blocks(_E4m3Codec):
 
 @dataclass(frozen=True)
 class Mxfp8(_E4m3Codec):
-    """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down)."""
+    """e4m3 codes and power-of-two scales for every 32 elements of a row (MX, scale rounded down).
+
+    Examples:
+        >>> Mxfp8().grid((4, 64)).scales_shape
+        (4, 2)
+    """
 
     rows: int = 1
     cols: int = 32
@@ -160,7 +175,12 @@ class Mxfp8(_E4m3Codec):
 
 @dataclass(frozen=True)
 class Int8Rows(BlockCodec):
-    """int8 codes and one fp32 scale per row, or per so many columns of it."""
+    """int8 codes and one fp32 scale per row, or per so many columns of it.
+
+    Examples:
+        >>> Int8Rows().grid((4, 64)).scales_shape
+        (4, 1)
+    """
 
     rows: int = 1
     cols: int = _WHOLE_ROW

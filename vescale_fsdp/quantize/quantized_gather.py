@@ -45,6 +45,15 @@ class QuantizedGather(GatherPolicy):
             relative to the sharded module) to codecs; or a function ``(fqn, shape) -> codec or None``.
             Parameters without a codec, vectors among them unless the function says so, travel in the
             compute dtype.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> from vescale_fsdp.quantize import Fp8Blocks
+        >>> codec = Fp8Blocks(32, 32)
+        >>> policy = QuantizedGather(codecs=codec, param_dtype=torch.bfloat16)
+        >>> model = fully_shard(torch.nn.Linear(64, 64), mp_policy=policy, granularity=codec.granularity)
+        >>> model(torch.randn(2, 64)).dtype
+        torch.bfloat16
     """
 
     codecs: CodecRule = field(default_factory=dict, hash=False)

@@ -26,6 +26,12 @@ class Quantized:
         codec: what made them.
         codes: uint8, of the tensor's shape; a DTensor if the tensor was one, cut at the same places.
         scales: one per block, of the codec's dtype; cut where the codes are.
+
+    Examples:
+        >>> from vescale_fsdp.quantize import Int8Rows
+        >>> codes = quantize(torch.ones(4, 64), Int8Rows())
+        >>> codes.codes.shape, codes.dequantize()[0, 0].item()
+        (torch.Size([4, 64]), 1.0)
     """
 
     codec: BlockCodec
@@ -57,6 +63,11 @@ def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
 
     Raises:
         LayoutError: if a rank boundary cuts a block.
+
+    Examples:
+        >>> from vescale_fsdp.quantize import Fp8Blocks
+        >>> quantize(torch.randn(256, 256), Fp8Blocks(128, 128)).scales.shape
+        torch.Size([2, 2])
     """
     pieces = contiguous_pieces_of(tensor, "another placement")
     grid = codec.grid(tuple(tensor.shape))

@@ -229,7 +229,18 @@ class CommContext:
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """Waits for an unshard that was started with ``async_op=True``."""
+    """Waits for an unshard that was started with ``async_op=True``.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(8, 4))
+        >>> handle = model.unshard(async_op=True)
+        >>> handle.wait()
+        >>> model.weight.shape
+        torch.Size([4, 8])
+        >>> model.reshard()
+    """
 
     def __init__(self, comm: CommContext, groups: Sequence[ParamGroup]) -> None:
         self._comm, self._groups = comm, groups

@@ -43,6 +43,13 @@ class FSDPModule(_Base):
     """What `fully_shard` adds to a module's class. Method for method torch's ``FSDPModule``, and one of them.
 
     Nothing is inherited in silence: a method of a newer torch's that is not here is refused by name.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(8, 4))
+        >>> isinstance(model, FSDPModule), [name for name, layout in model.model_layout().groups]
+        (True, ['<root>'])
     """
 
     # Where a sharded class has the module's own in its MRO, for torch: [sharded, this, torch's, the module's own, ..].
@@ -471,6 +478,12 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
     Raises:
         ValueError: if a module is not sharded.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import fully_shard
+        >>> stages = [fully_shard(torch.nn.Linear(8, 8)) for _ in range(2)]
+        >>> share_comm_ctx(stages)
     """
     states = _states_of(modules)
     for module in modules[1:]:

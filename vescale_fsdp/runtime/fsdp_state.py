@@ -451,6 +451,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         ValueError: if the module has no such method.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import fully_shard
+        >>> class Encoder(torch.nn.Linear):
+        ...     def encode(self, x):
+        ...         return torch.nn.functional.linear(x, self.weight)
+        >>> model = fully_shard(Encoder(8, 4))
+        >>> register_fsdp_forward_method(model, "encode")
+        >>> model.encode(torch.ones(1, 8)).shape
+        torch.Size([1, 4])
     """
     state = state_of(module)
     if state is None:

@@ -113,6 +113,17 @@ def fully_shard(
         NotImplementedError: for what the runtime does not support.
         MisuseError: if a module is sharded twice, or torch's data parallelisms have taken a part of it.
         LayoutError: if no layout can be made, a pattern matches nothing, or padding is above the policy.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import Rows
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        >>> for layer in (model[0], model[2]):
+        ...     _ = fully_shard(layer, granularity=Rows(4))
+        >>> _ = fully_shard(model)
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> model[0].weight.grad.full_tensor().shape
+        torch.Size([64, 8])
     """
     modules = _root_modules(module)
     _check_kinds(mp_policy, offload_policy, padding_policy)

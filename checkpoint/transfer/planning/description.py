@@ -44,6 +44,13 @@ class StateDescription:
     Args:
         structure: the tensors, with the tables they point into; its tree is empty.
         ranks: for each tensor, the ranks that hold it.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states
+        >>> source, target = describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})
+        >>> source.entries[0].name, source.all_ranks
+        ('w', (0,))
     """
 
     structure: Structure

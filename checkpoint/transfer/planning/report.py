@@ -31,6 +31,13 @@ class TransferReport:
         pairs: bytes from the first ranks that send to the first that receive, by (sender, receiver).
         unused: tensors of the source that nothing takes.
         message_bytes: the most that a message carries.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states, plan_transfer
+        >>> report = transfer_report(plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)})))
+        >>> report.total_bytes, dict(report.kept)
+        (0, {0: 16})
     """
 
     sent: Mapping[int, int]
@@ -109,7 +116,15 @@ class TransferReport:
 
 
 def transfer_report(plan: TransferPlan) -> TransferReport:
-    """Totals of all ranks of a plan, and its first pairs."""
+    """Totals of all ranks of a plan, and its first pairs.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states, plan_transfer
+        >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
+        >>> transfer_report(plan).total_bytes  # a rank sends itself nothing
+        0
+    """
     demand = plan.demand
     sent = dict.fromkeys(plan.source.all_ranks, 0)
     for ranks in demand.sets:

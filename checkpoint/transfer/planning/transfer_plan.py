@@ -54,6 +54,13 @@ class TransferPlan:
         cast: whether floats may be rounded to the target's dtype.
         budget_bytes: of memory that a rank may use for messages.
         shares: bytes that each rank of a set of ranks that hold the same sends, where they are not equal.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states
+        >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
+        >>> TransferPlan.from_json(plan.to_json()).digest == plan.digest
+        True
     """
 
     source: StateDescription
@@ -178,6 +185,13 @@ def plan_transfer(
 
     Raises:
         PlacementError: if names, shapes or dtypes do not meet, or nobody holds a part; lists all that is wrong.
+
+    Examples:
+        >>> import torch
+        >>> from vescale_fsdp import describe_states
+        >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
+        >>> plan.unused
+        ()
     """
     if budget_bytes < 4096:
         raise PlacementError("The budget is too small.", expected="at least 4096 bytes", got=budget_bytes)

@@ -226,6 +226,10 @@ def is_supported(func: torch._ops.OpOverload) -> bool:
     """Whether an operator, such as ``torch.ops.aten.add.Tensor``, can run on ragged tensors at all.
 
     Some then still depend on the arguments, such as a sum along a dim that must be whole on every rank.
+
+    Examples:
+        >>> is_supported(torch.ops.aten.add.Tensor)
+        True
     """
     return rule_of(func) is not _unsupported
 

@@ -53,17 +53,33 @@ def manual_seed(seed: int) -> None:
 
     Args:
         seed: any int; its lowest 64 bits count.
+
+    Examples:
+        >>> manual_seed(0)
+        >>> get_rng_state()
+        (0, 0)
     """
     _streams.seed, _streams.next_stream = seed & 0xFFFFFFFFFFFFFFFF, 0
 
 
 def get_rng_state() -> tuple[int | None, int]:
-    """(seed, streams used so far), to be stored with a checkpoint."""
+    """(seed, streams used so far), to be stored with a checkpoint.
+
+    Examples:
+        >>> manual_seed(7)
+        >>> get_rng_state()
+        (7, 0)
+    """
     return _streams.seed, _streams.next_stream
 
 
 def set_rng_state(state: tuple[int | None, int]) -> None:
-    """Inverse of `get_rng_state`."""
+    """Inverse of `get_rng_state`.
+
+    Examples:
+        >>> state = get_rng_state()
+        >>> set_rng_state(state)
+    """
     _streams.seed, _streams.next_stream = state
 
 

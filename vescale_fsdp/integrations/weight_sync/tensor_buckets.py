@@ -125,6 +125,11 @@ class WholeTensors:
 
     Raises:
         PlacementError: on all ranks, if something cannot be made; lists all that cannot.
+
+    Examples:
+        >>> whole = WholeTensors({"w": torch.ones(4), "b": torch.zeros(2)})
+        >>> {name: tensor.sum().item() for bucket in whole.buckets() for name, tensor in bucket.tensors()}
+        {'b': 0.0, 'w': 4.0}
     """
 
     def __init__(

@@ -36,6 +36,10 @@ def shard_specs(
 
     Raises:
         PlacementError: for a tensor whose pieces are no flat ranges: one that is sharded on a second axis too.
+
+    Examples:
+        >>> def specs(model, ShardSpec):
+        ...     return list(shard_specs(model.named_parameters(), ShardSpec))
     """
     for name, tensor in tensors:
         local = local_of(tensor).detach()

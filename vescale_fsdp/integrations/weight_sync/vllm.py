@@ -35,6 +35,11 @@ def weight_source(tensors: WholeTensors, source_class: Any, meta_class: Any) -> 
 
     Returns:
         A ``source_class``. Each pass over it is a collective of the trainer's ranks.
+
+    Examples:
+        >>> def source(model, WeightSource, ParamMeta):
+        ...     from vescale_fsdp.integrations.weight_sync.tensor_buckets import WholeTensors
+        ...     return weight_source(WholeTensors(model.state_dict()), WeightSource, ParamMeta)
     """
 
     def metadata(_self: Any) -> list[Any]:

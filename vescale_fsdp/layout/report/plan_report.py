@@ -83,7 +83,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Plans of all groups of a model. ``str(report)`` is the tables; `save` writes text and pictures."""
+    """Plans of all groups of a model. ``str(report)`` is the tables; `save` writes text and pictures.
+
+    Examples:
+        >>> report = plan_report({"w": (100, 30)}, [4])
+        >>> round(report.total(4).padding_ratio, 4), report.layout("(root)", 4).shard_numel
+        (0.0027, 752)
+    """
 
     shards: tuple[int, ...]
     groups: tuple[PlannedGroup, ...]
@@ -196,10 +202,11 @@ def plan_report(
 ) -> PlanReport:
     """Plan a model for several numbers of shards, as `fully_shard` would, without ranks or weights.
 
-    >>> from vescale_fsdp import Rows
-    >>> report = plan_report({"w": (100, 30), "b": (30,)}, [2, 8], Rows(10))
-    >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
-    [(2, '19%'), (8, '58%')]
+    Examples:
+        >>> from vescale_fsdp import Rows
+        >>> report = plan_report({"w": (100, 30), "b": (30,)}, [2, 8], Rows(10))
+        >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
+        [(2, '19%'), (8, '58%')]
 
     Args:
         model_or_shapes: a module (the meta device will do), a mapping from name to shape or to

@@ -50,6 +50,14 @@ class Muon(StructuredOptimizer):
 
     Raises:
         LayoutError: for a parameter that is not a matrix, or arguments that are not valid.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(8, 8), granularity=Muon.granularity())
+        >>> matrices, others = split_params(model)
+        >>> optimizer = Muon(matrices, lr=0.02, adamw_params=others)
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> optimizer.step()
     """
 
     algorithm: ClassVar[str] = "muon"
@@ -157,6 +165,11 @@ def split_params(
     Args:
         model: its parameters that require a gradient.
         adamw: name patterns (fnmatch) of matrices that belong to AdamW: embeddings and output heads.
+
+    Examples:
+        >>> matrices, others = split_params(torch.nn.Linear(8, 4))
+        >>> [p.shape for p in matrices], [p.shape for p in others]
+        ([torch.Size([4, 8])], [torch.Size([4])])
     """
     matrices: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []

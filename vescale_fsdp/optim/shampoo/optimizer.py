@@ -46,6 +46,13 @@ class Shampoo(StructuredOptimizer):
 
     Raises:
         LayoutError: if a rank boundary cuts a block, or the arguments are not valid.
+
+    Examples:
+        >>> from vescale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(64, 64), granularity=Shampoo.granularity(block_size=32))
+        >>> optimizer = Shampoo(model.parameters(), lr=1e-3, block_size=32, update_every=1)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> optimizer.step()
     """
 
     algorithm: ClassVar[str] = "shampoo"

@@ -1,0 +1,1 @@
+"""One page that shows what a checkpoint holds: `vescale-convert report`."""

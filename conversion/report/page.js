@@ -1,0 +1,306 @@
+"use strict";
+const report = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const ROW_PX = 30;
+const state = { open: new Set([""]), chosen: null, rows: [] };
+const compared = "against" in report;
+
+// -- words and numbers ---------------------------------------------------------------------------
+function element(tag, className, text) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+function bytes(count) {
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (count < 1000) return `${Number(count.toPrecision(3))} ${unit}`;
+    count /= 1000;
+  }
+  return `${Number(count.toPrecision(4))} TB`;
+}
+function number(value) {
+  if (value === undefined || value === null) return "";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  return size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}
+const numel = (tensor) => tensor.shape.reduce((a, b) => a * b, 1);
+const share = (part) => (part < 1e-4 ? "< 0.01 %" : `${Number((100 * part).toPrecision(3))} %`);
+const shapeOf = (tensor) => tensor.shape.join(" × ") || "scalar";
+const stat = (tensor, key) => (tensor.stats ? tensor.stats[key] : undefined);
+const apart = (tensor) => (tensor.diff ? tensor.diff.relative ?? tensor.diff.max : undefined);
+
+// -- the rows that are to be seen: a tree, or a flat list ------------------------------------------
+const tree = new Map([["", []]]); // prefix -> [{name, prefix | tensor}]
+function grow() {
+  for (const tensor of report.tensors) {
+    const parts = tensor.name.split(/[./]/);
+    let prefix = "", at = 0;
+    for (const part of parts.slice(0, -1)) {
+      const inner = tensor.name.slice(0, at += part.length) + tensor.name[at];
+      at += 1;
+      if (!tree.has(inner)) {
+        tree.set(inner, []);
+        tree.get(prefix).push({ label: part, prefix: inner, bytes: 0, count: 0, nan: 0, apart: 0 });
+      }
+      prefix = inner;
+    }
+    tree.get(prefix).push({ label: parts[parts.length - 1], tensor });
+  }
+  const add = (prefix) => {
+    const sum = { bytes: 0, count: 0, nan: 0, apart: 0 };
+    for (const node of tree.get(prefix)) {
+      const t = node.tensor;
+      if (node.prefix !== undefined) Object.assign(node, add(node.prefix));
+      const part = t ? { bytes: t.bytes, count: 1, nan: stat(t, "nan") || 0, apart: t.diff && t.diff.differing ? 1 : 0 } : node;
+      for (const key of Object.keys(sum)) sum[key] += part[key];
+    }
+    return sum;
+  };
+  add("");
+}
+function treeRows(prefix, depth, rows) {
+  for (const node of tree.get(prefix)) {
+    rows.push({ node, depth });
+    if (node.prefix !== undefined && state.open.has(node.prefix)) treeRows(node.prefix, depth + 1, rows);
+  }
+  return rows;
+}
+function pattern(text) {
+  const parts = text.toLowerCase().split("*").map((part) => part.replace(/[.+?^${}()|[\]\\]/g, "\\$&"));
+  return new RegExp(text.includes("*") ? `^${parts.join(".*")}$` : parts.join(".*"));
+}
+function update() {
+  const text = $("search").value.trim(), order = $("sort").value;
+  if (!text && order === "tree") state.rows = treeRows("", 0, []);
+  else {
+    const wanted = pattern(text);
+    const found = report.tensors.filter((tensor) => wanted.test(tensor.name.toLowerCase()));
+    const key = { bytes: (t) => t.bytes, norm: (t) => stat(t, "norm"), nan: (t) => stat(t, "nan"),
+      zero: (t) => (stat(t, "zero") || 0) / Math.max(1, numel(t)), diff: apart }[order];
+    if (key) found.sort((a, b) => (key(b) ?? -1) - (key(a) ?? -1));
+    state.rows = found.map((tensor) => ({ node: { label: tensor.name, tensor }, depth: 0 }));
+  }
+  const shown = state.rows.filter((row) => row.node.tensor).length;
+  $("count").textContent = text ? `${shown} of ${report.tensors.length}` : `${report.tensors.length} tensors`;
+  $("sheet").style.height = `${state.rows.length * ROW_PX}px`;
+  draw();
+}
+
+// -- drawing only the rows in view: a page of 100,000 tensors opens as fast as one of ten ----------
+const COLUMNS = [["dtype", ""], ["shape", ""], ["bytes", "n keep"], ["min", "n"], ["max", "n"], ["mean", "n"], ["norm", "n"], ["NaN", "n"], ["zeros", "n"]];
+function cells(node) {
+  const t = node.tensor;
+  if (!t) return ["", `${node.count} tensors`, bytes(node.bytes), "", "", "", "", node.nan ? String(node.nan) : "", "", compared ? (node.apart ? `${node.apart} differ` : "") : ""];
+  const zeros = stat(t, "zero");
+  return [t.dtype, shapeOf(t), bytes(t.bytes), ...["min", "max", "mean", "norm"].map((key) => number(stat(t, key))),
+    stat(t, "nan") ? String(stat(t, "nan")) : "", zeros ? share(zeros / numel(t)) : "",
+    compared ? (t.diff ? (t.diff.differing ? number(apart(t)) : "equal") : "not there") : ""];
+}
+function rowOf({ node, depth }, index) {
+  const row = element("button", "row");
+  row.style.top = `${index * ROW_PX}px`;
+  const mark = node.prefix === undefined ? "" : state.open.has(node.prefix) ? "▾ " : "▸ ";
+  const name = element("span", "name", mark + node.label);
+  name.style.paddingLeft = `${depth * 14}px`;
+  name.title = node.tensor ? node.tensor.name : node.prefix;
+  row.append(name);
+  cells(node).forEach((text, i) => {
+    const wrong = i === 7 && text;
+    row.append(element("span", (i < COLUMNS.length ? COLUMNS[i][1] : "n keep") + (wrong ? " bad" : ""), text));
+  });
+  if (node.tensor && node.tensor === state.chosen) row.classList.add("chosen");
+  row.addEventListener("click", () => (node.tensor ? choose(node.tensor) : toggle(node.prefix)));
+  return row;
+}
+function draw() {
+  const list = $("list"), first = Math.max(0, Math.floor(list.scrollTop / ROW_PX) - 4);
+  const last = Math.min(state.rows.length, first + Math.ceil(480 / ROW_PX) + 8);
+  $("sheet").replaceChildren(...state.rows.slice(first, last).map((row, i) => rowOf(row, first + i)));
+}
+function toggle(prefix) {
+  state.open.has(prefix) ? state.open.delete(prefix) : state.open.add(prefix);
+  update();
+}
+
+// -- one tensor --------------------------------------------------------------------------------------
+function svg(width, height, parts) {
+  const holder = element("div");
+  holder.innerHTML = `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">${parts.join("")}</svg>`; // numbers only
+  return holder.firstChild;
+}
+function histogram(stats) {
+  const [negative, positive] = stats.bins, used = [...negative, ...positive];
+  if (!used.length) return element("p", "quiet", "all values are zero");
+  const low = Math.min(...used.map((b) => b[0])), high = Math.max(...used.map((b) => b[0])), span = high - low + 1;
+  const bars = [...negative.map(([i, n]) => [high - i, n]), ...positive.map(([i, n]) => [span + 1 + i - low, n])];
+  if (stats.zero) bars.push([span, stats.zero]);
+  const count = 2 * span + 1, width = 560 / count, most = Math.max(...bars.map((b) => b[1]));
+  const edge = (i) => (i <= 0 ? "0" : number(2 ** (2 * i - 62)));
+  const parts = bars.map(([x, n]) => {
+    const tall = Math.max(1, (100 * n) / most), left = x * width;
+    const fill = x === span ? "var(--quiet)" : "var(--accent)";
+    return `<rect x="${left + 0.5}" y="${105 - tall}" width="${Math.max(1, width - 1)}" height="${tall}" fill="${fill}"><title>${n} values</title></rect>`;
+  });
+  const middle = (span + 0.5) * width;
+  parts.push(`<text x="0" y="122">-${edge(high + 1)}</text><text x="${middle}" y="122" text-anchor="middle">0</text><text x="560" y="122" text-anchor="end">${edge(high + 1)}</text>`);
+  return svg(560, 126, parts);
+}
+function holderBar(tensor) {
+  const all = numel(tensor) || 1;
+  let x = 0;
+  const parts = tensor.held.map(([file, count, size]) => {
+    const width = (560 * count * size) / all, left = x;
+    x += width;
+    const names = file < 0 ? "stored nowhere: zeros" : count > 1 ? `${fileName(file)} to ${fileName(file + count - 1)}, ${size} items each` : `${fileName(file)}, ${size} items`;
+    const block = `<rect x="${left}" y="0" width="${Math.max(1, width)}" height="18" fill="${colour(file)}"><title></title></rect>`;
+    const ticks = count > 1 && count < 200 ? Array.from({ length: count - 1 }, (_, i) => `<line x1="${left + ((i + 1) * width) / count}" x2="${left + ((i + 1) * width) / count}" y1="0" y2="18" stroke="var(--paper)"/>`).join("") : "";
+    return [block + ticks, names];
+  });
+  const picture = svg(560, 20, parts.map((p) => p[0]));
+  picture.querySelectorAll("title").forEach((title, i) => (title.textContent = parts[i][1]));
+  const list = element("p", "quiet", "held by: " + parts.slice(0, 6).map((p) => p[1]).join("; ") + (parts.length > 6 ? " .." : ""));
+  const holder = element("div");
+  holder.append(picture, list);
+  return holder;
+}
+function fileName(i) {
+  const name = report.files[i] || "?", rank = /(\d{5})-of-\d{5}\.safetensors$/.exec(name);
+  return rank && report.kind === "native" ? `rank ${Number(rank[1])}` : name;
+}
+const colour = (i) => (i < 0 ? "var(--rule)" : `hsl(${(i * 137.5) % 360} 55% 55%)`);
+function choose(tensor) {
+  state.chosen = tensor;
+  const detail = $("detail"), stats = tensor.stats;
+  detail.replaceChildren(element("h3", "", tensor.name));
+  const facts = element("div", "facts");
+  const say = (key, text) => text !== "" && facts.append(element("span", "", `${key} ${text}`));
+  say("", `${tensor.dtype}, ${shapeOf(tensor)}, ${bytes(tensor.bytes)}`);
+  if (report.ties[tensor.name]) say("tied to", report.ties[tensor.name]);
+  if (stats) {
+    for (const key of ["min", "max", "mean", "norm"]) say(key, number(stats[key]));
+    say("NaN", String(stats.nan)), say("inf", String(stats.inf)), say("zeros", String(stats.zero));
+  }
+  detail.append(facts);
+  if (compared) {
+    const d = tensor.diff;
+    const text = !d ? "the other has no tensor of this name and shape" : !d.differing ? "equal to the other's"
+      : `${d.differing} of ${numel(tensor)} values are not the other's` + (d.max ? `, by up to ${number(d.max)}` : "") + (!d.max || d.relative === undefined ? "" : `; relative distance ${number(d.relative)}`);
+    detail.append(element("p", "", text));
+  }
+  detail.append(stats && stats.bins ? histogram(stats) : element("p", "quiet", stats ? "no finite values" : "codes: no statistics without their scales"));
+  detail.append(holderBar(tensor));
+  detail.hidden = false;
+  draw();
+}
+
+// -- lanes: a row of pixels per rank, however many there are -------------------------------------------
+function lanes() {
+  const layout = report.layouts[$("layout").value], canvas = $("lanes"), scale = window.devicePixelRatio || 1;
+  const width = (canvas.width = Math.round(canvas.clientWidth * scale)), height = (canvas.height = Math.round(canvas.clientHeight * scale));
+  const paint = canvas.getContext("2d"), lane = height / layout.shards, hue = (i) => `hsl(${(i * 47) % 360} 50% 58%)`;
+  paint.clearRect(0, 0, width, height);
+  let held = 0;
+  layout.slots.forEach(([, offset, size, , runs], i) => {
+    paint.fillStyle = hue(i);
+    held += size;
+    const piece = (rank, start, count) => paint.fillRect((start / layout.size) * width, rank * lane, Math.max(1, (count / layout.size) * width), Math.max(1, lane - (lane > 4 ? 1 : 0)));
+    if (runs.length) for (const [first, ranks, count, start] of runs) for (let r = 0; r < ranks; r++) piece(first + r, start, count);
+    else for (let at = offset; at < offset + size; ) {
+      const rank = Math.floor(at / layout.size), stop = Math.min(offset + size, (rank + 1) * layout.size);
+      piece(rank, at - rank * layout.size, stop - at);
+      at = stop;
+    }
+  });
+  const padding = layout.shards * layout.size - held;
+  $("lanetext").textContent = `${layout.shards} ranks, ${layout.size} items each, ${number((100 * padding) / Math.max(1, held))} % padding; a row per rank, a colour per tensor`;
+}
+function under(event) {
+  const layout = report.layouts[$("layout").value], box = $("lanes").getBoundingClientRect();
+  const rank = Math.min(layout.shards - 1, Math.floor(((event.clientY - box.top) / box.height) * layout.shards));
+  const start = Math.floor(((event.clientX - box.left) / box.width) * layout.size), at = rank * layout.size + start;
+  const slot = layout.slots.find(([, offset, size, , runs]) => runs.length
+    ? runs.some(([first, ranks, count, from]) => rank >= first && rank < first + ranks && start >= from && start < from + count)
+    : at >= offset && at < offset + size);
+  $("hover").textContent = `rank ${rank}: ` + (slot ? `${slot[0]}, blocks of ${slot[3]}` : "padding");
+}
+function showLayouts() {
+  if (!report.layouts.length) return;
+  $("layouts").hidden = false;
+  report.layouts.forEach((layout, i) => {
+    const first = layout.slots.length ? layout.slots[0][0] : "empty";
+    const option = element("option", "", `${first}${layout.slots.length > 1 ? ` and ${layout.slots.length - 1} more` : ""}`);
+    option.value = i;
+    $("layout").append(option);
+  });
+  const size = (layout) => layout.shards * layout.size;
+  $("layout").value = report.layouts.reduce((best, layout, i, all) => (size(layout) > size(all[best]) ? i : best), 0);
+  $("layout").addEventListener("change", lanes);
+  $("lanes").addEventListener("pointermove", under);
+  addEventListener("resize", lanes);
+  lanes();
+}
+
+// -- steps, values, head ---------------------------------------------------------------------------------
+function curve(title, key, show) {
+  const points = report.history.filter((step) => step[key] !== null).map((step) => [step.step, step[key]]);
+  if (!points.length) return null;
+  const [x0, x1] = [points[0][0], points[points.length - 1][0]], ys = points.map((p) => p[1]);
+  const low = Math.min(...ys), high = Math.max(...ys), spread = high - low || Math.abs(high) || 1;
+  const at = ([x, y]) => [60 + (320 * (x - x0)) / (x1 - x0 || 1), 110 - (90 * (y - low)) / spread];
+  const line = points.map((p) => at(p).join(",")).join(" ");
+  const dots = points.length > 200 ? [] : points.map((p) => `<circle cx="${at(p)[0]}" cy="${at(p)[1]}" r="2.5" fill="var(--accent)"/>`);
+  const figure = element("figure");
+  figure.append(element("figcaption", "", title), svg(400, 132, [
+    `<polyline points="${line}" fill="none" stroke="var(--accent)" stroke-width="1.5"/>`, ...dots,
+    `<text x="54" y="24" text-anchor="end">${show(high)}</text><text x="54" y="112" text-anchor="end">${show(low)}</text>`,
+    `<text x="60" y="128">step ${x0}</text><text x="380" y="128" text-anchor="end">${x1}</text>`]));
+  return figure;
+}
+function head() {
+  $("where").textContent = `${report.kind} at ${report.url}` + (compared ? `, compared with ${report.against}` : "");
+  const totals = { tensors: String(report.tensors.length), "of tensors": bytes(report.tensors.reduce((sum, t) => sum + t.bytes, 0)), files: String(report.files.length) };
+  Object.assign(totals, report.facts);
+  if (compared) totals["tensors differ"] = String(report.tensors.filter((t) => t.diff && t.diff.differing).length);
+  for (const [key, value] of Object.entries(totals)) {
+    const box = element("div", "", key);
+    box.prepend(element("b", "", value));
+    $("totals").append(box);
+  }
+  const some = (count, one) => `${count} ${one}${count === 1 ? "" : "s"}`;
+  const bad = report.tensors.filter((t) => stat(t, "nan") || stat(t, "inf")).length;
+  const lacking = compared ? report.tensors.filter((t) => !t.diff && t.stats).length : 0, more = compared ? report.only_there.length : 0;
+  const notes = [bad && `NaN or infinity in ${some(bad, "tensor")}`, lacking && `no match there for ${some(lacking, "tensor")}`,
+    more && `only there: ${report.only_there.slice(0, 8).join(", ")}${more > 8 ? ` and ${more - 8} more` : ""}`].filter(Boolean);
+  $("notice").hidden = !notes.length;
+  $("notice").textContent = notes.join("; ");
+  $("head").append(element("span", "name", "name"), ...COLUMNS.map(([name, kind]) => element("span", kind, name)), element("span", "n keep", compared ? "distance" : ""));
+  if (compared) document.documentElement.style.setProperty("--diff", "90px");
+  else $("sort").querySelector("[value=diff]").remove();
+}
+function rest() {
+  const curves = [curve("seconds of a save", "seconds", number), curve("bytes", "bytes", bytes), curve("metric", "metric", number)].filter(Boolean);
+  $("history").hidden = !curves.length;
+  $("curves").append(...curves);
+  const values = Object.entries(report.values);
+  $("values").hidden = !values.length;
+  $("valuelist").append(...values.slice(0, 500).flatMap(([key, value]) => [element("dt", "", key), element("dd", "", value)]));
+}
+head();
+grow();
+let only = tree.get(""); // folders that hold one thing are opened at once
+while (only.length === 1 && only[0].prefix !== undefined) state.open.add(only[0].prefix), (only = tree.get(only[0].prefix));
+const wanted = new URLSearchParams(location.hash.slice(1)); // #q=text&sort=bytes&tensor=name: a view to send to others
+$("search").value = wanted.get("q") || "";
+if (wanted.get("sort")) $("sort").value = wanted.get("sort");
+$("search").addEventListener("input", () => { $("list").scrollTop = 0; update(); });
+$("sort").addEventListener("change", () => { $("list").scrollTop = 0; update(); });
+$("list").addEventListener("scroll", draw);
+addEventListener("resize", draw);
+update();
+showLayouts();
+rest();
+const named = report.tensors.find((tensor) => tensor.name === wanted.get("tensor"));
+if (named) choose(named);
+document.documentElement.dataset.readyMs = Math.round(performance.now());

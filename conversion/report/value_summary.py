@@ -1,0 +1,90 @@
+"""What the values of a tensor are like, found piece by piece.
+
+The histogram counts magnitudes: a bin is two powers of two wide, so that one pass suffices whatever the range.
+
+    bin 0    |x| < 2^-62        bin 31    2^-2 <= |x| < 2^0        bin 63    |x| >= 2^62
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
+from vescale_fsdp.views.rounding import cast_array
+
+__all__ = ["ValueSummary", "values_of"]
+
+_F32, _F64 = dtype_from_torch("float32"), dtype_from_torch("float64")
+_NUM_BINS = 64
+
+
+def values_of(raw: np.ndarray, dtype: DType) -> np.ndarray | None:
+    """Raw items as numbers; complex ones as their parts. None for codes, which mean nothing without their scales."""
+    if dtype.kind == "float":
+        target = _F64 if dtype.bits == 64 else _F32
+        return cast_array(raw, dtype, target).view(np.float64 if target is _F64 else np.float32)
+    if dtype.kind == "complex":
+        return raw.view(f"f{dtype.itemsize // 2}").astype(np.float64)
+    if dtype.kind == "bool":
+        return raw.astype(np.float64)
+    if dtype.kind == "int" and dtype.is_numpy:
+        return raw.view(dtype.name).astype(np.float64)
+    return None
+
+
+class ValueSummary:
+    """Least, largest, mean, norm and so on of the values that were added.
+
+    Attributes:
+        numel, nans, infinities, zeros: how many values, and how many of each kind.
+        least, largest: of those that are finite.
+        total, squares: sums of finite values and of their squares.
+        bins: 2D [2, bins], magnitudes of negative and of positive values.
+    """
+
+    def __init__(self) -> None:
+        self.numel = self.nans = self.infinities = self.zeros = 0
+        self.least, self.largest = math.inf, -math.inf
+        self.total = self.squares = 0.0
+        self.bins = np.zeros((2, _NUM_BINS), np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """Count a piece."""
+        self.numel += values.size
+        finite = np.isfinite(values)
+        if not finite.all():
+            self.nans += int(np.isnan(values).sum())
+            self.infinities = self.numel - int(self.nans) - self._finite_before - int(finite.sum())
+            values = values[finite]
+        self._finite_before += values.size
+        if not values.size:
+            return
+        self.least = min(self.least, float(values.min()))
+        self.largest = max(self.largest, float(values.max()))
+        wide = values.astype(np.float64)
+        self.total += float(wide.sum())
+        self.squares += float(np.dot(wide, wide))
+        self.zeros += int(np.count_nonzero(values == 0))
+        _, exponents = np.frexp(values)
+        places = np.clip((exponents + _NUM_BINS - 1) >> 1, 0, _NUM_BINS - 1)
+        for row, chosen in ((0, values < 0), (1, values > 0)):
+            self.bins[row] += np.bincount(places[chosen], minlength=_NUM_BINS)
+
+    _finite_before: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; what there is none of is left out."""
+        count = self._finite_before
+        found: dict[str, Any] = {"nan": self.nans, "inf": self.infinities, "zero": self.zeros}
+        if count:
+            found |= {
+                "min": self.least,
+                "max": self.largest,
+                "mean": self.total / count,
+                "norm": math.sqrt(self.squares),
+                "bins": [[[int(i), int(row[i])] for i in np.flatnonzero(row)] for row in self.bins],
+            }
+        return found

@@ -1,0 +1,100 @@
+"""The code blocks of README and the site's pages, and running them.
+
+    ```python                         runs in the page's namespace, on one rank
+    ```python title="on 2 ranks"      runs on so many ranks, each in a namespace of its own
+    ```python title="train.py"        is written to that file, for commands behind it
+    ```sh                             its commands run one after the other
+    ```.. title="not run by our tests: why"        is not run, and readers see why
+
+All blocks of a page share a folder, empty at first. ``vescale-convert`` and one rank's code run in this process, which
+has imported torch already; ``torchrun`` is the real one. Other languages (text, json, toml) are no code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from click.testing import CliRunner
+
+from tests.support.distributed import run_ranks
+from tools.torchrun_job import Job
+from vescale_fsdp.conversion.cli.commands import cli
+
+__all__ = ["CODE", "Block", "blocks_of", "run_page"]
+
+CODE = ("python", "sh")
+_FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\w+)\.py ?(.*)")
+
+
+class Block(NamedTuple):
+    """One fenced block of a page."""
+
+    language: str
+    title: str
+    text: str
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not run; None if it is."""
+        return (
+            self.title.removeprefix("not run by our tests:").strip()
+            if self.title.startswith("not run by our tests:")
+            else None
+        )
+
+
+def blocks_of(text: str) -> list[Block]:
+    """All blocks of a page, in order."""
+    found = []
+    for indent, language, title, body in _FENCE.findall(text):
+        lines = [line.removeprefix(indent) for line in body.splitlines()]
+        found.append(Block(language, title, "\n".join(lines) + "\n"))
+    return found
+
+
+def run_page(text: str, folder: Path) -> int:
+    """Run a page's code in a folder, which is the current one; returns how many blocks ran."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    code = [block for block in blocks_of(text) if block.language in CODE and block.reason is None]
+    for block in code:
+        if block.language == "sh":
+            for command in block.text.replace("\\\n", " ").splitlines():
+                _run_command(command.partition("  #")[0].strip(), folder)
+        elif block.title.endswith(".py"):
+            (folder / block.title).write_text(block.text)
+        elif ranks := re.fullmatch(r"on (\d) ranks", block.title):
+            run_ranks(int(ranks[1]), _on_rank, block.text, folder)
+        else:
+            exec(compile(block.text, "<page>", "exec"), names)  # noqa: S102  pages are ours
+    return len(code)
+
+
+def _on_rank(text: str, folder: Path) -> None:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(compile(text, "<page>", "exec"), {"__name__": "__main__"})  # noqa: S102
+    finally:
+        os.chdir(before)
+
+
+def _run_command(command: str, folder: Path) -> None:
+    if not command:
+        return
+    words = shlex.split(command)
+    if words[0] == "vescale-convert":
+        done = CliRunner().invoke(cli, words[1:])
+        assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception}"
+    elif match := _TORCHRUN.fullmatch(command):
+        Job(match[2], int(match[1]), shlex.split(match[3]), folder / "log", folder=folder).wait()
+    else:
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        run = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True)
+        assert run.returncode == 0, f"{command}\n{run.stdout.decode()}{run.stderr.decode()}"

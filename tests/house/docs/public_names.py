@@ -1,0 +1,50 @@
+"""What users may import: the public names of the packages, and those of the modules that are a stack's front door."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["PUBLIC", "is_ours", "public_names"]
+
+# Packages with an `__all__`, and the modules that users name because they need a stack installed. Of these the names
+# are spelled out: importing some of them needs the stack.
+PACKAGES = (
+    "vescale_fsdp",
+    "vescale_fsdp.checkpoint",
+    "vescale_fsdp.conversion",
+    "vescale_fsdp.integrations",
+    "vescale_fsdp.optim",
+    "vescale_fsdp.quantize",
+)
+OF_STACKS = (
+    "vescale_fsdp.integrations.accelerate.VescalePlugin",
+    "vescale_fsdp.integrations.lightning.VescaleFabricStrategy",
+    "vescale_fsdp.integrations.lightning.VescaleStrategy",
+    "vescale_fsdp.integrations.nemo_automodel.automodel_with_vescale",
+    "vescale_fsdp.integrations.nemo_automodel.fully_shard_fn",
+    "vescale_fsdp.integrations.peft.merge_and_unload",
+    "vescale_fsdp.integrations.torchtitan.VescaleCheckpoints",
+    "vescale_fsdp.integrations.torchtitan.parallelize_with",
+    "vescale_fsdp.integrations.torchtitan.with_vescale",
+    "vescale_fsdp.integrations.weight_sync.tensor_buckets.WholeTensors",
+    "vescale_fsdp.integrations.weight_sync.verl.shard_specs",
+    "vescale_fsdp.integrations.weight_sync.vllm.weight_source",
+)
+
+
+def public_names() -> dict[str, Any]:
+    """Full name -> object, of all packages; those of stacks are not imported."""
+    found = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        found.update({f"{package}.{name}": getattr(module, name) for name in module.__all__})
+    return found
+
+
+PUBLIC = public_names()
+
+
+def is_ours(value: Any) -> bool:
+    """Whether an object's docstring is ours to write: not torch's, and no table."""
+    return getattr(value, "__module__", "").startswith("vescale_fsdp")

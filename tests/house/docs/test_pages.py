@@ -1,0 +1,113 @@
+"""README and the site's pages: their code runs, every public name has its place, files they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.docs.page_blocks import CODE, blocks_of, run_page
+from tests.house.docs.public_names import OF_STACKS, PUBLIC
+from tools.docs.pictures import FOLDER, pictures
+
+ROOT = Path(__file__).parents[3]
+PAGES = {
+    file.relative_to(ROOT).as_posix(): file
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+ALL_BLOCKS = {name: blocks_of(file.read_text()) for name, file in PAGES.items()}
+IN_THE_NOTEBOOK = "docs/start.md"  # whose blocks test_notebook.py runs
+RUN = [
+    name
+    for name, blocks in ALL_BLOCKS.items()
+    if name != IN_THE_NOTEBOOK and any(b.language in CODE and b.reason is None for b in blocks)
+]
+MOST_NOT_RUN = 15
+OF_TORCH = ROOT / "docs" / "fsdp2_parity.md"  # names PyTorch's own test files
+NOTES = [
+    ROOT / "vescale_fsdp" / "DESIGN.md",
+    ROOT / "conversion" / "DESIGN.md",
+    ROOT / "checkpoint" / "FORMAT.md",
+]
+
+
+@pytest.mark.parametrize("name", RUN)
+@pytest.mark.usefixtures("one_rank")
+def test_code_runs(name: str, folder: Path) -> None:
+    """All blocks of a page, in order, in one folder."""
+    assert run_page(PAGES[name].read_text(), folder) > 0
+
+
+def test_few_blocks_are_not_run() -> None:
+    """At most fifteen in all, each with a reason that readers see; and every block says what it is."""
+    not_run = [
+        (name, b.reason) for name, blocks in ALL_BLOCKS.items() for b in blocks if b.reason is not None
+    ]
+    nameless = [name for name, blocks in ALL_BLOCKS.items() if any(not b.language for b in blocks)]
+
+    assert len(not_run) <= MOST_NOT_RUN, not_run
+    assert all(reason and len(reason) > 10 for _, reason in not_run)
+    assert nameless == []
+
+
+def test_every_fence_is_understood() -> None:
+    """A block that the search misses would never run."""
+    for name, file in PAGES.items():
+        fences = re.findall(r"^ *```", file.read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len(ALL_BLOCKS[name]), name
+
+
+def test_every_public_name_has_its_page() -> None:
+    """Each is in the API reference, once."""
+    text = "\n".join(file.read_text() for file in (ROOT / "docs" / "api").glob("*.md"))
+    there = re.findall(r"^(?:::: |### `)(vescale_fsdp\.[\w.]+)", text, re.MULTILINE)
+
+    assert sorted({*PUBLIC, *OF_STACKS} - set(there)) == []
+    assert sorted(name for name in set(there) if there.count(name) > 1) == []
+    assert set(there) - {*PUBLIC, *OF_STACKS} == {"vescale_fsdp.errors"}
+
+
+def test_every_error_has_cause_and_cure() -> None:
+    """The page on trouble has a row for each class of error."""
+    classes = re.findall(r"^class (\w+)\(", (ROOT / "vescale_fsdp" / "errors.py").read_text(), re.MULTILINE)
+    text = (ROOT / "docs" / "trouble.md").read_text()
+
+    assert len(classes) >= 10
+    assert [name for name in classes if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*(p for p in PAGES.values() if p != OF_TORCH), *NOTES],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
+def test_named_files_exist(text: Path) -> None:
+    """Every path in backquotes that looks like a file of ours, alone or in a command, is there; patterns match."""
+    named = re.findall(r"`(?:python )?((?:[a-z_]+/)+[A-Za-z_0-9]+\.(?:py|md|txt|toml))[ `]", text.read_text())
+    places = [ROOT, text.parent]
+
+    assert [name for name in named if not any(list(place.glob(name)) for place in places)] == []
+
+
+def test_pictures_are_drawn_by_this_code() -> None:
+    """`python tools/docs/pictures.py` has been run since the pictures' code was changed."""
+    drawn = pictures()
+
+    assert {name: (FOLDER / name).read_text() for name in drawn} == drawn
+
+
+def test_missing_files_are_seen(tmp_path: Path) -> None:
+    """The search above finds a path that leads nowhere."""
+    page = tmp_path / "page.md"
+    page.write_text("See `tests/nothing/here.py`.")
+    with pytest.raises(AssertionError, match=r"here\.py"):
+        test_named_files_exist(page)
+
+
+def test_wrong_code_is_seen(folder: Path) -> None:
+    """A block that raises, and a command that fails, end a page."""
+    with pytest.raises(ZeroDivisionError):
+        run_page("```python\n1 / 0\n```\n", folder)
+    with pytest.raises(AssertionError, match="There is nothing to read"):
+        run_page("```sh\nvescale-convert inspect nothing\n```\n", folder)

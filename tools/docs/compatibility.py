@@ -1,0 +1,68 @@
+"""A pytest plugin that notes what was tried: ``pytest -p tools.docs.compatibility --compatibility torch``, or stacks.
+
+If all tests pass, docs/compatibility.json gets the versions of today, and the page's tables are written from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["DATA", "PAGE", "noted", "tables"]
+
+DATA = Path(__file__).parents[2] / "docs" / "compatibility.json"
+PAGE = DATA.with_suffix(".md")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that says what is tried."""
+    parser.addoption(
+        "--compatibility", choices=["torch", "stacks"], help="note the versions if all tests pass"
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Note them, on the one process that sees all tests."""
+    what = session.config.getoption("--compatibility")
+    if what is None or exitstatus != 0 or "workerinput" in vars(session.config):  # xdist's workers see a part
+        return
+    data = noted(json.loads(DATA.read_text()), what, version, f"{datetime.now(UTC):%Y-%m-%d}")
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
+    text = PAGE.read_text()
+    for name, table in tables(data).items():
+        text = re.sub(rf"\| {name} \|.*?\n\n", f"{table}\n", text, count=1, flags=re.DOTALL)
+    PAGE.write_text(text)
+
+
+def noted(data: dict[str, Any], what: str, version_of: Any, today: str) -> dict[str, Any]:
+    """The data with what has passed now."""
+    torch = version_of("torch").partition("+")[0]
+    if what == "torch":
+        row = {"tests": "all", "result": "pass", "date": today}
+        return {**data, "torch": dict(sorted((data["torch"] | {torch: row}).items()))}
+    rows = {
+        name: {"versions": [version_of(name)], "torch": torch, "date": today}
+        for name in sorted(data["stacks"])
+    }
+    return {**data, "stacks": rows}
+
+
+def tables(data: dict[str, Any]) -> dict[str, str]:
+    """The page's tables, by the heading of their first column."""
+    torch = [
+        f"| {v} | {row['tests']} | {row['result']} | {row['date']} |" for v, row in data["torch"].items()
+    ]
+    stacks = [
+        f"| {name} | {', '.join(row['versions'])} | {row['torch']} | {row['date']} |"
+        for name, row in data["stacks"].items()
+    ]
+    return {
+        "torch": "\n".join(["| torch | tests | result | date |", "|---|---|---|---|", *torch, ""]),
+        "stack": "\n".join(["| stack | versions | torch | date |", "|---|---|---|---|", *stacks, ""]),
+    }
