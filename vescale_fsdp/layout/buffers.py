@@ -6,8 +6,8 @@ one more message instead, which travels in the same launch as the first (coalesc
 
     rows of 5,120, 8,192 and 16,384, blocks of 128 rows, 768 shards
 
-    one buffer      S a multiple of 128 * lcm(5,120, 16,384)           48 % padding
-    two buffers     5,120 alone | 8,192 and 16,384                      3 % padding, nothing copied
+    one buffer      S a multiple of 128 * lcm(5,120, 16,384)    48 % padding
+    two buffers     5,120 alone | 8,192 and 16,384               3 % padding, nothing copied
 
 `plan_buffers` asks the planner for each way and takes the cheapest by the planner's own prices.
 """
