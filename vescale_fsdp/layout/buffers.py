@@ -45,7 +45,7 @@ def plan_buffers(
     >>> grouped = [TensorSpec(f"w{row}", (65536, row), "bfloat16", 128 * row) for row in (5120, 8192)]
     >>> [[slot.fqn for slot in layout.slots] for layout in plan_buffers(grouped, 96)]
     [['w5120'], ['w8192']]
-    >>> [[slot.fqn for slot in layout.slots] for layout in plan_buffers(grouped, 64)]
+    >>> [[slot.fqn for slot in layout.slots] for layout in plan_buffers(grouped, 2)]
     [['w5120', 'w8192']]
 
     Returns:

@@ -81,9 +81,9 @@ def plan_group(
 
     The same input gives the same layout on every machine: only integers are compared.
 
-    >>> layout = plan_group([TensorSpec("w", (6, 4), "float32", 4), TensorSpec("b", (6,), "float32", 1)], 2)
+    >>> layout = plan_group([TensorSpec("w", (6, 32), "float32", 32), TensorSpec("b", (6,), "float32", 1)], 2)
     >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
-    (16, (16, 8))
+    (128, (128, 64))
 
     Args:
         tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.

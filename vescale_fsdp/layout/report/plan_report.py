@@ -216,9 +216,9 @@ def plan_report(
     """Plan a model for several numbers of shards, as `fully_shard` would, without ranks or weights.
 
     >>> from vescale_fsdp import Rows
-    >>> report = plan_report({"w": (100, 30), "b": (30,)}, [2, 8], Rows(10))
+    >>> report = plan_report({"w": (100, 32), "b": (32,)}, [2, 8], Rows(10))
     >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
-    [(2, '19%'), (8, '58%')]
+    [(2, '3%'), (8, '58%')]
 
     Args:
         model_or_shapes: a module (the meta device will do), a mapping from name to shape or to

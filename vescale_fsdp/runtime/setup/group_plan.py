@@ -28,6 +28,7 @@ from vescale_fsdp.runtime.setup.policies import check_grad_dtype, param_dtype_of
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced, replaced_as
 from vescale_fsdp.runtime.setup.shard_placement_fn import PlacementWishes, Wish
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
+from vescale_fsdp.torch_modes import is_fake
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
 
@@ -242,7 +243,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     local = local_part(param)
     if has_hooks(local):
         check_hooks(fqn, local)
-    elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor):
+    elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor) and not is_fake(local):
         raise UnsupportedOpError(
             "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
             expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
