@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from vescale_fsdp.torch_private import all_gather_single, gloo_group, reduce_scatter_single, timeout_of
+from vescale_fsdp.torch_private import (
+    all_gather_single,
+    gloo_group,
+    reduce_scatter_single,
+    storage_id,
+    timeout_of,
+)
 
 __all__ = [
     "Work",
@@ -127,7 +133,7 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return storage_id(one) == storage_id(other)
 
 
 class _Native:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Protocol
@@ -17,9 +17,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-
-# torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
-from torch._subclasses.fake_tensor import FakeTensor
 
 # torch 2.11-2.13: how long tensors are printed, for a while; public is only the function that sets it for good.
 from torch._tensor_str import printoptions
@@ -105,8 +102,6 @@ __all__ = [
     "gloo_group",
     "grad_dtype_of",
     "groups_as_patient_as",
-    "in_functorch",
-    "is_fake",
     "is_noted_sharded",
     "is_replicated",
     "is_view",
@@ -117,7 +112,6 @@ __all__ = [
     "newer_class",
     "note_sharded",
     "operator_names",
-    "outside_modes",
     "post_accumulate_grad_hooks",
     "printoptions",
     "profiled",
@@ -423,29 +417,6 @@ def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bo
     loader = type(module)._load_from_state_dict
     hooks = len(module._load_state_dict_pre_hooks)
     return hooks <= num_own_hooks and loader is torch.nn.Module._load_from_state_dict
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values, because a mode that computes shapes only is active (torch 2.11-2.13)."""
-    return isinstance(tensor, FakeTensor)
-
-
-def in_functorch() -> bool:
-    """Whether the caller runs inside a transform of ``torch.func`` (torch 2.11-2.13)."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def outside_modes() -> AbstractContextManager[Any]:
-    """Do what is inside as if no transform of ``torch.func`` (torch 2.11-2.13) nor inference mode were active."""
-    # A transform's wrapped tensors have no storage to resize, and refuse requires_grad_. Tensors made in inference
-    # mode have no version counter, and no later forward could save them for its backward.
-    left = nullcontext() if not torch.is_inference_mode_enabled() else torch.inference_mode(False)
-    if not in_functorch():
-        return left
-    both = ExitStack()
-    both.enter_context(left)
-    both.enter_context(torch._C._DisableFuncTorch())
-    return both
 
 
 def operator_names() -> list[str]:

@@ -6,6 +6,8 @@ import copy
 import json
 import pickle
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
-from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, Piece, TensorSlot
+from vescale_fsdp.layout.group_layout import GroupLayout, ModelLayout, Piece, PieceRun, TensorSlot
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 DRAWN = GroupLayout(
@@ -41,6 +43,32 @@ def planned_layouts(draw: st.DrawFn) -> GroupLayout:
         for i, shape in enumerate(draw(st.lists(tensor_shapes, max_size=6)))
     ]
     return plan_group(specs, draw(st.integers(1, 6)), align_numel=draw(st.sampled_from([1, 2, 8])))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shard_numel": 40}, ["shards", "got: 40"]),
+        ({"slots": (slot("w", 40, 1, 0), slot("b", 5, 1, 40))}, ["tensors", "got: 40", "b"]),
+        ({"slots": (replace(slot("w", 20, 1, 8), runs=(PieceRun(0, 2, 10, 8),)),)}, ["tensors", "got: 8"]),
+        (
+            {"slots": (replace(slot("w", 20, 1, 0), runs=(PieceRun(0, 1, 10, 0), PieceRun(1, 1, 10, 4))),)},
+            ["run (1, 1, 10, 4) does not start at a multiple of 16"],
+        ),
+        ({"align_numel": 0}, ["align_numel=0"]),
+    ],
+)
+def test_what_says_that_it_is_aligned_is(change: dict[str, Any], words: list[str]) -> None:
+    """The proof looks at shards, starts and pieces; without the promise the same numbers are read."""
+    good = GroupLayout(2, 64, (slot("w", 40, 1, 0), slot("b", 5, 1, 48)), 16)
+    with pytest.raises(LayoutError) as error:
+        replace(good, **change)
+
+    assert all(word in str(error.value) for word in words)
+    old = replace(good, **{**change, "align_numel": 1})
+    assert "align_numel" not in old.to_json()
+    assert GroupLayout.from_json(old.to_json()) == old
+    assert GroupLayout.from_json(good.to_json()) == good != replace(good, align_numel=1)
 
 
 def test_drawing_of_the_module() -> None:

@@ -13,6 +13,7 @@ from tests.layout.test_planner import layer
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, PaddingWarning, Rows, Whole, fully_shard
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import _warn_once, check_padding, cure_texts, find_cures
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
@@ -42,26 +43,26 @@ def test_cures_are_found_by_planning() -> None:
     assert cures.modules_per_unit is not None
     assert cures.smaller_blocks is not None
     shards, ratio = cures.num_shards
-    assert (shards, ratio) == (512, plan_group(specs, 512, scatter="never").padding_ratio)
+    assert (shards, ratio) == (512, padding_ratio(plan_buffers(specs, 512, scatter="never")))
     modules, ratio = cures.modules_per_unit
     twice = [TensorSpec(f"{i}.{s.fqn}", s.shape, s.dtype, s.block_numel) for i in range(2) for s in specs]
-    assert (modules, ratio) == (2, plan_group(twice, 1024, scatter="never").padding_ratio)
+    assert (modules, ratio) == (2, padding_ratio(plan_buffers(twice, 1024, scatter="never")))
     names, divisor, ratio = cures.smaller_blocks
-    assert (names, divisor) == (("self_attn.o_proj.weight",), 32)
+    assert (names, divisor) == (("self_attn.o_proj.weight",), 4)
     fewer = [
-        TensorSpec(s.fqn, s.shape, s.dtype, s.block_numel // (32 if s.fqn in names else 1)) for s in specs
+        TensorSpec(s.fqn, s.shape, s.dtype, s.block_numel // (4 if s.fqn in names else 1)) for s in specs
     ]
-    assert ratio == plan_group(fewer, 1024, scatter="never").padding_ratio < 0.25
+    assert ratio == padding_ratio(plan_buffers(fewer, 1024, scatter="never")) < 0.25
 
 
 def test_cures_that_do_not_exist_are_left_out() -> None:
     """One matrix that stays whole: no smaller block, and only the default granularity is left to name."""
-    layout = plan_group([TensorSpec("w", (7, 5), "float32", 35)], 5)
+    layout = plan_group([TensorSpec("w", (8, 28), "float32", 224)], 5)
 
     cures = find_cures(layout, 0.25)
 
     assert (cures.num_shards, cures.smaller_blocks) == (None, None)
-    assert cures.modules_per_unit == (32, 0.25)  # 7 on most ranks, each at a multiple of 8 elements
+    assert cures.modules_per_unit == (4, 0.25)  # one each on four of five ranks
     assert any("default granularity" in text for text in cure_texts(cures, layout))
 
 
@@ -87,7 +88,7 @@ def test_above_the_limit_warns_once_with_numbers_and_cures() -> None:
         "1,024 shards",
         "512 ranks (HSDP, 2 replicas)",
         "2 such modules",
-        "Rows(4)",
+        "Rows(32)",
         "o_proj",
     ):
         assert word in str(warning.message)

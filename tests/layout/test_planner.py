@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from tools.bench.parts.model_shapes import LAYERS
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.dtypes import itemsize_of
+from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity, Rows
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.packing import RepeatedSizes, place_in_order
 from vescale_fsdp.layout.planner import (
-    ALIGN_NUMEL,
     COPIED_MEMORY_PRICE,
     COPIED_TIME_PRICE,
     PADDED_MEMORY_PRICE,
@@ -28,10 +29,13 @@ from vescale_fsdp.layout.planner import (
     Scatter,
     TensorSpec,
     _plan_sizes,
+    align_numel_of,
+    plan_by_rows,
     plan_group,
 )
 from vescale_fsdp.layout.shard_search import least_shard
 
+ALIGN = align_numel_of("bfloat16")
 SHARDS = (8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -120,13 +124,13 @@ def test_no_smaller_shard_exists_for_real_layers(model: str, rows: int) -> None:
         specs = layer(model, Rows(rows))
         layout = plan_group(specs, num_shards, scatter="never")
         long = (spec.block_numel for spec in specs if spec.numel >= 2 * layout.shard_numel)
-        step = math.lcm(ALIGN_NUMEL, *long)
+        step = math.lcm(ALIGN, *long)
         least = -(-layout.payload_numel // num_shards // step) * step
         smaller = range(least, layout.shard_numel, step)
         if len(smaller) > 20_000:
             continue  # too long a scan; other shard counts of the same layer are scanned
         patterns = [RepeatedSizes(((spec.numel, spec.block_numel),), 1) for spec in specs]
-        assert all(place_in_order(patterns, num_shards, size, ALIGN_NUMEL) is None for size in smaller)
+        assert all(place_in_order(patterns, num_shards, size, ALIGN) is None for size in smaller)
         scanned += 1
 
     assert scanned >= 4, "too many scans were too long"
@@ -140,7 +144,7 @@ def test_lower_bound_is_nearly_met(model: str) -> None:
         sizes = tuple((spec.numel, spec.block_numel) for spec in specs)
         for num_shards in SHARDS:
             layout = plan_group(specs, num_shards, scatter="never")
-            assert layout.shard_numel <= 1.025 * least_shard(sizes, num_shards, ALIGN_NUMEL)
+            assert layout.shard_numel <= 1.025 * least_shard(sizes, num_shards, ALIGN)
 
 
 # -- padding of real layers -------------------------------------------------------------------------------
@@ -148,11 +152,11 @@ def test_lower_bound_is_nearly_met(model: str) -> None:
 
 @pytest.mark.parametrize("model", LAYERS)
 def test_elements_pad_only_for_alignment(model: str) -> None:
-    """By element, padding is at most 0.01 %, or what the last 16 bytes of each shard need."""
+    """By element, padding is at most 0.01 %, or what the last 128 bytes of each shard need."""
     for num_shards in SHARDS:
         layout = plan_group(layer(model, Element()), num_shards)
         exact_share = layout.payload_numel / num_shards
-        assert layout.padding_ratio <= 0.0001 or layout.shard_numel - exact_share < ALIGN_NUMEL
+        assert layout.padding_ratio <= 0.0001 or layout.shard_numel - exact_share < ALIGN
 
 
 @pytest.mark.parametrize("model", LAYERS)
@@ -164,7 +168,7 @@ def test_rows_pad_less_than_one_step_per_rank(model: str) -> None:
     checked = 0
     for num_shards in (1, 2, 4, *SHARDS):
         layout = plan_group(layer(model, Rows(32)), num_shards, scatter="never")
-        common_block = math.lcm(ALIGN_NUMEL, *(slot.block_numel for slot in layout.slots))
+        common_block = math.lcm(ALIGN, *(slot.block_numel for slot in layout.slots))
         blocks_per_rank = layout.payload_numel / num_shards / common_block
         if blocks_per_rank >= 1:
             assert layout.padding_ratio <= 1 / blocks_per_rank
@@ -211,7 +215,6 @@ def test_scattering_never_costs_more(model: str, rows: int) -> None:
         plain, scattered = (plan_group(specs, num_shards, scatter=mode) for mode in ("never", "auto"))
         assert plain.copied_numel == 0
         assert price(scattered) <= price(plain)
-        assert scattered.copied_ratio <= 0.33
         gained += scattered.copied_numel > 0
 
     assert gained
@@ -267,6 +270,22 @@ def test_starts_and_shards_are_aligned(sizes: list[tuple[int, int]], num_shards:
     for slot in layout.slots:
         assert slot.offset % align == 0
         assert all(run.local_offset % align == 0 for run in slot.runs)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8", "bfloat16", "float32", "complex128"])
+@pytest.mark.parametrize("num_shards", [1, 3, 64])
+def test_tensors_start_at_cache_lines(dtype: str, num_shards: int) -> None:
+    """128 bytes, whatever the dtype, behind tensors of odd sizes, cut by blocks, by rows, and scattered."""
+    shapes = [(1,), (7, 3), (33,), (64, 96), (48, 125), (5, 96)]
+    specs = [TensorSpec(f"t{i}", s, dtype, numel_of(s[1:])) for i, s in enumerate(shapes)]
+    itemsize = itemsize_of(dtype)
+
+    for layout in (plan_group(specs, num_shards), plan_by_rows(specs, num_shards)):
+        assert layout.align_numel * itemsize == 128
+        starts = [piece.local_offset for rank in range(num_shards) for _, piece in layout.pieces_of(rank)]
+        starts += [slot.offset for slot in layout.slots] + [layout.shard_numel]
+        assert max(starts) > 0
+        assert {start * itemsize % 128 for start in starts} == {0}
 
 
 def test_tensors_are_put_back_where_they_fit_after_all() -> None:

@@ -7,7 +7,7 @@
 One decoder layer is one group, all its parameters on all shards. Columns, in % of the payload unless named:
 
     padding         plan_group(scatter="never"): every tensor one run of the buffer, gathers copy nothing
-    auto, copied    plan_group(scatter="auto"): its padding, and the elements of scattered tensors
+    auto, copied    plan_buffers, as fully_shard plans: padding of one buffer or two, and elements of scattered tensors
     blocks/rank     payload per rank in blocks of the group's largest block; below about 8, rounding rules
     ms              planning with "auto", CPU time, nothing cached, median of three
     FSDP2           dim 0 of every tensor rounded up to the number of ranks, whatever the granularity
@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.parts.model_shapes import LAYERS
 from tools.bench.rows import Row, machine, print_table, write_json
+from vescale_fsdp.layout.buffers import _best_split, padding_ratio, plan_buffers
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import parse_granularity
-from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, _plan_sizes, plan_group
 
 SHARDS = (8, 16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
@@ -95,9 +95,9 @@ def measure(model: str, granularity: str, num_shards: int) -> Measured:
     specs, shapes = specs_of(model, granularity), list(LAYERS[model].values())
     seconds = []
     for _ in range(3):
-        _plan_sizes.cache_clear()
+        _forget_plans()
         start = time.process_time()
-        auto = plan_group(specs, num_shards, scatter="auto")
+        auto = plan_buffers(specs, num_shards)
         seconds.append(time.process_time() - start)
     never = plan_group(specs, num_shards, scatter="never")
     payload = never.payload_numel
@@ -107,13 +107,18 @@ def measure(model: str, granularity: str, num_shards: int) -> Measured:
         num_shards,
         blocks_per_rank=payload / num_shards / max(spec.block_numel for spec in specs),
         padding=never.padding_ratio,
-        auto_padding=auto.padding_ratio,
-        copied=auto.copied_ratio,
+        auto_padding=padding_ratio(auto),
+        copied=sum(layout.copied_numel for layout in auto) / payload,
         milliseconds=1000 * statistics.median(seconds),
         fsdp2=fsdp2_padding(shapes, num_shards),
         lcm_rows=lcm_padding((numel_of(shape[1:]) for shape in shapes), payload, num_shards),
         lcm_blocks=lcm_padding((spec.block_numel for spec in specs), payload, num_shards),
     )
+
+
+def _forget_plans() -> None:
+    _plan_sizes.cache_clear()
+    _best_split.cache_clear()
 
 
 def rows_of(found: Measured) -> list[Row]:
@@ -151,9 +156,9 @@ def whole_model(model: str, granularity: str, num_layers: int, num_shards: int) 
     layers = [specs_of(model, granularity, layer=layer) for layer in range(num_layers)]
     seconds = []
     for _ in range(5):
-        _plan_sizes.cache_clear()
+        _forget_plans()
         start = time.process_time()
-        plans: Sequence[GroupLayout] = [plan_group(specs, num_shards, scatter="auto") for specs in layers]
+        plans = [plan_buffers(specs, num_shards) for specs in layers]
         seconds.append(time.process_time() - start)
     assert len(plans) == num_layers
     case = f"{model} {granularity} x{num_shards}, {num_layers} layers"

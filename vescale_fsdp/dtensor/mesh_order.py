@@ -12,17 +12,27 @@ exchanged (torch 2.13, FSDP2's checkpoints too). There we refuse it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.torch_modes import outside_fake_mode
 
-__all__ = ["ascends", "place_in", "ranks_by_place"]
+__all__ = ["ascends", "place_in", "ranks_by_place", "ranks_in"]
+
+
+def ranks_in(mesh: DeviceMesh) -> list[Any]:
+    """The ranks of a mesh as it names them: a list, nested as deep as the mesh has axes."""
+    with outside_fake_mode():
+        return mesh.mesh.tolist()
 
 
 def ascends(mesh: DeviceMesh, axis: int) -> bool:
     """Whether places along an axis are coordinates: its ranks are named in ascending order."""
-    return bool((mesh.mesh.diff(dim=axis) > 0).all())
+    with outside_fake_mode():
+        return bool((mesh.mesh.diff(dim=axis) > 0).all())
 
 
 def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -37,16 +47,17 @@ def ranks_by_place(mesh: DeviceMesh) -> torch.Tensor:
         PlacementError: if the result is not a grid, because an axis names its ranks in this order here and that order
             there: the ranks that hold equal shards would not form a group.
     """
-    ranks = mesh.mesh
-    for axis in range(mesh.ndim):
-        order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
-        if not torch.equal(order, order[:, :1].expand_as(order)):
-            raise PlacementError(
-                "An axis of the mesh names its ranks in different orders: replicas would hold different shards.",
-                expected="every line of an axis in the same order, best ascending",
-                got=mesh.mesh.tolist(),
-                where=f"mesh axis {axis}",
-                todo="name the ranks in ascending order: init_device_mesh does",
-            )
-        ranks = ranks.index_select(axis, order[:, 0])
-    return ranks
+    with outside_fake_mode():
+        ranks = mesh.mesh
+        for axis in range(mesh.ndim):
+            order = ranks.argsort(dim=axis).movedim(axis, 0).reshape(ranks.shape[axis], -1)
+            if not torch.equal(order, order[:, :1].expand_as(order)):
+                raise PlacementError(
+                    "An axis of the mesh names its ranks in different orders: replicas would hold different shards.",
+                    expected="every line of an axis in the same order, best ascending",
+                    got=ranks_in(mesh),
+                    where=f"mesh axis {axis}",
+                    todo="name the ranks in ascending order: init_device_mesh does",
+                )
+            ranks = ranks.index_select(axis, order[:, 0])
+        return ranks

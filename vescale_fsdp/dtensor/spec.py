@@ -24,7 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from vescale_fsdp.dtensor.mesh_order import ascends
+from vescale_fsdp.dtensor.mesh_order import ascends, ranks_in
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, whole_box
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
@@ -191,7 +191,7 @@ def _check_beside(
                 "A Shard on a mesh axis whose ranks are out of order is not defined: torch cuts it by the order of "
                 "the mesh and gathers it by that of the ranks.",
                 expected="ranks in ascending order along the axis",
-                got=mesh.mesh.tolist(),
+                got=ranks_in(mesh),
                 where=f"mesh axis {other} of {placements}",
                 todo="name the ranks in ascending order: init_device_mesh does",
             )

@@ -12,6 +12,7 @@ off, and the model is what `fully_shard` would make of it on these ranks in a pr
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -21,13 +22,16 @@ from torch.distributed.fsdp import OffloadPolicy
 from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.buffers import plan_buffers
+from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.layout.planner import TensorSpec
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
+from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
 
 __all__ = ["check_renewable", "renew_model", "renew_optimizer"]
@@ -71,7 +75,10 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     states = _states(model)
     separate = [state for state in states if any(group.comm.reduce_group for group in state.groups)]
     for state in states:
-        state.renew([_renewed(group, data) for group in state.groups])
+        together: dict[tuple[str, ...], list[ParamGroup]] = {}
+        for group in state.groups:
+            together.setdefault(group.together, []).append(group)
+        state.renew([group for olds in together.values() for group in _renewed(olds, data)])
     if separate:
         assert isinstance(model, FSDPModule)
         model.set_separate_reduce_scatter_group(True)
@@ -82,38 +89,50 @@ def _states(model: nn.Module) -> list[FSDPState]:
     return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
 
 
-def _renewed(old: ParamGroup, data: DataMesh) -> ParamGroup:
-    """A group of the same parameters over other ranks, installed."""
-    slots = old.layout.slots
+def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
+    """Groups of the same parameters over other ranks, installed: one or two, as their blocks go together there."""
+    old = olds[0]
+    params = {param.slot.fqn: param for group in olds for param in group.params}
+    slots = [params[fqn].slot for fqn in old.together]
     specs = [TensorSpec(slot.fqn, slot.shape, slot.dtype, slot.block_numel) for slot in slots]
-    outlines = {
-        param.slot.fqn: nn.Parameter(
-            torch.empty(param.slot.shape, dtype=old.shard.dtype, device="meta"), param.sharded.requires_grad
-        )
-        for param in old.params
-    }
+    for layout in plan_buffers(specs, data.num_shards, scatter=old.scatter):
+        new = _new_group(old, layout, data, [params[slot.fqn] for slot in layout.slots])
+        new.new_shard(old.shard.dtype, old.home)
+        for param in new.params:
+            before = params[param.slot.fqn]
+            kept, made = before.sharded, param.sharded
+            assert isinstance(kept, RaggedDTensor) and isinstance(made, RaggedDTensor)
+            param.piece = new.shard[param.local]
+            move_to(kept, made, param.piece)
+            kept.grad = None
+            param.sharded = kept
+        new.install()
+        yield new
+
+
+def _new_group(
+    old: ParamGroup, layout: GroupLayout, data: DataMesh, params: Iterable[ManagedParam]
+) -> ParamGroup:
+    """A group like ``old`` for some of the parameters it was planned with, without values."""
+    outlines, owners = {}, {}
+    for param in params:
+        empty = torch.empty(param.slot.shape, dtype=old.shard.dtype, device="meta")
+        outlines[param.slot.fqn] = nn.Parameter(empty, param.sharded.requires_grad)
+        owners[param.slot.fqn] = param.owners
     plan = GroupPlan(
         params=outlines,
-        owners={param.slot.fqn: param.owners for param in old.params},
-        priors={slot.fqn: PriorSharding(data, None) for slot in slots},
-        layout=plan_group(specs, data.num_shards, scatter=old.scatter),
+        owners=owners,
+        priors={fqn: PriorSharding(data, None) for fqn in outlines},
+        layout=layout,
         data=data,
         part_size=None,
         is_hooked=False,
         param_dtype=old.mp_policy.param_dtype,
         scatter=old.scatter,
+        together=old.together,
     )
     new = ParamGroup(plan, old.mp_policy, old.offload or OffloadPolicy(), old.device)
     _keep_switches(old, new)
-    new.new_shard(old.shard.dtype, old.home)
-    for before, param in zip(old.params, new.params, strict=True):
-        kept, made = before.sharded, param.sharded
-        assert isinstance(kept, RaggedDTensor) and isinstance(made, RaggedDTensor)
-        param.piece = new.shard[param.local]
-        move_to(kept, made, param.piece)
-        kept.grad = None
-        param.sharded = kept
-    new.install()
     return new
 
 

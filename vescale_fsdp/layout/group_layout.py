@@ -23,7 +23,7 @@ order and of whole blocks, lie wherever other tensors left room. It is stored as
 Nothing but the planner decides these numbers, and nothing rebuilds them from shapes: the runtime, the
 placements of parameters, checkpoints, reports and pictures all ask the layout. It does not grow with the
 number of ranks, and it proves itself when built: a `GroupLayout` that exists cuts no block, overlaps
-nowhere and lies inside its buffer.
+nowhere, lies inside its buffer, and starts its tensors where it says that they start (`align_numel`).
 """
 
 from __future__ import annotations
@@ -171,9 +171,16 @@ class TensorSlot:
 class GroupLayout:
     """Slots of one group over ``num_shards`` equal shards of ``shard_numel`` elements.
 
+    Args:
+        num_shards: ranks that share the buffer.
+        shard_numel: elements of the buffer that each of them owns.
+        slots: the tensors, in definition order.
+        align_numel: ``shard_numel``, and where tensors and pieces start, are multiples of this. 1 says
+            nothing: layouts stored before it was promised are read so.
+
     Raises:
-        LayoutError: at construction, if a slot is malformed, overlaps another, leaves the buffer, or has
-            a rank boundary inside a block.
+        LayoutError: at construction, if a slot is malformed, overlaps another, leaves the buffer, starts
+            elsewhere than at a multiple of ``align_numel``, or has a rank boundary inside a block.
 
     Examples:
         >>> slots = (TensorSlot("w", (6, 4), "float32", 4, 0), TensorSlot("b", (6,), "float32", 1, 24))
@@ -185,15 +192,18 @@ class GroupLayout:
     num_shards: int
     shard_numel: int
     slots: tuple[TensorSlot, ...]
+    align_numel: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_shards < 1 or self.shard_numel < 0:
+        if self.num_shards < 1 or self.shard_numel < 0 or self.align_numel < 1:
             raise LayoutError(
-                "A group needs at least one shard of non-negative size.",
-                expected="num_shards >= 1 and shard_numel >= 0",
-                got=f"num_shards={self.num_shards}, shard_numel={self.shard_numel}",
+                "A group needs at least one shard of non-negative size, and a positive alignment.",
+                expected="num_shards >= 1, shard_numel >= 0 and align_numel >= 1",
+                got=f"num_shards={self.num_shards}, shard_numel={self.shard_numel}, align_numel={self.align_numel}",
                 todo="pass the number of ranks the group is sharded over",
             )
+        if self.shard_numel % self.align_numel:
+            raise self._unaligned("shards", self.shard_numel, "")
         end_of_buffer = self.numel
         for slot in self.slots:
             self._prove_slot(slot, end_of_buffer)
@@ -207,6 +217,8 @@ class GroupLayout:
                 got=slot,
                 where=slot.fqn,
             )
+        if slot.offset % self.align_numel:
+            raise self._unaligned("tensors", slot.offset, slot.fqn)
         if slot.runs:
             self._prove_runs(slot)
             return
@@ -225,6 +237,15 @@ class GroupLayout:
                 where=slot.fqn,
                 todo="take the layout from plan_group",
             )
+
+    def _unaligned(self, what: str, start: int, fqn: str) -> LayoutError:
+        return LayoutError(
+            f"The {what} of a group do not start where its kernels want them.",
+            expected=f"multiples of {self.align_numel} elements",
+            got=start,
+            where=fqn,
+            todo="take the layout from plan_group",
+        )
 
     def _cuts_between_blocks(self, slot: TensorSlot) -> bool:
         start, size, stop = slot.offset, self.shard_numel, slot.offset + slot.numel
@@ -250,6 +271,8 @@ class GroupLayout:
                 problem = f"run {tuple(run)} cuts blocks of {slot.block_numel}"
             if run.local_offset + run.piece_numel > self.shard_numel:
                 problem = f"run {tuple(run)} leaves its shard of {self.shard_numel}"
+            if run.local_offset % self.align_numel:
+                problem = f"run {tuple(run)} does not start at a multiple of {self.align_numel}"
             next_rank, start = run.ranks.stop, start + run.numel
         first = slot.runs[0]
         if start != slot.numel or next_rank > self.num_shards:
@@ -374,18 +397,21 @@ class GroupLayout:
         return tuple(runs_between(slot.offset, slot.offset + slot.numel, self.shard_numel))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads back without loss."""
-        return {
+        """Plain values that `from_json` reads back without loss; ``align_numel`` only where it says something."""
+        data: dict[str, Any] = {
             "num_shards": self.num_shards,
             "shard_numel": self.shard_numel,
             "slots": [slot.to_json() for slot in self.slots],
         }
+        if self.align_numel > 1:
+            data["align_numel"] = self.align_numel
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GroupLayout:
         """Inverse of `to_json`; proves the layout anew."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
-        return cls(data["num_shards"], data["shard_numel"], slots)
+        return cls(data["num_shards"], data["shard_numel"], slots, data.get("align_numel", 1))
 
 
 def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:

@@ -20,10 +20,11 @@ from functools import lru_cache
 from typing import Any
 
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_group
+from vescale_fsdp.layout.planner import Scatter, TensorSpec
 
 __all__ = ["Cures", "PaddingPolicy", "PaddingWarning", "check_padding", "find_cures"]
 
@@ -179,7 +180,7 @@ def find_cures(layout: GroupLayout, limit: float, scatter: Scatter = "auto") -> 
 
     def first(tries: Iterable[tuple[tuple[Any, ...], Sequence[TensorSpec], int]]) -> Any:
         for change, changed, num_shards in tries:
-            ratio = plan_group(changed, num_shards, scatter=scatter).padding_ratio
+            ratio = padding_ratio(plan_buffers(changed, num_shards, scatter=scatter))
             if ratio <= limit:
                 return (*change, ratio)
         return None

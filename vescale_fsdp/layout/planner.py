@@ -2,7 +2,7 @@
 
 `plan_group` is the only way to a layout. The search for the smallest shard is in `shard_search`; here are
 the checks of what comes in, the cache (equal lists of sizes, such as the layers of a model, are planned
-once) and the decision whether to scatter.
+once) and the decision whether to scatter. Whether two buffers cost less than one is asked in `buffers`.
 
 Scattering. One tensor whose row length is unrelated to the others' can force the LCM far above what the
 payload needs. With ``scatter="auto"`` the planner also tries to take such tensors out, smallest first, and
@@ -21,14 +21,15 @@ from functools import lru_cache
 from typing import Literal
 
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.geometry import chunk_of, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
 
-__all__ = ["ALIGN_NUMEL", "Scatter", "TensorSpec", "plan_by_rows", "plan_group"]
+__all__ = ["ALIGN_BYTES", "Scatter", "TensorSpec", "align_numel_of", "plan_by_rows", "plan_group", "price_of"]
 
-ALIGN_NUMEL = 8
-"""Shards and tensor starts lie at multiples of this: 16 bytes in bf16, what NCCL and GEMM kernels want."""
+ALIGN_BYTES = 128
+"""Shards and tensor starts lie at multiples of this: a cache line, and more than NCCL, TMA or any GEMM wants."""
 
 # Prices per element, in hundredths of "one element moved by a collective" or "one element held in memory"
 # (time and memory weigh the same). They are whole numbers so that every machine decides alike.
@@ -36,7 +37,6 @@ PADDED_WIRE_PRICE = 100  # a padded element travels in every gather and reductio
 PADDED_MEMORY_PRICE = 100  # and lies in the gathered buffer; its share of the sharded states is not counted
 COPIED_TIME_PRICE = 13  # copies take about 13 % of the time of the collective: arXiv 2602.22437, table 1
 COPIED_MEMORY_PRICE = 100  # a copied tensor lies in memory a second time while its unit is unsharded
-MAX_COPIED_PERCENT = 33  # of the payload; a group that needs more copies has too few blocks for its ranks
 MAX_COPIED_TENSORS = 64  # each is a copy kernel of its own
 MAX_SCATTERED_CLASSES = 8  # sets of tensors that are tried; layers of transformers have three to five blocks
 
@@ -65,11 +65,20 @@ class TensorSpec:
         return numel_of(self.shape)
 
 
+def align_numel_of(dtype: str) -> int:
+    """Elements of this dtype (a name) that make up `ALIGN_BYTES`.
+
+    >>> align_numel_of("float8_e4m3fn"), align_numel_of("bfloat16"), align_numel_of("float32")
+    (128, 64, 32)
+    """
+    return ALIGN_BYTES // itemsize_of(dtype)
+
+
 def plan_group(
     tensors: Sequence[TensorSpec],
     num_shards: int,
     *,
-    align_numel: int = ALIGN_NUMEL,
+    align_numel: int | None = None,
     scatter: Scatter = "auto",
 ) -> GroupLayout:
     """Lay tensors into ``num_shards`` equal shards without cutting a block; keep the shards small.
@@ -77,14 +86,15 @@ def plan_group(
     The same input gives the same layout on every machine: only integers are compared.
 
     Examples:
-        >>> layout = plan_group([TensorSpec("w", (6, 4), "float32", 4), TensorSpec("b", (6,), "float32", 1)], 2)
+        >>> layout = plan_group([TensorSpec("w", (6, 32), "float32", 32), TensorSpec("b", (6,), "float32", 1)], 2)
         >>> layout.shard_numel, layout.piece_numels(layout.slot("w"))
-        (16, (16, 8))
+        (128, (128, 64))
 
     Args:
         tensors: in definition order, all of one dtype. Empty tensors are allowed and take no room.
         num_shards: ranks the group is sharded over, at least 1.
-        align_numel: shard sizes and tensor starts are multiples of this many elements.
+        align_numel: shard sizes and tensor starts are multiples of this many elements; None: of as many as
+            make up `ALIGN_BYTES`.
         scatter: ``"auto"`` scatters tensors where that costs less than the padding it avoids; ``"never"``
             keeps every tensor one run of the buffer, so that no gather ever copies.
 
@@ -95,7 +105,7 @@ def plan_group(
         LayoutError: for no shards, negative sizes, blocks below one element, names that repeat or dtypes
             that differ.
     """
-    _check_input(tensors, num_shards, align_numel, scatter)
+    align_numel = _check_input(tensors, num_shards, align_numel, scatter)
     numels = [tensor.numel for tensor in tensors]
     blocks = [max(1, min(t.block_numel, numel)) for t, numel in zip(tensors, numels, strict=True)]
     sizes = tuple((numel, block) for numel, block in zip(numels, blocks, strict=True) if numel)
@@ -106,11 +116,11 @@ def plan_group(
         place = next(places) if numel else 0
         start, runs = (place, ()) if isinstance(place, int) else (_offset(place, found.shard_numel), place)
         slots.append(TensorSlot(tensor.fqn, tuple(tensor.shape), tensor.dtype, block, start, runs))
-    return GroupLayout(num_shards, found.shard_numel, tuple(slots))
+    return GroupLayout(num_shards, found.shard_numel, tuple(slots), align_numel)
 
 
 def plan_by_rows(
-    tensors: Sequence[TensorSpec], num_shards: int, *, align_numel: int = ALIGN_NUMEL
+    tensors: Sequence[TensorSpec], num_shards: int, *, align_numel: int | None = None
 ) -> GroupLayout:
     """Cut every tensor along its first dim as ``torch.chunk`` does, for code that expects FSDP2's shards.
 
@@ -120,12 +130,12 @@ def plan_by_rows(
     Args:
         tensors: as for `plan_group`, of at least one dim each.
         num_shards: ranks the group is sharded over, at least 1.
-        align_numel: shard sizes and pieces are multiples of this many elements.
+        align_numel: shard sizes and pieces are multiples of this many elements; None: as for `plan_group`.
 
     Raises:
         LayoutError: as `plan_group`, and if c rows are not whole blocks.
     """
-    _check_input(tensors, num_shards, align_numel, "never")
+    align_numel = _check_input(tensors, num_shards, align_numel, "never")
     slots, end = [], 0
     for tensor in tensors:
         rows, numel = tensor.shape[0], tensor.numel
@@ -149,15 +159,18 @@ def plan_by_rows(
         end += -(-chunk * row_numel // align_numel) * align_numel
     if num_shards == 1:
         slots = [replace(slot, runs=()) for slot in slots]  # a tensor in one piece is not scattered
-    return GroupLayout(num_shards, end, tuple(slots))
+    return GroupLayout(num_shards, end, tuple(slots), align_numel)
 
 
 def _offset(runs: Sequence[PieceRun], shard_numel: int) -> int:
     return runs[0].first_rank * shard_numel + runs[0].local_offset
 
 
-def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: int, scatter: Scatter) -> None:
-    if num_shards < 1 or align_numel < 1:
+def _check_input(
+    tensors: Sequence[TensorSpec], num_shards: int, align_numel: int | None, scatter: Scatter
+) -> int:
+    """The alignment, once all is known to be valid."""
+    if num_shards < 1 or (align_numel is not None and align_numel < 1):
         raise LayoutError(
             "There must be at least one shard, and a positive alignment.",
             expected="num_shards >= 1 and align_numel >= 1",
@@ -189,6 +202,7 @@ def _check_input(tensors: Sequence[TensorSpec], num_shards: int, align_numel: in
             got=", ".join(f"{dtype} ({fqn})" for dtype, fqn in sorted(dtypes.items())),
             todo="plan one group per dtype; fully_shard does so by itself",
         )
+    return align_numel or min((align_numel_of(dtype) for dtype in dtypes), default=1)
 
 
 @lru_cache(maxsize=256)
@@ -212,11 +226,11 @@ def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: P
     for members in _block_classes(sizes)[:MAX_SCATTERED_CLASSES]:
         numel = sum(sizes[index][0] for index in members)
         scattered.update(members)
-        too_many = 100 * numel > MAX_COPIED_PERCENT * payload or len(scattered) > MAX_COPIED_TENSORS
+        too_many = len(scattered) > MAX_COPIED_TENSORS
         if too_many or numel * (COPIED_TIME_PRICE + COPIED_MEMORY_PRICE) >= best_price:
             break  # later classes are larger still
         found = pack_scattered(sizes, frozenset(scattered), num_shards, align_numel, best.shard_numel)
-        if found is not None and 100 * _copied(found, sizes) <= MAX_COPIED_PERCENT * payload:
+        if found is not None:
             price = _price(found, sizes, num_shards, payload)
             if price < best_price:
                 best, best_price = found, price
@@ -224,16 +238,21 @@ def _cheapest_scattered(sizes: Sizes, num_shards: int, align_numel: int, best: P
 
 
 def _price(packing: Packing, sizes: Sizes, num_shards: int, payload_numel: int) -> int:
-    padded = num_shards * packing.shard_numel - payload_numel
-    copied = _copied(packing, sizes)
-    return padded * (PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE) + copied * (
+    copied = sum(
+        numel for (numel, _), place in zip(sizes, packing.places, strict=True) if type(place) is tuple
+    )
+    return _price_of(num_shards * packing.shard_numel - payload_numel, copied)
+
+
+def _price_of(padded_numel: int, copied_numel: int) -> int:
+    return padded_numel * (PADDED_WIRE_PRICE + PADDED_MEMORY_PRICE) + copied_numel * (
         COPIED_TIME_PRICE + COPIED_MEMORY_PRICE
     )
 
 
-def _copied(packing: Packing, sizes: Sizes) -> int:
-    """Elements of the tensors that a packing scatters."""
-    return sum(numel for (numel, _), place in zip(sizes, packing.places, strict=True) if type(place) is tuple)
+def price_of(layout: GroupLayout) -> int:
+    """What a layout costs by the prices above: its padding, and the tensors it scatters."""
+    return _price_of(layout.numel - layout.payload_numel, layout.copied_numel)
 
 
 def _block_classes(sizes: Sizes) -> list[list[int]]:

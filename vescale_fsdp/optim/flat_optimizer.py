@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
 from vescale_fsdp.errors import UnsupportedOpError
-from vescale_fsdp.layout.planner import ALIGN_NUMEL
 from vescale_fsdp.optim.state_loading import copy_state
 from vescale_fsdp.optim.structured_optimizer import evaluated
 from vescale_fsdp.torch_private import foreach_copy_, local_of, spec_of, storage_id
@@ -286,7 +285,8 @@ def _layout_of(param: torch.Tensor) -> int | None:
 
 def _next_start(end: int, param: torch.Tensor) -> int:
     """Where a parameter starts that follows one that ends here, with nothing but padding in between."""
-    return end + -end % ALIGN_NUMEL if _layout_of(param) is not None else end
+    layout_ref = param.layout_ref if isinstance(param, RaggedDTensor) else None
+    return end + -end % layout_ref[0].align_numel if layout_ref is not None else end
 
 
 def _run_of(params: list[torch.Tensor]) -> _FlatRun:

@@ -23,7 +23,7 @@ from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
 from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import settle
-from vescale_fsdp.torch_private import outside_modes
+from vescale_fsdp.torch_modes import outside_modes
 
 __all__ = ["CommContext", "GradientReductionHandle", "UnshardHandle"]
 

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.dtensor.mesh_order import ranks_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
-from vescale_fsdp.torch_private import is_fake, outside_modes
+from vescale_fsdp.torch_modes import is_fake, outside_modes
 
 __all__ = ["Member", "reach_consensus"]
 
@@ -60,8 +61,8 @@ def reach_consensus(units: Sequence[tuple[str, Member]]) -> None:
             by_mesh.setdefault(group.data.mesh, []).append(_lines(name, number, unit, group))
     differing = False
     # The widest first: of ranks that disagree on further meshes at least these all meet here.
-    for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.mesh.flatten().tolist())):
-        first = [f"mesh {mesh.mesh.tolist()}"] if trouble is None else [str(trouble)]
+    for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
+        first = [f"mesh {ranks_in(mesh)}"] if trouble is None else [str(trouble)]
         lines = [*first, *chain(*zip(*by_mesh[mesh], strict=True))]
         with outside_modes():
             differing = _compare(mesh, lines, differing)

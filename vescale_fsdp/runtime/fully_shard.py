@@ -27,8 +27,9 @@ from vescale_fsdp.runtime.fsdp_state import FSDPState, attach_state, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
-from vescale_fsdp.runtime.setup.group_plan import PlanRules, mark_taken, plan_groups
+from vescale_fsdp.runtime.setup.group_plan import GroupPlan, PlanRules, mark_taken, plan_groups
 from vescale_fsdp.runtime.setup.policies import check_policies
+from vescale_fsdp.torch_modes import fake_mode_of
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 
 __all__ = ["fully_shard"]
@@ -140,10 +141,7 @@ def fully_shard(
     )
     plans = plan_groups(managed, data, rules)
     # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
-    groups = [
-        (SelfGatheringGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
-        for plan in plans
-    ]
+    groups = [_group(plan, mp_policy, offload_policy, device) for plan in plans]
     buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
     for owner, name, buffer in buffers:
@@ -162,6 +160,14 @@ def fully_shard(
 
 # torch's fully_shard has this function as an attribute, and trainers use it: None for modules not sharded.
 vars(fully_shard)["state"] = state_of
+
+
+def _group(
+    plan: GroupPlan, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, device: torch.device
+) -> ParamGroup:
+    """The group of a plan; of parameters without values (FakeTensor) it has none either."""
+    with fake_mode_of(next(iter(plan.params.values()))):
+        return (SelfGatheringGroup if plan.is_hooked else ParamGroup)(plan, mp_policy, offload_policy, device)
 
 
 def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: object) -> None:

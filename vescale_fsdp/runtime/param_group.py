@@ -96,6 +96,7 @@ class ParamGroup:
     ) -> None:
         self.layout = plan.layout
         self.data, self.scatter, self.wanted_part_size = plan.data, plan.scatter, plan.wanted_part_size
+        self.together = plan.together
         self.comm = GroupComm(plan.data.mesh, plan.part_size)
         self.mp_policy = mp_policy = policy_of_group(mp_policy, plan.param_dtype)
         self.offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.layout.test_scattered_slots import DRAWN
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.layout import planner
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 
@@ -59,7 +61,10 @@ def build(seed: int = 3) -> Pair:
 def shard(model: Pair, world: int, **options: object) -> Pair:
     """Sharded by blocks that make the planner scatter what SCATTERED says."""
     for block in model.blocks:
-        fully_shard(block, mesh=cpu_mesh(), granularity=GRANULARITY, **options)  # type: ignore[call-overload]
+        with mock.patch.object(
+            planner, "ALIGN_BYTES", 32
+        ):  # else there is hardly a place for such small tensors
+            fully_shard(block, mesh=cpu_mesh(), granularity=GRANULARITY, **options)  # type: ignore[call-overload]
         state = state_of(block)
         assert state is not None
         (group,) = state.groups

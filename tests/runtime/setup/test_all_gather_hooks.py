@@ -289,9 +289,9 @@ def test_rows_are_cut_as_fsdp2_cuts_them() -> None:
         layout = plan_by_rows(specs, world)
         chunks = [c.numel() for c in torch.zeros(rows, 3).chunk(world)]
         assert list(layout.piece_numels(layout.slot("a"))) == chunks + [0] * (world - len(chunks))
-        assert layout.shard_numel == -(-(-(-rows // world) * 3) // 8) * 8 + 8
+        assert layout.shard_numel == -(-(-(-rows // world) * 3) // 32) * 32 + 32
         starts = {layout.piece(layout.slot("b"), r).local_offset for r in range(world) if r < 4}
-        assert starts <= {0, layout.shard_numel - 8}
+        assert starts <= {0, layout.shard_numel - 32}
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class Experts(nn.Module):
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 7, 3) / 4)
+        self.weight = nn.Parameter(torch.randn(4, 7, 40) / 4)
         self.mesh = mesh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

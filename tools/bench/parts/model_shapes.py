@@ -10,6 +10,7 @@ one matrix per expert and projection, and grouped, with all experts of a project
     Qwen3-30B-A3B                 48       gate_up (E, 2 * inter, hidden), down (E, hidden, inter)
     gpt-oss-120B                  36       gate_up (E, hidden, 2 * inter), down (E, inter, hidden)
     DeepSeek-V3                   58 MoE   w1, w3 (E, inter, hidden), w2 (E, hidden, inter)
+    Llama-4-Maverick grouped      24 MoE   gate_up (E, hidden, 2 * inter), down (E, inter, hidden)
 """
 
 from __future__ import annotations
@@ -91,6 +92,17 @@ def _deepseek_v3(experts: Shapes) -> Shapes:
     return attention | experts | router | shared | _norms(7168)
 
 
+def _llama4() -> Shapes:
+    return {
+        **_attention(5120, 5120, 1024),
+        "feed_forward.experts.gate_up_proj": (128, 5120, 16384),
+        "feed_forward.experts.down_proj": (128, 8192, 5120),
+        "feed_forward.router.weight": (128, 5120),
+        **_mlp("feed_forward.shared_expert", 5120, 8192),
+        **_norms(5120),
+    }
+
+
 LAYERS: Mapping[str, Shapes] = {
     "Llama-3-8B": _dense(4096, 14336, 1024),
     "Llama-3-70B": _dense(8192, 28672, 1024),
@@ -109,6 +121,7 @@ LAYERS: Mapping[str, Shapes] = {
             "mlp.experts.w3": (256, 2048, 7168),
         }
     ),
+    "Llama-4-Maverick grouped": _llama4(),
 }
 """Shapes of one decoder layer by model name."""
 

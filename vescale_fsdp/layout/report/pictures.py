@@ -1,6 +1,6 @@
 """Pictures: what each rank holds and where each tensor is cut, and how padding grows with the shards.
 
-`layout_picture` draws two panels of one group:
+`layout_picture` draws two panels per buffer of one group:
 
     shards    one lane per rank; bands are the pieces the rank holds, in buffer order; padding is hatched
     tensors   one bar per tensor, coloured by the ranks that hold it; light ticks are blocks, so one sees
@@ -39,24 +39,28 @@ CURVE_COLOURS = ("#2e6fdb", "#e07b1a", "#189a6a", "#b03a9f", "#8a6d1f", "#5b5bd6
 
 def layout_svg(layout: GroupLayout, title: str = "layout") -> str:
     """The picture of `layout_picture` as an SVG document."""
-    return layout_picture(layout, title).svg()
+    return layout_picture([layout], title).svg()
 
 
-def layout_picture(layout: GroupLayout, title: str = "layout") -> Canvas:
-    """Draw one group: a lane per rank, then a bar per tensor.
+def layout_picture(layouts: Sequence[GroupLayout], title: str = "layout") -> Canvas:
+    """Draw one group, buffer by buffer: a lane per rank, then a bar per tensor.
 
     Args:
-        layout: any layout; large ones are drawn in part, and the picture says so.
+        layouts: of its buffers, at least one; large ones are drawn in part, and the picture says so.
         title: headline of the picture.
     """
     canvas = Canvas(title, LABEL_PX + BODY_PX + 40)
-    names = short_names([slot.fqn for slot in layout.slots])
+    names = short_names([slot.fqn for layout in layouts for slot in layout.slots])
     canvas.text(20, 32, title, size=18, bold=True)
-    canvas.text(20, 52, _summary(layout), size=12, colour=QUIET)
-    top = _draw_shards(canvas, layout, names, 84)
-    top = _draw_tensors(canvas, layout, names, top + 30)
-    _draw_legend(canvas, layout, top + 8)
-    canvas.height_px = top + 40
+    top = 52.0
+    for number, layout in enumerate(layouts, 1):
+        which = f"buffer {number} of {len(layouts)}: " if len(layouts) > 1 else ""
+        canvas.text(20, top, which + _summary(layout), size=12, colour=QUIET)
+        top = _draw_shards(canvas, layout, names, top + 32)
+        top = _draw_tensors(canvas, layout, names, top + 30) + 36
+    padded = sum(layout.numel - layout.payload_numel for layout in layouts)
+    _draw_legend(canvas, layouts[0].num_shards, padded, top - 28)
+    canvas.height_px = top + 4
     return canvas
 
 
@@ -191,15 +195,13 @@ def _draw_bar(canvas: Canvas, layout: GroupLayout, slot: TensorSlot, y: float) -
     canvas.line([(LABEL_PX, y + BAR_PX), (LABEL_PX + BODY_PX, y + BAR_PX)], RULE, width=0.8)
 
 
-def _draw_legend(canvas: Canvas, layout: GroupLayout, y: float) -> None:
+def _draw_legend(canvas: Canvas, num_shards: int, padded_numel: int, y: float) -> None:
     canvas.rect(LABEL_PX, y, 22, 12, PADDING, stroke=RULE)
-    canvas.text(
-        LABEL_PX + 28, y + 10, f"padding, {layout.numel - layout.payload_numel:,} elements", colour=QUIET
-    )
+    canvas.text(LABEL_PX + 28, y + 10, f"padding, {padded_numel:,} elements", colour=QUIET)
     canvas.line([(LABEL_PX + 230, y + 2), (LABEL_PX + 230, y + 12)], INK, width=0.8)
     canvas.text(LABEL_PX + 238, y + 10, "edge of a block: colours change only there", colour=QUIET)
-    canvas.rect(LABEL_PX + 520, y, 12, 12, rank_colour(0, layout.num_shards))
-    canvas.rect(LABEL_PX + 532, y, 12, 12, rank_colour(0, layout.num_shards, shade=True))
+    canvas.rect(LABEL_PX + 520, y, 12, 12, rank_colour(0, num_shards))
+    canvas.rect(LABEL_PX + 532, y, 12, 12, rank_colour(0, num_shards, shade=True))
     canvas.text(LABEL_PX + 550, y + 10, "colour: rank; shades tell neighbouring tensors apart", colour=QUIET)
 
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.dtypes import itemsize_of
 from vescale_fsdp.layout.granularity import Granularity, GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, cure_texts, find_cures
-from vescale_fsdp.layout.planner import TensorSpec, plan_group
+from vescale_fsdp.layout.planner import TensorSpec
 from vescale_fsdp.layout.report.model_shapes import PlannedUnit, ShapeSource, shapes_of, units_of
 from vescale_fsdp.layout.report.pictures import Curve, layout_picture, padding_picture
 from vescale_fsdp.layout.report.svg_canvas import Canvas
@@ -47,13 +48,13 @@ class PlannedGroup:
         units: names of the units that are alike; the first one stands for all.
         dtype: of the parameters.
         params: in definition order.
-        layouts: one per number of shards of the report.
+        layouts: one tuple per number of shards of the report: one buffer, or two where that costs less.
     """
 
     units: tuple[str, ...]
     dtype: str
     params: tuple[PlannedParam, ...]
-    layouts: tuple[GroupLayout, ...]
+    layouts: tuple[tuple[GroupLayout, ...], ...]
 
     @property
     def name(self) -> str:
@@ -67,6 +68,7 @@ class PlanRow:
 
     ``shard_bytes`` is what a rank holds of the parameters of one unit. ``blocks_per_rank`` counts the
     group's largest blocks in a rank's share of the payload: below about 8, rounding to whole blocks rules.
+    ``apart`` names the tensors of the second buffer, where the group has two.
     """
 
     group: str
@@ -79,6 +81,7 @@ class PlanRow:
     copied_ratio: float
     blocks_per_rank: float
     scattered: tuple[str, ...]
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class PlanReport:
     @cached_property
     def rows(self) -> tuple[PlanRow, ...]:
         """One row per group and number of shards, groups in the order of wrapping."""
-        return tuple(_row(group, layout) for group in self.groups for layout in group.layouts)
+        return tuple(_row(group, layouts) for group in self.groups for layouts in group.layouts)
 
     def total(self, num_shards: int) -> PlanRow:
         """All units together, in the figures of a row (bytes and elements are summed over all units)."""
@@ -119,10 +122,28 @@ class PlanReport:
             sum(row.copied_ratio * weight for row, weight in weights),
             min((row.blocks_per_rank for row in rows), default=0.0),
             tuple(name for row in rows for name in row.scattered),
+            tuple(name for row in rows for name in row.apart),
         )
 
     def layout(self, group: str, num_shards: int) -> GroupLayout:
-        """The layout of a group, by the name of any of its units.
+        """The layout of a group that has one buffer, by the name of any of its units.
+
+        Raises:
+            LayoutError: if the report has no such unit or number of shards, or if there are two buffers.
+        """
+        found = self.layouts(group, num_shards)
+        if len(found) > 1:
+            raise LayoutError(
+                "The tensors of this group lie in two buffers.",
+                expected="a group in one buffer",
+                got=f"{len(found)} layouts",
+                where=f"{group} over {num_shards:,} shards",
+                todo="ask layouts(group, num_shards) for both",
+            )
+        return found[0]
+
+    def layouts(self, group: str, num_shards: int) -> tuple[GroupLayout, ...]:
+        """The layouts of a group, one per buffer, by the name of any of its units.
 
         Raises:
             LayoutError: if the report has no such unit or number of shards.
@@ -139,12 +160,12 @@ class PlanReport:
     def advice(self) -> Iterator[str]:
         """For each group padded above the policy's limit, what would cure it."""
         for group in self.groups:
-            for layout in group.layouts:
+            for layout in (layout for layouts in group.layouts for layout in layouts):
                 if layout.padding_ratio > self.policy.warn_above:
                     cures = find_cures(layout, self.policy.warn_above, self.policy.scatter)
-                    yield (
-                        f"{group.name} over {layout.num_shards:,} shards is padded by {layout.padding_ratio:.0%}:"
-                    )
+                    whole = len(layout.slots) == len(group.params)
+                    name = group.name if whole else f"{group.name}, the buffer of {layout.slots[0].fqn},"
+                    yield f"{name} over {layout.num_shards:,} shards is padded by {layout.padding_ratio:.0%}:"
                     yield from (f"    {text}" for text in cure_texts(cures, layout))
 
     def to_json(self) -> dict[str, Any]:
@@ -154,18 +175,16 @@ class PlanReport:
 
     def padding_picture(self) -> Canvas:
         """Padding and copies of every group over the shards."""
-        curves = [
-            Curve(
-                f"{group.name} ({len(group.units)} x {group.dtype})",
-                tuple((x.num_shards, x.padding_ratio, x.copied_ratio) for x in group.layouts),
-            )
-            for group in self.groups
-        ]
+        curves = []
+        for group in self.groups:
+            rows = [_row(group, layouts) for layouts in group.layouts]
+            points = tuple((row.num_shards, row.padding_ratio, row.copied_ratio) for row in rows)
+            curves.append(Curve(f"{group.name} ({len(group.units)} x {group.dtype})", points))
         return padding_picture(curves, "Padding over shards", limit=self.policy.warn_above)
 
     def layout_picture(self, group: str, num_shards: int) -> Canvas:
         """What each rank holds of a group."""
-        return layout_picture(self.layout(group, num_shards), f"{group} over {num_shards:,} shards")
+        return layout_picture(self.layouts(group, num_shards), f"{group} over {num_shards:,} shards")
 
     def save(self, folder: Path | str) -> tuple[Path, ...]:
         """Write the tables and all pictures into a folder, as text and SVG.
@@ -182,9 +201,9 @@ class PlanReport:
             for num_shards in self.shards:
                 kind = "" if len({g.dtype for g in self.groups}) == 1 else f"-{group.dtype}"
                 stem = re.sub(r"[^\w.-]", "", group.name) + kind
-                layout = group.layouts[self.shards.index(num_shards)]
+                layouts = group.layouts[self.shards.index(num_shards)]
                 title = f"{group.name} over {num_shards:,} shards"
-                pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layout, title)
+                pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layouts, title)
         files = {folder / f"{stem}.svg": picture for stem, picture in pictures.items()}
         for file, picture in files.items():
             file.write_text(picture.svg())
@@ -204,9 +223,9 @@ def plan_report(
 
     Examples:
         >>> from vescale_fsdp import Rows
-        >>> report = plan_report({"w": (100, 30), "b": (30,)}, [2, 8], Rows(10))
+        >>> report = plan_report({"w": (100, 32), "b": (32,)}, [2, 8], Rows(10))
         >>> [(row.num_shards, f"{row.padding_ratio:.0%}") for row in report.rows]
-        [(2, '19%'), (8, '58%')]
+        [(2, '3%'), (8, '58%')]
 
     Args:
         model_or_shapes: a module (the meta device will do), a mapping from name to shape or to
@@ -253,36 +272,53 @@ def _groups(unit: PlannedUnit, granularity: GranularityRule) -> dict[str, tuple[
 
 def _layouts(
     params: Sequence[PlannedParam], dtype: str, shards: Sequence[int], policy: PaddingPolicy
-) -> tuple[GroupLayout, ...]:
+) -> tuple[tuple[GroupLayout, ...], ...]:
     kind = dtype.partition(",")[0]
     specs = [TensorSpec(param.fqn, param.shape, kind, param.block_numel) for param in params]
-    return tuple(plan_group(specs, count, scatter=policy.scatter) for count in shards)
+    return tuple(plan_buffers(specs, count, scatter=policy.scatter) for count in shards)
 
 
-def _row(group: PlannedGroup, layout: GroupLayout) -> PlanRow:
-    largest = max((slot.block_numel for slot in layout.slots), default=1)
+def _row(group: PlannedGroup, layouts: Sequence[GroupLayout]) -> PlanRow:
+    payload = sum(layout.payload_numel for layout in layouts)
     return PlanRow(
         group.name,
         len(group.units),
         group.dtype,
-        layout.num_shards,
-        layout.payload_numel,
-        layout.shard_numel * itemsize_of(layout.slots[0].dtype),
-        layout.padding_ratio,
-        layout.copied_ratio,
-        layout.payload_numel / layout.num_shards / largest,
-        tuple(slot.fqn for slot in layout.slots if slot.is_scattered),
+        layouts[0].num_shards,
+        payload,
+        sum(layout.shard_numel * itemsize_of(layout.slots[0].dtype) for layout in layouts),
+        padding_ratio(layouts),
+        sum(layout.copied_numel for layout in layouts) / payload if payload else 0.0,
+        min(map(_blocks_per_rank, layouts)),
+        tuple(slot.fqn for layout in layouts for slot in layout.slots if slot.is_scattered),
+        tuple(slot.fqn for layout in layouts[1:] for slot in layout.slots),
+    )
+
+
+def _blocks_per_rank(layout: GroupLayout) -> float:
+    return (
+        layout.payload_numel / layout.num_shards / max((slot.block_numel for slot in layout.slots), default=1)
     )
 
 
 def _text(report: PlanReport) -> Iterator[str]:
     payload = sum(
-        group.layouts[0].payload_numel * len(group.units) for group in report.groups if group.layouts
+        layout.payload_numel * len(group.units) for group in report.groups for layout in group.layouts[0]
     )
     count = sum(len(group.units) for group in report.groups)
     yield f"{count} groups of {len(report.groups)} kinds, {payload:,} parameters; scatter {report.policy.scatter}"
     yield ""
-    head = ("shards", "group", "x", "padding %", "copied %", "blocks/rank", "MiB/rank", "scattered")
+    head = (
+        "shards",
+        "group",
+        "x",
+        "padding %",
+        "copied %",
+        "blocks/rank",
+        "MiB/rank",
+        "scattered",
+        "second buffer",
+    )
     lines: list[tuple[str, ...]] = [head]
     for num_shards in report.shards:
         rows = [row for row in report.rows if row.num_shards == num_shards]
@@ -311,9 +347,13 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         f"{100 * row.copied_ratio:.3g}",
         blocks,
         f"{row.shard_bytes / 2**20:,.2f}",
-        ", ".join(row.scattered[:2])
-        + (f" and {len(row.scattered) - 2} more" if len(row.scattered) > 2 else ""),
+        _shortened(row.scattered),
+        _shortened(row.apart),
     )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _param_cells(group: PlannedGroup) -> list[tuple[str, ...]]:

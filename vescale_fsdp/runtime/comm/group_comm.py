@@ -31,6 +31,7 @@ from vescale_fsdp.collectives import (
     sums_in_wider,
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_as_patient_as
 
 __all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
@@ -113,7 +114,7 @@ class GroupComm:
         self.reduce_group: dist.ProcessGroup | None = None  # where reductions have their own communicator
         self._part_mesh: DeviceMesh | None = None
         if part_size is not None:
-            with groups_as_patient_as(self.shard_group):
+            with groups_as_patient_as(self.shard_group), outside_fake_mode():
                 self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
 
     @property

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import Work, all_reduce_in_place, wait_for
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.torch_private import is_fake, outside_modes
+from vescale_fsdp.torch_modes import is_fake, outside_modes
 
 __all__ = ["ReducedShard", "UsedFlags"]
 

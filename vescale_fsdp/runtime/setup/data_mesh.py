@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp.dtensor.mesh_order import ranks_by_place
 from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import (
     DataParallelMeshDims,
     FSDPMeshInfo,
@@ -99,7 +100,7 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
     assert dist.group.WORLD is not None
-    with groups_as_patient_as(dist.group.WORLD):
+    with groups_as_patient_as(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

@@ -6,7 +6,7 @@ was. Only once every group of a unit has its plan are the groups built (`ParamGr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +17,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
+from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
-from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows, plan_group
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows
 from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
 from vescale_fsdp.runtime.setup.policies import check_grad_dtype, param_dtype_of
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced, replaced_as
 from vescale_fsdp.runtime.setup.shard_placement_fn import PlacementWishes, Wish
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
+from vescale_fsdp.torch_modes import is_fake
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
 
@@ -57,6 +59,8 @@ class GroupPlan:
         is_hooked: whether the parameters are of tensor subclasses that gather themselves.
         param_dtype: what the parameters compute in; None: their own dtype.
         scatter, wanted_part_size: what the user said, for whoever plans anew for other ranks.
+        together: all names that were planned with these, in definition order: more than ``params`` where their
+            blocks do not go together and the rest lies in another buffer, so in another group.
     """
 
     params: dict[str, nn.Parameter]
@@ -69,6 +73,7 @@ class GroupPlan:
     param_dtype: torch.dtype | None
     scatter: Scatter
     wanted_part_size: int | None = None
+    together: tuple[str, ...] = ()
 
 
 @dataclass
@@ -89,6 +94,8 @@ def plan_groups(
 ) -> list[GroupPlan]:
     """Plan the groups of one unit: one per dtype (stored and computed in), trainability and mesh.
 
+    Two, where the blocks of such parameters do not go together in one buffer.
+
     Args:
         managed: the modules whose own parameters the unit takes, with the prefix of their names.
         data: what they are sharded over, where ``shard_placement_fn`` says nothing else.
@@ -97,7 +104,7 @@ def plan_groups(
     Raises:
         LayoutError, PlacementError, UnsupportedOpError: for a parameter that cannot be sharded so.
     """
-    return [_plan(group, rules) for group in _params_by_group(managed, data, rules)]
+    return [plan for group in _params_by_group(managed, data, rules) for plan in _plans(group, rules)]
 
 
 def mark_taken(plan: GroupPlan) -> None:
@@ -154,7 +161,7 @@ def _block_numel(fqn: str, param: nn.Parameter, wish: Wish, rules: PlanRules) ->
     return max(1, wish.ragged.unit_numel(shape))
 
 
-def _plan(group: _GroupParams, rules: PlanRules) -> GroupPlan:
+def _plans(group: _GroupParams, rules: PlanRules) -> Iterator[GroupPlan]:
     specs = [
         TensorSpec(
             fqn,
@@ -166,24 +173,29 @@ def _plan(group: _GroupParams, rules: PlanRules) -> GroupPlan:
     ]
     num_shards = group.data.num_shards
     part_size = _part_size(rules.reshard_after_forward, num_shards)
+    layouts: Iterable[GroupLayout]
     if group.is_hooked:
         _check_hooked(group, part_size)
-        layout = plan_by_rows(specs, num_shards)
+        layouts = (plan_by_rows(specs, num_shards),)
     else:
-        layout = plan_group(specs, num_shards, scatter=rules.padding_policy.scatter)
-        check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
-    return GroupPlan(
-        group.params,
-        group.owners,
-        group.priors,
-        layout,
-        group.data,
-        part_size,
-        group.is_hooked,
-        group.param_dtype,
-        rules.padding_policy.scatter,
-        None if isinstance(rules.reshard_after_forward, bool) else rules.reshard_after_forward,
-    )
+        layouts = plan_buffers(specs, num_shards, scatter=rules.padding_policy.scatter)
+        for layout in layouts:
+            check_padding(layout, rules.padding_policy, warn=dist.get_rank() == 0)
+    for layout in layouts:
+        names = [slot.fqn for slot in layout.slots]
+        yield GroupPlan(
+            {fqn: group.params[fqn] for fqn in names},
+            {fqn: group.owners[fqn] for fqn in names},
+            {fqn: group.priors[fqn] for fqn in names},
+            layout,
+            group.data,
+            part_size,
+            group.is_hooked,
+            group.param_dtype,
+            rules.padding_policy.scatter,
+            None if isinstance(rules.reshard_after_forward, bool) else rules.reshard_after_forward,
+            tuple(group.params),
+        )
 
 
 def _check_hooked(group: _GroupParams, part_size: int | None) -> None:
@@ -231,7 +243,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     local = local_part(param)
     if has_hooks(local):
         check_hooks(fqn, local)
-    elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor):
+    elif type(local) is not torch.Tensor and not isinstance(param, RaggedDTensor) and not is_fake(local):
         raise UnsupportedOpError(
             "A parameter of a tensor subclass cannot be sharded: its pieces would lose what it adds.",
             expected="plain tensors, DTensors of other parallelisms, or a subclass with all-gather hooks",
