@@ -16,7 +16,7 @@ from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Asse
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
-from vescale_fsdp.conversion.output.run_plan import Execution, Outcome
+from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.conversion.views.tensor_view import TensorView
@@ -43,6 +43,7 @@ class ConvertReport:
     left_assets: tuple[str, ...]  # files beside the settings that do not go along
     warnings: tuple[str, ...]
     dry_run: bool
+    part: Part
 
     @property
     def dropped_optimizer(self) -> int:
@@ -106,7 +107,14 @@ def convert(
     with gc_paused():
         report = plan_conversion(source, target, kind, chosen)
     announce(report.plan.tensor_nbytes)
-    execution = Execution(report.plan, target, source_url=source.url, options=chosen.run, progress=progress)
+    execution = Execution(
+        report.plan,
+        target,
+        source_url=source.url,
+        options=chosen.run,
+        progress=progress,
+        asked={"SRC": source.url, "files of SRC": source.fingerprint, **chosen.asked()},
+    )
     return replace(report, outcome=execution.run())
 
 
@@ -128,7 +136,8 @@ def plan_conversion(
         raise ConversionError(
             "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
         )
-    assets = Assets(options.assets or _own_assets(source, kind), options.include_asset)
+    own = None if options.no_assets else _own_assets(source, kind)
+    assets = Assets(options.assets or own, options.include_asset)
     warnings = list(source.warnings)
     tied: dict[str, str] = {}
     if kind == "hf":
@@ -161,7 +170,7 @@ def plan_conversion(
     if options.dtype:
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
-    if kind == "hf" and assets.config is None:
+    if kind == "hf" and assets.config is None and not options.no_assets:
         warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
         warnings.append(
@@ -169,10 +178,11 @@ def plan_conversion(
             "have to move pieces between them, which only costs time"
         )
     plan = TARGETS[kind].plan(state, options, assets, target.rpartition("/")[2])
-    dry_run = options.run.dry_run
     left = assets.left if kind == "hf" else ()
-    told = tuple(warnings)
-    return ConvertReport(source, target, plan, state, Outcome(), tied, changed, uncast, left, told, dry_run)
+    told, run = tuple(warnings), options.run
+    return ConvertReport(
+        source, target, plan, state, Outcome(), tied, changed, uncast, left, told, run.dry_run, run.part
+    )
 
 
 def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:

@@ -85,6 +85,8 @@ TOLERANCE = click.FloatRange(0)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 MODEL_PREFIX = click.option(
     "--model-prefix",
+    "--model",
+    "model_prefix",
     help="Prefix of the model's names, such as 'model.'; selects one of several models.",
 )
 GRANULARITY = click.option(
@@ -96,6 +98,9 @@ GRANULARITY = click.option(
 SOURCE_OPTIONS = with_options(
     click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC; detected by default."),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
+    click.option(
+        "--step", type=click.IntRange(0), help="Which step, if SRC is the folder around a run's steps."
+    ),
 )
 CONVERT_OPTIONS = with_options(
     click.argument("src", type=Location()),
@@ -148,6 +153,9 @@ TARGET_OPTIONS = {
         "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for this many ranks."
     ),
     "granularity": GRANULARITY,
+    "no_assets": click.option(
+        "--no-assets", is_flag=True, help="Take no settings files along, of SRC's own neither."
+    ),
     "include_asset": click.option(
         "--include-asset",
         multiple=True,

@@ -16,6 +16,7 @@ from typing import Any
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
+from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
@@ -69,6 +70,7 @@ class Assets:
         taken = {f for f in candidates if is_setting(f) or any(fnmatchcase(f, p) for p in include)}
         self.files = tuple(file for file in candidates if file in taken)
         self.left = tuple(file for file in candidates if file not in taken)
+        refuse_pointers(self._store, self.files)
         if CONFIG_FILE in self.files:
             self.config = self._parse_config(url)
 
