@@ -121,6 +121,17 @@ CONVERT_OPTIONS = with_options(
         metavar="[PATTERN=]TYPE",
         help="Cast the model's floats; a pattern overrides the global type (repeatable).",
     ),
+    click.option(
+        "--dequantize",
+        metavar="TYPE",
+        help="Make quantised weights floats of this type: fp8, mxfp4, bitsandbytes, compressed-tensors.",
+    ),
+    click.option(
+        "--quantize",
+        multiple=True,
+        metavar="[PATTERN=]SCHEME",
+        help="Make weights fp8-128x128 or mxfp4; PATTERN=keep leaves some (repeatable).",
+    ),
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
     click.option(

@@ -22,6 +22,8 @@ class ConvertOptions:
         model_prefix: what the model's names begin with in the source; None to detect it.
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
+        dequantize: the float type that quantised weights become; None to keep their codes and scales.
+        quantize: schemes for weights, as texts for `QuantizeRules.parse`; what is quantised already is refused.
         include, exclude: name patterns of the result.
         optimizer: one of `OPTIMIZER_FORMS`.
         rules: key rules: a shipped set's name or a TOML file; None to keep all names.
@@ -38,6 +40,8 @@ class ConvertOptions:
     model_prefix: str | None = None
     prefix: str | None = None
     dtype: Sequence[str] = ()
+    dequantize: str | None = None
+    quantize: Sequence[str] = ()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     optimizer: str = "keep"
