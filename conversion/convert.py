@@ -16,7 +16,7 @@ from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Asse
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
-from vescale_fsdp.conversion.output.run_plan import Execution, Outcome
+from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.conversion.views.tensor_view import TensorView
@@ -24,7 +24,10 @@ from vescale_fsdp.errors import ConversionError
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert", "plan_conversion"]
 
-
+_ORDER_LOST = (
+    "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
+    "pieces between them, which only costs time"
+)
 Compare = Callable[[TensorView, TensorView], bool]
 
 
@@ -52,6 +55,7 @@ class ConvertReport:
     left_assets: tuple[str, ...]  # files beside the settings that do not go along
     warnings: tuple[str, ...]
     dry_run: bool
+    part: Part
 
     @property
     def dropped_optimizer(self) -> int:
@@ -124,7 +128,12 @@ def convert(
         report = plan_conversion(source, target, kind, chosen)
         announce(report.plan.tensor_nbytes)
         execution = Execution(
-            report.plan, target, source_url=source.url, options=chosen.run, progress=progress
+            report.plan,
+            target,
+            source_url=source.url,
+            options=chosen.run,
+            progress=progress,
+            asked={"SRC": source.url, "files of SRC": source.fingerprint, **chosen.asked()},
         )
     return replace(report, outcome=execution.run())
 
@@ -147,7 +156,8 @@ def plan_conversion(
         raise ConversionError(
             "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
         )
-    assets = Assets(options.assets or _own_assets(source, kind), options.include_asset)
+    own = None if options.no_assets else _own_assets(source, kind)
+    assets = Assets(options.assets or own, options.include_asset)
     warnings = list(source.warnings)
     tied: dict[str, str] = {}
     if kind == "hf":
@@ -157,9 +167,11 @@ def plan_conversion(
 
         state = whole_state(source, options.model_prefix, options.prefix)
         state = with_optimizer_form(state, options.optimizer)
+    if options.dequantize is not None:
+        state = _dequantized(state, options.dequantize, assets, source)
     if options.rules is not None:
         state = _with_rules(state, kind, options, assets.config or own_config(source.store))
-        warnings += state.warnings
+    warnings += state.warnings
     if kind == "hf" and assets.config is not None:
         from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
 
@@ -172,26 +184,27 @@ def plan_conversion(
         twins, unsaid = left_out_by(source, state.views)
         warnings += unsaid
         state = state.with_names_of(twins)
+    if options.quantize:
+        state = _newly_quantized(state, options.quantize, assets, source)
     changed: dict[str, tuple[str, str]] = {}
     uncast: tuple[str, ...] = ()
-    quantized = _find_quantized(state, assets, source) if options.dtype else frozenset()
+    has_config = kind == "hf" and assets.config is not None
+    quantized = _find_quantized(state, assets, source) if options.dtype or has_config else frozenset()
     state = state.filtered(options.include, options.exclude)
     _require_text([*state.views, *state.values])
     if options.dtype:
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
-    if kind == "hf" and assets.config is None:
-        warnings.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+    if kind == "hf" and not options.no_assets:
+        warnings += assets.disagreements([view.info for view in state.views.values()], quantized)
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
-        warnings.append(
-            f"safetensors files do not keep the order of a model's parameters: a start on {options.ranks} ranks may "
-            "have to move pieces between them, which only costs time"
-        )
+        warnings.append(_ORDER_LOST)
     plan = TARGETS[kind].plan(state, options, assets, target.rpartition("/")[2])
-    dry_run = options.run.dry_run
     left = assets.left if kind == "hf" else ()
-    told = tuple(warnings)
-    return ConvertReport(source, target, plan, state, Outcome(), tied, changed, uncast, left, told, dry_run)
+    told, run = tuple(warnings), options.run
+    return ConvertReport(
+        source, target, plan, state, Outcome(), tied, changed, uncast, left, told, run.dry_run, run.part
+    )
 
 
 def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:
@@ -199,6 +212,30 @@ def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> froz
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     return find_quantized(infos, assets.config or own_config(source.store))
+
+
+def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
+    """The state with quantised weights as floats, and the settings told."""
+    from vescale_fsdp.conversion.state.dequantized_weights import dequantized
+    from vescale_fsdp.conversion.views.casting import CastRules
+
+    dtype = CastRules.parse([text]).default
+    assert dtype is not None
+    found = dequantized(state, assets.config or own_config(source.store), dtype)
+    assets.set_weights_dtype(dtype.name)
+    assets.set_quantization(None)
+    return found
+
+
+def _newly_quantized(
+    state: CarriedState, schemes: Sequence[str], assets: Assets, source: Source
+) -> CarriedState:
+    """The state with weights as codes and scales, and the settings told."""
+    from vescale_fsdp.conversion.state.newly_quantized import newly_quantized
+
+    found, settings = newly_quantized(state, schemes, assets.settings or own_config(source.store))
+    assets.set_quantization(settings)
+    return found
 
 
 def _require_text(names: Sequence[str]) -> None:

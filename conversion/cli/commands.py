@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from vescale_fsdp import conversion
+from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_VERSION
 from vescale_fsdp.checkpoint.storage.progress import ProgressBar
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.cli.options import (
@@ -40,8 +41,32 @@ class Stopped(click.Abort):
     """Ctrl-C came while files were being written."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="vescale-fsdp")
+def _print_versions(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    """For reports of defects: what is installed, without importing it."""
+    if wanted and not ctx.resilient_parsing:
+        import platform
+        from importlib.metadata import version
+
+        click.echo(
+            f"vescale-convert {version('vescale-fsdp')}, checkpoint format {FORMAT_VERSION}, "
+            f"torch {version('torch')}, Python {platform.python_version()}"
+        )
+        ctx.exit()
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Completion of commands and options, in ~/.bashrc: "
+    'eval "$(_VESCALE_CONVERT_COMPLETE=bash_source vescale-convert)"; zsh_source and fish_source for those shells.',
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_versions,
+    help="Print the versions of this package, its checkpoint format, torch and Python.",
+)
 def cli() -> None:
     """Convert checkpoints between formats, in bounded memory."""
 
@@ -53,15 +78,22 @@ def cli() -> None:
 @click.option("--svg", type=Location(), help="Draw how a group is sharded, into this file.")
 @click.option("--layout", type=click.IntRange(0), help="Which group to draw; by default the largest.")
 def inspect_command(
-    src: str, kind: str | None, trust_pickle: bool, as_json: bool, svg: str | None, layout: int | None
+    src: str,
+    kind: str | None,
+    trust_pickle: bool,
+    step: int | None,
+    as_json: bool,
+    svg: str | None,
+    layout: int | None,
 ) -> None:
-    """Print what the checkpoint SRC holds."""
+    """Print what the checkpoint SRC holds; of the folder around a run's steps, the newest."""
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.checks.describe import describe, draw, format_description
 
     if layout is not None and svg is None:
         raise click.UsageError("--layout needs --svg")
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    wanted: int | Literal["newest"] = "newest" if step is None else step
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
@@ -77,10 +109,20 @@ def inspect_command(
 @JSON
 @click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def verify_command(
-    src: str, kind: str | None, trust_pickle: bool, quick: bool, as_json: bool, quiet: bool
+    src: str,
+    kind: str | None,
+    trust_pickle: bool,
+    step: int | None,
+    quick: bool,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Check that SRC is complete and undamaged: coverage, headers, index, checksums of its data."""
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    """Check that SRC is complete and undamaged: coverage, headers, index, checksums of its data.
+
+    Of the folder around a run's steps it is the newest.
+    """
+    wanted: int | Literal["newest"] = "newest" if step is None else step
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
     with ProgressBar(0 if quick else source.nbytes, quiet=quiet) as progress:
         report = conversion.verify(source, deep=not quick, progress=progress.advance)
     if as_json:
@@ -189,6 +231,7 @@ def plan_command(
     src: str,
     kind: str | None,
     trust_pickle: bool,
+    step: int | None,
     model_prefix: str | None,
     shards: list[int],
     granularity: tuple[str, ...],
@@ -204,7 +247,7 @@ def plan_command(
     from vescale_fsdp.layout.report.model_shapes import natural_order
     from vescale_fsdp.layout.report.plan_report import plan_report
 
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     infos = {name: source.tensors[key].info for key, name in find_model(source, model_prefix).names.items()}
     shapes = {name: (infos[name].shape, infos[name].dtype.name) for name in sorted(infos, key=natural_order)}
     report = plan_report(
@@ -226,6 +269,7 @@ def _convert(
     out: str,
     kind: str | None,
     trust_pickle: bool,
+    step: int | None,
     max_shard_size: int,
     memory_budget: int,
     threads: int,
@@ -240,6 +284,8 @@ def _convert(
     """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
     if others["rules_to"] is not None and others["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
+    if others.get("no_assets") and others["assets"] is not None:
+        raise click.UsageError("--no-assets and --assets exclude each other")
     run = conversion.RunOptions(
         overwrite=overwrite,
         resume=resume,
@@ -247,7 +293,7 @@ def _convert(
         part=conversion.Part.parse(part) if part else conversion.Part.from_environment(),
         limits=conversion.CopyLimits(memory_budget, threads),
     )
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     options = conversion.ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
     try:
         with ProgressBar(source.nbytes, quiet=quiet) as progress:

@@ -85,6 +85,8 @@ TOLERANCE = click.FloatRange(0)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 MODEL_PREFIX = click.option(
     "--model-prefix",
+    "--model",
+    "model_prefix",
     help="Prefix of the model's names, such as 'model.'; selects one of several models.",
 )
 GRANULARITY = click.option(
@@ -96,6 +98,9 @@ GRANULARITY = click.option(
 SOURCE_OPTIONS = with_options(
     click.option("--from", "kind", type=click.Choice(KINDS), help="Format of SRC; detected by default."),
     click.option("--trust-pickle", is_flag=True, help="Let pickles in SRC import and run code."),
+    click.option(
+        "--step", type=click.IntRange(0), help="Which step, if SRC is the folder around a run's steps."
+    ),
 )
 CONVERT_OPTIONS = with_options(
     click.argument("src", type=Location()),
@@ -115,6 +120,17 @@ CONVERT_OPTIONS = with_options(
         multiple=True,
         metavar="[PATTERN=]TYPE",
         help="Cast the model's floats; a pattern overrides the global type (repeatable).",
+    ),
+    click.option(
+        "--dequantize",
+        metavar="TYPE",
+        help="Make quantised weights floats of this type: fp8, mxfp4, bitsandbytes, compressed-tensors.",
+    ),
+    click.option(
+        "--quantize",
+        multiple=True,
+        metavar="[PATTERN=]SCHEME",
+        help="Make weights fp8-128x128 or mxfp4; PATTERN=keep leaves some (repeatable).",
     ),
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
@@ -148,6 +164,9 @@ TARGET_OPTIONS = {
         "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for this many ranks."
     ),
     "granularity": GRANULARITY,
+    "no_assets": click.option(
+        "--no-assets", is_flag=True, help="Take no settings files along, of SRC's own neither."
+    ),
     "include_asset": click.option(
         "--include-asset",
         multiple=True,

@@ -25,6 +25,10 @@ def summary(report: ConvertReport) -> str:
         f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
         f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
     ]
+    if report.part.count > 1:
+        mine = report.plan.files[report.part.index :: report.part.count]
+        names = some((file.name for file in mine), _MOST)
+        lines.append(f"of these, part {report.part.index} of {report.part.count}, counted from 0: {names}")
     if report.outcome.kept:
         lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
     if not report.outcome.published and not report.dry_run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vescale_fsdp.conversion.output.run_plan import RunOptions
 
@@ -18,9 +18,12 @@ class ConvertOptions:
         assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
             it is a Hugging Face folder.
         include_asset: patterns of files there that go along although they are no settings.
+        no_assets: nothing goes along, of the source's own neither.
         model_prefix: what the model's names begin with in the source; None to detect it.
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.
+        dequantize: the float type that quantised weights become; None to keep their codes and scales.
+        quantize: schemes for weights, as texts for `QuantizeRules.parse`; what is quantised already is refused.
         include, exclude: name patterns of the result.
         optimizer: one of `OPTIMIZER_FORMS`.
         rules: key rules: a shipped set's name or a TOML file; None to keep all names.
@@ -38,9 +41,12 @@ class ConvertOptions:
 
     assets: str | None = None
     include_asset: Sequence[str] = ()
+    no_assets: bool = False
     model_prefix: str | None = None
     prefix: str | None = None
     dtype: Sequence[str] = ()
+    dequantize: str | None = None
+    quantize: Sequence[str] = ()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     optimizer: str = "keep"
@@ -50,3 +56,12 @@ class ConvertOptions:
     ranks: int = 1
     granularity: Sequence[str] = ()
     run: RunOptions = field(default_factory=RunOptions)
+
+    def asked(self) -> dict[str, str]:
+        """What was asked for, by the command line's names, as far as it decides the result."""
+        names = {"max_shard_bytes": "max-shard-size"}
+        chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "run"}
+        texts = {
+            name: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for name, v in chosen.items()
+        }
+        return {f"--{names.get(name, name.replace('_', '-'))}": str(text) for name, text in texts.items()}

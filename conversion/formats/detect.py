@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Literal
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
+from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
+from vescale_fsdp.conversion.formats.run_steps import step_url, steps_in
 from vescale_fsdp.conversion.formats.table import FORMATS
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
@@ -16,13 +19,21 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, Vescale
 __all__ = ["open_source"]
 
 
-def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False) -> Source:
+def open_source(
+    url: str,
+    *,
+    kind: str | None = None,
+    trust_pickle: bool = False,
+    step: int | Literal["newest"] | None = None,
+) -> Source:
     """Open a checkpoint; only metadata is read.
 
     Args:
         url: local path or fsspec URL of a folder, or of a file for single-file formats.
         kind: one of `KINDS`; None to look.
         trust_pickle: whether pickles may import and run what they name.
+        step: which step of a run, if ``url`` is the folder around its steps; ``"newest"`` for the last one, and for
+            what is no such folder.
 
     Raises:
         ConversionError: if nothing known is there.
@@ -37,6 +48,10 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
     """
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
+    steps = steps_in(folder.list_files()) if kind is None or step is not None else {}
+    if steps or isinstance(step, int):
+        url = step_url(url, steps, step)
+        folder = open_store(url)
     try:
         with gc_paused():
             found = kind or _detect(folder, url)
@@ -53,6 +68,7 @@ def open_source(url: str, *, kind: str | None = None, trust_pickle: bool = False
             todo="save it again as dicts and lists of tensors, or use another copy",
         ) from error
     except VescaleError as error:
+        _refuse_incomplete(url, folder, error)
         if kind in FORMATS:
             _refuse_wrong_kind(kind, folder, url, error)
         raise
@@ -74,6 +90,14 @@ def _refuse_wrong_kind(kind: str, folder: Storage, url: str, error: VescaleError
         ) from error
 
 
+def _refuse_incomplete(url: str, folder: Storage, error: VescaleError) -> None:
+    if files := folder.list_files():
+        refuse_incomplete(folder, files, error)
+    else:
+        parent, name = open_parent(url)
+        refuse_incomplete(parent, [name] if parent.size(name) is not None else [], error)
+
+
 def _detect(folder: Storage, url: str) -> str:
     files = folder.list_files()
     for kind, form in FORMATS.items():
@@ -82,6 +106,7 @@ def _detect(folder: Storage, url: str) -> str:
     if any(re.fullmatch(f"[^/]+/{FORMATS['dcp'].file}", file) for file in files):
         return "dcp"  # a model and its optimizer as two checkpoints
     if files:
+        refuse_incomplete(folder, files)
         raise _unreadable(url, files, f"a folder with {', '.join(files[:4])}")
     parent, name = open_parent(url)
     if parent.size(name) is None:

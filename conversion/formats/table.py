@@ -120,7 +120,7 @@ FORMATS = {
             "to-hf",
             "Write the model in SRC to OUT as a Hugging Face repository.",
             lambda state, o, assets, _: _plan_hf(list(state.views.values()), assets, o.max_shard_bytes),
-            ("include_asset",),
+            ("include_asset", "no_assets"),
         ),
     ),
     "bin": Format(

@@ -8,6 +8,7 @@ written again.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,12 +34,14 @@ class Journal:
         store: where the output goes.
         stem: what the journal's name begins with.
         fingerprint: of the plan.
+        asked: what was asked for, by the names that people know; says what differs if the fingerprint does.
         finished: file name -> (digest, bytes per segment it was made with).
     """
 
     store: Storage
     stem: str
     fingerprint: str
+    asked: Mapping[str, str] = field(default_factory=dict)
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
     is_started: bool = False  # the first line is written
     is_complete: bool = False  # every file of this journal's part is finished
@@ -53,7 +56,7 @@ class Journal:
         self.store.remove(self.name)
         folders = self.store.folders
         folders.make()
-        self.add(version=_VERSION, plan=self.fingerprint, made_folders=folders.levels)
+        self.add(version=_VERSION, plan=self.fingerprint, made_folders=folders.levels, asked=dict(self.asked))
 
     def add(self, **line: Any) -> None:
         """One more line: a finished ``file`` with its ``digest`` and ``segment_bytes``, or ``complete``."""
@@ -80,17 +83,25 @@ class Journal:
             return False
         head = lines[0]
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
-            raise ConversionError(
-                "The interrupted conversion was a different one.",
-                expected=f"plan {self.fingerprint}",
-                got=f"plan {head.get('plan')} of version {head.get('version')}",
-                where=f"{self.store.where}/{self.name}",
-                todo="repeat the options of the interrupted run, or start over with --overwrite",
-            )
+            raise self._another(head)
         for line in lines:
             self._take(line)
         self.store.folders.adopt_levels(int(head.get("made_folders", 0)))
         return True
+
+    def _another(self, head: dict[str, Any]) -> ConversionError:
+        """What differs between the run that is to be resumed and the one that was interrupted."""
+        before = head.get("asked")
+        before = before if isinstance(before, dict) else {}
+        differ = [name for name in self.asked if name in before and before[name] != self.asked[name]]
+        return ConversionError(
+            "The interrupted conversion was a different one.",
+            expected=", ".join(f"{name} {before[name]!r}" for name in differ) or f"plan {head.get('plan')}",
+            got=", ".join(f"{name} {self.asked[name]!r}" for name in differ)
+            or f"plan {self.fingerprint}: files beside the source have changed, or this package has",
+            where=f"{self.store.where}/{self.name}",
+            todo="repeat the options of the interrupted run, or start over with --overwrite",
+        )
 
 
 def _parse(data: bytes) -> list[dict[str, Any]]:

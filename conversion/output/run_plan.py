@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -106,13 +106,21 @@ class Execution:
         source_url: what must not be written to.
         options: how.
         progress: called with bytes written since the last call, from several threads.
+        asked: what the plan follows from, by the names that people know.
 
     Raises:
         ConversionError: if the target is refused.
     """
 
     def __init__(
-        self, plan: OutputPlan, url: str, *, source_url: str, options: RunOptions, progress: Progress
+        self,
+        plan: OutputPlan,
+        url: str,
+        *,
+        source_url: str,
+        options: RunOptions,
+        progress: Progress,
+        asked: Mapping[str, str],
     ) -> None:
         self._store, stem, self._old_files = open_target(
             url,
@@ -124,7 +132,7 @@ class Execution:
         self._plan, self._options, self._progress = plan, options, progress
         count, fingerprint = options.part.count, plan.fingerprint()
         stems = [stem] if count == 1 else [f"{stem}part-{index}-of-{count}" for index in range(count)]
-        self._journals = [Journal(self._store, each, fingerprint) for each in stems]
+        self._journals = [Journal(self._store, each, fingerprint, asked) for each in stems]
         self._mine = self._journals[options.part.index]
         self._files = plan.files[options.part.index :: count]
         self._outputs: dict[str, FileWriter] = {}

@@ -206,7 +206,7 @@ class _Application:
                 have = [name for row in found for name in row.values()]
                 raise self._bad(
                     f"all tensors of {pattern.text} with {captures or 'no captures'}",
-                    f"only {some(have)}",
+                    f"only {some(have)}, not {some(self._absent(rule, pattern, captures, found, row))}",
                     "the source is not complete, or the pattern of the rule is wrong",
                 )
         counts = rule.over is not None and not self.to_hf
@@ -224,6 +224,20 @@ class _Application:
             for index, view in items:
                 counted = {over: index} if over is not None else {}
                 self._add(pattern.fill({**captures, **counted}), view, origins)
+
+    def _absent(
+        self,
+        rule: KeyRule,
+        pattern: Pattern,
+        captures: Mapping[str, int],
+        found: list[dict[int, str]],
+        row: Mapping[int, str],
+    ) -> list[str]:
+        """The names that a pattern should have and has not, as far as the others' counts tell."""
+        counted = rule.over if rule.over and not self.to_hf else None
+        indices = range(1 + max(index for each in found for index in each))
+        absent = [index for index in indices if index not in row]
+        return [pattern.fill({**captures, counted: index} if counted else captures) for index in absent]
 
     def _run_ops(self, rule: KeyRule, bundle: Bundle, *, to_hf: bool) -> Bundle:
         for op in reversed(rule.ops) if to_hf else rule.ops:

@@ -214,7 +214,7 @@ class StackCounted(Operation):
                 raise ConversionError(
                     "A list of tensors is incomplete.",
                     expected=f"{count} tensors ({self.count})",
-                    got=f"{len(node)}, from {node[0].info.name}",
+                    got=f"{len(node)}, from {node[0].info.name} to {node[-1].info.name}",
                     todo="check that the source holds all of them, or pass its own config.json",
                 )
         return [MappedView(Stack(self.dim), tuple(node)) for node in bundle]

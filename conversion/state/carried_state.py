@@ -3,7 +3,7 @@ nesting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -86,6 +86,27 @@ class CarriedState:
             return self
         return replace(self, views={n: v for n, v in self.views.items() if n not in dropped})
 
+    def with_replaced(
+        self, made: Mapping[str, tuple[TensorView, str]], gone: Set[str], warnings: tuple[str, ...] = ()
+    ) -> CarriedState:
+        """The model with some tensors in place of others: new name -> (tensor, one of those that it stands for)."""
+        views = {name: view for name, view in self.views.items() if name not in gone or name in made}
+        views |= {name: view for name, (view, _) in made.items()}
+        paths = {
+            new: (*self.path(old)[:-1], _renamed(str(self.path(old)[-1]), old, new))
+            for new, (_, old) in made.items()
+        }
+        names = {new: _renamed(self.model.names.get(old, old), old, new) for new, (_, old) in made.items()}
+        kept = {name: short for name, short in self.model.names.items() if name not in gone}
+        return replace(
+            self,
+            views=views,
+            paths={**self.paths, **paths},
+            model=replace(self.model, names={**kept, **names}),
+            is_model=self.is_model.difference(gone).union(made),
+            warnings=(*self.warnings, *warnings),
+        )
+
     def with_names_of(self, twins: Mapping[str, str]) -> CarriedState:
         """The same tensors, some of the model's under further names too: name -> the one that it has."""
         if not twins:
@@ -116,6 +137,13 @@ class CarriedState:
         old = [view for name, view in self.views.items() if name in self.is_model]
         changed = {view.info.name: view for view in change(old)}
         return replace(self, views={name: changed.get(name, view) for name, view in self.views.items()})
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    """A text that ends as the old name does, ending as the new one."""
+    differ = (at for at, letters in enumerate(zip(old, new, strict=False)) if letters[0] != letters[1])
+    same = next(differ, min(len(old), len(new)))
+    return text.removesuffix(old[same:]) + new[same:]
 
 
 def _matches(name: str, patterns: Sequence[str], *, default: bool = False) -> bool:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
+from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
+from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["CONFIG_FILE", "Assets", "is_setting", "own_config"]
+__all__ = ["CONFIG_FILE", "QUANTIZATION_KEYS", "Assets", "is_setting", "own_config"]
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
@@ -34,6 +37,7 @@ _SETTINGS = re.compile(
     r"|(.+/)?[^/]+\.py)",  # code that config.json names
     re.IGNORECASE,
 )
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 
 
@@ -49,7 +53,7 @@ class Assets:
         self.files: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()  # files that stay behind
         self.config: dict[str, Any] | None = None
-        self._weights_dtype: str | None = None
+        self._changes: dict[str, Any] = {}  # of settings in config.json; None for those that go
         if url is None:
             return
         self._store: Storage = open_store(url)
@@ -69,6 +73,7 @@ class Assets:
         taken = {f for f in candidates if is_setting(f) or any(fnmatchcase(f, p) for p in include)}
         self.files = tuple(file for file in candidates if file in taken)
         self.left = tuple(file for file in candidates if file not in taken)
+        refuse_pointers(self._store, self.files)
         if CONFIG_FILE in self.files:
             self.config = self._parse_config(url)
 
@@ -89,18 +94,48 @@ class Assets:
 
     def set_weights_dtype(self, name: str) -> None:
         """Keep config.json in step with weights that were cast: loaders believe the config, not the files."""
-        self._weights_dtype = name
+        key = next((key for key in _DTYPE_KEYS if key in (self.config or {})), _DTYPE_KEYS[0])
+        self._changes[key] = name
+
+    def set_quantization(self, found: dict[str, Any] | None) -> None:
+        """Keep config.json in step with codes that were made, or are gone (None)."""
+        self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: found}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """config.json as it goes into the result; empty if there is none."""
+        changed = {**(self.config or {}), **self._changes}
+        return {key: value for key, value in changed.items() if value is not None or key not in self._changes}
+
+    def disagreements(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> list[str]:
+        """What config.json says of the weights' types that they deny; loaders believe the config."""
+        config, found = self.settings, list[str]()
+        held = Counter(i.dtype.name for i in infos if i.dtype.kind == "float" and i.name not in quantized)
+        said = next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
+        if said and held and said not in held:
+            most = held.most_common(1)[0][0]
+            found.append(
+                f"config.json says dtype {said}, the weights are {most}: loaders make them {said}; "
+                f"--dtype {most} (or {said}) makes both agree"
+            )
+        if self.config is None:
+            found.append(f"no {CONFIG_FILE}: transformers needs one to load the result (--assets DIR)")
+        says_so = any(config.get(key) for key in QUANTIZATION_KEYS)
+        if says_so and not quantized:
+            found.append("config.json has a quantization_config, but no weight is quantised: remove it there")
+        if quantized and self.config is not None and not says_so:
+            name = min(quantized)
+            found.append(f"weights are quantised ({name}), but config.json has no quantization_config")
+        return found
 
     def reader(self, file: str) -> Callable[[], Iterable[bytes]]:
         """How to get a file's bytes, as they go into the result; a few MiB at a time, since some are large."""
         return lambda: self._read(file)
 
     def _read(self, file: str) -> Iterable[bytes]:
-        if file != CONFIG_FILE or self._weights_dtype is None or self.config is None:
+        if file != CONFIG_FILE or not self._changes or self.config is None:
             return self._store.read_pieces(file)
-        key = next((key for key in _DTYPE_KEYS if key in self.config), _DTYPE_KEYS[0])
-        changed = {**self.config, key: self._weights_dtype}
-        return [(json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()]
+        return [(json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()]
 
 
 def own_config(store: Storage) -> dict[str, Any]:

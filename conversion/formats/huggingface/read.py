@@ -32,6 +32,7 @@ __all__ = [
 
 # One rank's part of a model, as torch's safetensors writer names them.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")
 
 
 def open_safetensors(store: Storage, file: str) -> Source:
@@ -75,9 +76,9 @@ def open_hf_folder(store: Storage) -> Source:
         files = [SINGLE_FILE]
     elif mapped is not None:
         files = sorted(set(mapped.values()))
-    elif len(files) != 1:
+    elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):
         raise ConversionError(
-            "The folder has several safetensors files but no index.",
+            "The folder has files of a model that is cut into several, but no index.",
             expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
             got=", ".join(files[:4]) or "no safetensors file",
             where=store.where,

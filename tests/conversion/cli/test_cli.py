@@ -133,13 +133,13 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
 
 
 FLAGS = {
-    "inspect": "--from --json --layout --svg --trust-pickle",
-    "verify": "--from --json --quick --quiet --trust-pickle",
+    "inspect": "--from --json --layout --step --svg --trust-pickle",
+    "verify": "--from --json --quick --quiet --step --trust-pickle",
     "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
 }
 CONVERT = (
     "--assets --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
-    "--model-prefix --overwrite --part --quiet --resume --rules --rules-to --threads --trust-pickle"
+    "--model-prefix --overwrite --part --quiet --resume --rules --rules-to --step --threads --trust-pickle"
 )
 STATE = "--optimizer --prefix"
 
@@ -148,7 +148,7 @@ def test_flags_are_these() -> None:
     """A new command or flag needs an edit here: each is a promise to people's scripts."""
     expected = {name: flags.split() for name, flags in FLAGS.items()}
     for name, more in {
-        "to-hf": "--include-asset",
+        "to-hf": "--include-asset --no-assets",
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,

@@ -1,0 +1,60 @@
+"""The folder around the checkpoints of a run: which steps it holds, and where one of them is.
+
+    run/step-00000010/manifest.json        CheckpointManager        run/step-10/.metadata     torchtitan
+    run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
+
+Nobody but the one who asks for "newest" means the newest: two runs of a command may find different ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from vescale_fsdp.conversion.formats.table import FORMATS
+from vescale_fsdp.errors import ConversionError
+
+__all__ = ["step_url", "steps_in"]
+
+_STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)(\d+)")
+_MOST = 8  # that an error lists
+
+
+def steps_in(files: Collection[str]) -> dict[int, str]:
+    """Step -> its folder, of the checkpoints beside each other under a folder with these files; finished ones alone."""
+    patterns = [form.file for form in FORMATS.values() if not form.is_file]
+    deciding = re.compile(
+        "|".join(f"(?:{pattern})" for pattern in (*patterns, rf"[^/]+/{FORMATS['dcp'].file}"))
+    )
+    found: dict[int, str] = {}
+    for file in files:
+        folder, _, inner = file.partition("/")
+        match = _STEP.fullmatch(folder)
+        if not inner and deciding.fullmatch(file):
+            return {}  # the folder is a checkpoint itself
+        if match and inner and deciding.fullmatch(inner):
+            found[int(match[2])] = folder
+    return dict(sorted(found.items()))
+
+
+def step_url(url: str, steps: Mapping[int, str], step: int | Literal["newest"] | None) -> str:
+    """The folder of the step that is meant, of those in ``url``.
+
+    Raises:
+        ConversionError: if nobody says which, or there is no such step.
+    """
+    wanted = max(steps) if step == "newest" and steps else step
+    if isinstance(wanted, int) and wanted in steps:
+        return f"{url}/{steps[wanted]}"
+    there = ", ".join(map(str, list(steps)[-_MOST:]))
+    todo = (
+        f"pass --step {max(steps)}, which is the newest, or the folder of one checkpoint" if steps else None
+    )
+    raise ConversionError(
+        "This folder holds the steps of a run." if wanted is None else "There is no such step.",
+        expected=f"one of the steps {there}" if steps else "a folder around the steps of a run",
+        got="no step was named" if wanted is None else wanted,
+        where=url,
+        todo=todo or "leave out --step",
+    )

@@ -1,0 +1,198 @@
+"""What the command line says of things that are not what they seem: pointers, unfinished saves, runs, parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from tests.support.rule_cases import experts, hf_folder
+from vescale_fsdp.checkpoint import CheckpointManager, save
+from vescale_fsdp.conversion.cli.commands import cli
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.errors import ConversionError, VescaleError
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
+
+
+def _run(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args])
+
+
+def _error(*args: str | Path) -> str:
+    result = _run(*args)
+    assert isinstance(result.exception, VescaleError), result.output
+    return str(result.exception)
+
+
+def _dcp(path: Path) -> Path:
+    dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    "files", [["model.safetensors"], ["pytorch_model.bin"], [".metadata", "__0_0.distcp"], ["state.pt"]]
+)
+def test_pointers_of_git_lfs(tmp_path: Path, files: list[str]) -> None:
+    """Whatever the format, as a folder and as a file."""
+    for file in files:
+        (tmp_path / file).write_bytes(POINTER)
+    for source in {tmp_path, tmp_path / files[-1]}:
+        with pytest.raises(
+            ConversionError, match=rf"pointers of git-lfs(.|\n)*{files[-1]}(.|\n)*git lfs pull"
+        ):
+            open_source(str(source))
+
+
+def test_a_tokenizer_that_is_a_pointer(tmp_path: Path) -> None:
+    """Settings would be copied as they are; nothing is written."""
+    source = _dcp(tmp_path / "dcp")
+    assets = hf_folder(tmp_path / "assets", {"w": torch.ones(4)})
+    (assets / "tokenizer.json").write_bytes(POINTER)
+    assert "tokenizer.json" in _error("to-hf", source, tmp_path / "out", "--assets", assets)
+    assert not (tmp_path / "out").exists()
+    (assets / "tokenizer.json").write_bytes(b"{}" + b" " * len(POINTER))
+    assert _run("to-hf", source, tmp_path / "out", "--assets", assets).exit_code == 0
+
+
+def _unfinished_native(path: Path) -> None:
+    save(path, {"w": torch.ones(4)})
+    (path / "manifest.json").unlink()
+
+
+def _unfinished_dcp(path: Path) -> None:
+    (_dcp(path) / ".metadata").unlink()
+
+
+def _unfinished_copy(path: Path) -> None:
+    path.mkdir(parents=True)
+    save_file({"w": torch.ones(4)}, path / "model-00002-of-00003.safetensors")
+
+
+def _unfinished_conversion(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / ".model.safetensors.partial").write_bytes(b"1")
+    (path / ".vescale-convert.jsonl").write_text("{}\n")
+
+
+def _unfinished_download(path: Path) -> None:
+    (path / ".cache/huggingface/download").mkdir(parents=True)
+    (path / ".cache/huggingface/download/x.incomplete").write_bytes(b"1")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_unfinished_native, r"native save that did not end: its manifest\.json(.|\n)*older step"),
+        (_unfinished_dcp, r"did not end: its \.metadata(.|\n)*__0_0\.distcp(.|\n)*older checkpoint"),
+        (_unfinished_copy, r"copy or download(.|\n)*no model-00001-of-00003(.|\n)*00003-of-00003"),
+        (_unfinished_conversion, r"conversion that did not end(.|\n)*--resume"),
+        (_unfinished_download, r"download that did not end(.|\n)*again"),
+    ],
+)
+def test_unfinished_saves(tmp_path: Path, make: object, told: str) -> None:
+    """Named as unfinished, of what, and what to do; alone and as a step of a run."""
+    make(tmp_path / "one")  # type: ignore[operator]
+    with pytest.raises(ConversionError, match=told):
+        open_source(str(tmp_path / "one"))
+    make(tmp_path / "run" / "step-00000010")  # type: ignore[operator]
+    with pytest.raises(ConversionError):
+        open_source(str(tmp_path / "run"))
+
+
+def test_steps_of_a_run(tmp_path: Path) -> None:
+    """inspect and verify take the newest finished step, all others want to be told which."""
+    root = tmp_path / "run"
+    manager = CheckpointManager(root)
+    for step in (3, 20):
+        manager.save(step, {"model": {"w": torch.full((4,), float(step))}})
+    manager.close()
+    _unfinished_native(root / "step-00000030")
+    found = json.loads(_run("inspect", root, "--json").stdout)
+    assert found["url"].endswith("step-00000020")
+    assert json.loads(_run("inspect", root, "--json", "--step", "3").stdout)["url"].endswith("step-00000003")
+    assert _run("verify", root).exit_code == 0
+    assert "--step 20" in _error("to-hf", root, tmp_path / "out")
+    assert "one of the steps 3, 20" in _error("to-hf", root, tmp_path / "out", "--step", "30")
+    assert _run("to-hf", root, tmp_path / "out", "--step", "3").exit_code == 0
+    assert open_source(str(tmp_path / "out")).kind == "hf"
+    assert "leave out --step" in _error("inspect", tmp_path / "out", "--step", "3")
+
+
+@pytest.mark.parametrize("name", ["step-{}", "checkpoint-{}", "global_step{}", "iter_000{}"])
+def test_steps_of_others(tmp_path: Path, name: str) -> None:
+    """torchtitan, transformers' Trainer, verl: numbers are compared as numbers."""
+    for step in (9, 10):
+        _dcp(tmp_path / name.format(step))
+    assert open_source(str(tmp_path), step="newest").url.endswith(name.format(10))
+    assert open_source(str(tmp_path), step=9).url.endswith(name.format(9))
+
+
+def test_a_pair_of_folders_is_no_run(tmp_path: Path) -> None:
+    """What accelerate leaves has numbers in its names too."""
+    _dcp(tmp_path / "pytorch_model_fsdp_0")
+    assert open_source(str(tmp_path)).kind == "dcp"
+
+
+def test_a_part_says_what_it_wrote(tmp_path: Path) -> None:
+    """Its files by name, not those of others."""
+    state = {f"w{i}": torch.ones(4) for i in range(5)}
+    torch.save(state, tmp_path / "a.pt")
+    said = _run(
+        "to-hf", tmp_path / "a.pt", tmp_path / "out", "--max-shard-size", "16", "--part", "1/3"
+    ).stdout
+    assert "part 1 of 3, counted from 0: model-00002-of-00005.safetensors, model-00005-of-00005" in said
+    assert "00003-of" not in said and "not published yet" in said
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """In the middle, and at the end, where the config alone knows."""
+    tensors = experts("mlp", "gate_proj", "up_proj", "down_proj")
+    config = {"num_experts": 3, "moe_intermediate_size": 10}
+    for number, others in (
+        (1, "not model.layers.0.mlp.experts.1.down"),
+        (2, "to model.layers.0.mlp.experts.1.down"),
+    ):
+        missing = f"model.layers.0.mlp.experts.{number}.down_proj.weight"
+        kept = {name: tensor for name, tensor in tensors.items() if name != missing}
+        folder = hf_folder(tmp_path / str(number), kept, **config)
+        assert others in _error("to-fsdp2", folder, tmp_path / "out", "--rules", "transformers-moe")
+
+
+def test_what_differs_from_the_run_that_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option, and the value that it had; or the source."""
+    source = tmp_path / "a.pt"
+    torch.save({f"w{i}": torch.ones(4) for i in range(3)}, source)
+    options = ("--max-shard-size", "16", "--part", "0/2")
+    assert _run("to-hf", source, tmp_path / "out", *options, "--dtype", "bf16").exit_code == 0
+    told = _error("to-hf", source, tmp_path / "out", *options, "--dtype", "fp16", "--resume")
+    assert "expected: --dtype 'bf16'" in told and "got: --dtype 'fp16'" in told and "shard" not in told
+    torch.save({f"w{i}": torch.zeros(5) for i in range(3)}, source)
+    told = _error("to-hf", source, tmp_path / "out", *options, "--dtype", "bf16", "--resume")
+    assert "files of SRC" in told and "--dtype" not in told
+
+
+def test_no_assets(tmp_path: Path) -> None:
+    """A repository's own settings stay behind, and nobody complains; but not beside --assets."""
+    folder = hf_folder(tmp_path / "hf", {"w": torch.ones(4)})
+    result = _run("to-hf", folder, tmp_path / "out", "--no-assets")
+    assert result.exit_code == 0 and "config.json" not in result.output
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+    assert _run("to-hf", folder, tmp_path / "other", "--no-assets", "--assets", folder).exit_code == 2
+
+
+def test_version_and_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a report of a defect needs; and what --help says of completion works."""
+    said = _run("--version").stdout
+    assert f"torch {torch.__version__}" in said and "checkpoint format 2" in said and "Python 3." in said
+    assert "_VESCALE_CONVERT_COMPLETE=bash_source" in " ".join(_run("--help").stdout.split())
+    monkeypatch.setenv("_VESCALE_CONVERT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "vescale-convert to-h")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    found = CliRunner().invoke(cli, [], prog_name="vescale-convert")
+    assert "to-hf" in found.output

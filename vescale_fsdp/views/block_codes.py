@@ -1,0 +1,120 @@
+"""Codes of quantised weights: what the bytes of each format stand for, and how floats become such bytes. No torch.
+
+    table of     bytes are                      value
+    e4m3, e5m2   8-bit floats                   itself
+    int8         -128 .. 127                    itself
+    e8m0         exponents of scales            2^(byte - 127)
+    e2m1         two 4-bit floats, low first    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+    nibbles(t)   two indices, high first        t[index], as bitsandbytes packs nf4 and fp4
+
+Making codes is bit for bit what transformers' reference does for fp8 blocks, and what the OCP's microscaling formats
+say for mxfp4 (scales rounded up, so that nothing is cut off; values to nearest, ties to even).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+__all__ = ["Fp8Encoding", "Mxfp4Encoding", "code_table", "nibble_table"]
+
+_E4M3_MAX = np.float32(448.0)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MAX = np.float32(6.0)
+# Halfway between neighbours: a value there gets the code whose last bit is 0.
+_E2M1_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=np.float32)
+_E8M0_BIAS = 127
+
+
+@cache
+def code_table(kind: str) -> np.ndarray:
+    """[256, values per byte] float32, by byte: for ``e4m3``, ``e5m2``, ``int8``, ``e8m0`` or ``e2m1``."""
+    codes = np.arange(256)
+    if kind == "int8":
+        return codes.astype(np.uint8).view(np.int8).astype(np.float32)[:, None]
+    if kind == "e8m0":
+        with np.errstate(over="ignore"):  # 255 is no number; loaders that compute take it for infinity
+            return np.ldexp(np.float32(1), codes - _E8M0_BIAS).astype(np.float32)[:, None]
+    if kind == "e5m2":  # the upper half of a float16
+        return (codes.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)[:, None]
+    if kind == "e2m1":
+        values = np.array([*_E2M1, *(-value for value in _E2M1)], dtype=np.float32)
+        return values[np.stack([codes & 15, codes >> 4], axis=1)]
+    assert kind == "e4m3", kind
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    sizes = np.ldexp(
+        np.where(exponent, mantissa + 8, mantissa).astype(np.float32), np.maximum(exponent, 1) - 10
+    )
+    sizes[codes & 127 == 127] = np.nan
+    return np.copysign(sizes, np.where(codes < 128, 1, -1)).astype(np.float32)[:, None]
+
+
+def nibble_table(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """[256, 2] float32 of a table of 16 values, the byte's upper half first."""
+    codes = np.arange(256)
+    return np.asarray(values, dtype=np.float32)[np.stack([codes >> 4, codes & 15], axis=1)]
+
+
+@dataclass(frozen=True)
+class Fp8Encoding:
+    """e4m3 codes and float32 scales for blocks of rows and columns: a value is its code times its scale."""
+
+    rows: int = 128
+    cols: int = 128
+    values_per_byte = 1
+    code_name = "float8_e4m3fn"
+    scale_name = "float32"
+
+    def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What values are multiplied by, and what is stored, for the largest magnitudes of blocks (float32)."""
+        is_plain = amax > 0  # not of zeros, and not of what is no number
+        # Two roundings, as torch divides a number by a tensor: its reciprocal times the number.
+        inverse = np.float32(1) / np.where(is_plain, amax, np.float32(1))
+        factors = np.where(is_plain, inverse * _E4M3_MAX, np.float32(1))
+        return factors, np.float32(1) / factors
+
+    def codes(self, scaled: np.ndarray) -> np.ndarray:
+        """uint8 codes of scaled values (float32), to nearest, ties to even."""
+        bits = np.clip(scaled, -_E4M3_MAX, _E4M3_MAX).view(np.uint32)
+        sign = ((bits >> np.uint32(24)) & np.uint32(0x80)).astype(np.uint8)
+        bits = bits & np.uint32(0x7FFFFFFF)
+        # Below 2^-6 a sum with 2^14 leaves the code in the last bits: float addition rounds as is wanted.
+        small = (bits.view(np.float32) + np.float32(2**14)).view(np.uint32) - np.float32(2**14).view(
+            np.uint32
+        )
+        odd = (bits >> np.uint32(20)) & np.uint32(1)
+        large = ((bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32((127 - 7) << 3)
+        found = np.where(bits < np.uint32((127 - 6) << 23), small, large).astype(np.uint8)
+        return np.where(bits > np.uint32(0x7F800000), np.uint8(0x7F), found) | sign
+
+
+@dataclass(frozen=True)
+class Mxfp4Encoding:
+    """e2m1 codes, two in a byte, and e8m0 scales for every 32 values of a row."""
+
+    rows: int = 1
+    cols: int = 32
+    values_per_byte = 2
+    code_name = "uint8"
+    scale_name = "uint8"
+
+    def scales(self, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `Fp8Encoding.scales`: the least power of two that leaves nothing above 6."""
+        bits = (amax / _E2M1_MAX).astype(np.float32).view(np.uint32)
+        biased = np.minimum((bits + np.uint32(0x7FFFFF)) >> np.uint32(23), np.uint32(254))
+        biased = np.where(np.isfinite(amax), biased, np.uint32(255)).astype(np.uint8)
+        with np.errstate(over="ignore"):
+            factors = np.ldexp(np.float32(1), _E8M0_BIAS - biased.astype(np.int32)).astype(np.float32)
+        return factors, biased
+
+    def codes(self, scaled: np.ndarray) -> np.ndarray:
+        """Bytes of neighbours in the last dim."""
+        sizes = np.abs(scaled)
+        index = np.searchsorted(_E2M1_BOUNDS, sizes, side="left").astype(np.uint8)
+        is_tie = sizes == _E2M1_BOUNDS[np.minimum(index, 6)]
+        index = np.minimum(index + (is_tie & (index & 1 == 1)), 7).astype(np.uint8)
+        nibbles = index | (np.signbit(scaled).astype(np.uint8) << np.uint8(3))
+        return nibbles[..., 0::2] | (nibbles[..., 1::2] << np.uint8(4))
