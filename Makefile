@@ -67,7 +67,7 @@ test-faults: venv
 test-stacks:
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
-	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torchtitan,torchdata]"
+	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch_checkpointing,torchtitan,torchdata]"
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 

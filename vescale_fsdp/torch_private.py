@@ -324,13 +324,13 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
 
 def grad_dtype_of(param: torch.Tensor) -> torch.dtype | None:
     """The dtype that autograd gives a parameter's gradient; torch 2.11 has no such attribute (2.13-2.15)."""
-    return param.grad_dtype if "grad_dtype" in vars(torch._C.TensorBase) else param.dtype
+    own = vars(torch._C.TensorBase).get("grad_dtype")
+    return param.dtype if own is None else own.__get__(param)  # type: ignore[no-any-return]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two living tensors share if they share memory (torch 2.11-2.13)."""
-    # Not the address: that is 0 for every storage without memory.
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # not the address: that is 0 for every storage without memory
 
 
 def spmd_mesh_of(info: FSDPMeshInfo) -> DeviceMesh | None:

@@ -61,6 +61,16 @@ def test_names_are_replaced_inside_only() -> None:
     assert all(_are_torchs()) and re_exported.fully_shard is TORCHS_OWN[0]
 
 
+@pytest.mark.parametrize("rule", ["row:32", Rows, {"*": Rows}, {"*": "rows"}, 32])
+def test_a_granularity_that_is_none_replaces_nothing(rule: Any) -> None:
+    """Whatever is no granularity is refused by the installation, not by a stack's first call."""
+    with pytest.raises(LayoutError, match=r"[Rr]ow|32"):
+        install(granularity=rule)
+    assert all(_are_torchs())
+    with pytest.raises(LifecycleError, match="nothing to uninstall"):
+        uninstall()
+
+
 def test_installations_are_counted() -> None:
     """Nested and out of order: the names are torch's again when the last one has gone, by an exception too."""
     outer = install(granularity=Rows(2))

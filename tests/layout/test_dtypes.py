@@ -25,6 +25,7 @@ QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quin
 CARRIED = {
     "complex32": ("F16", 2),
     "complex128": ("F64", 2),
+    "bcomplex32": ("U32", 1),
     "float4_e2m1fn_x2": ("U8", 1),
     "float8_e4m3fnuz": ("U8", 1),
     "float8_e5m2fnuz": ("U8", 1),

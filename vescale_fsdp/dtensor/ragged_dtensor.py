@@ -24,6 +24,7 @@ from vescale_fsdp.collectives import broadcast_in_place, wait_for
 from vescale_fsdp.dtensor.all_to_all import exchange
 from vescale_fsdp.dtensor.dcp_hooks import chunk_of_box, tensor_shard, write_items
 from vescale_fsdp.dtensor.dispatch import carry_out
+from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
 from vescale_fsdp.dtensor.mesh_order import place_in
 from vescale_fsdp.dtensor.printed_parts import axes_of, axis_text, piece_text
 from vescale_fsdp.dtensor.redistribute import Redistribution, redistribute_local
@@ -44,6 +45,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
+    grad_dtype_of,
     local_of,
     refuse_fsdp2,
     refuse_set_state_dict,
@@ -224,6 +226,15 @@ class RaggedDTensor(DTensor):
                 todo="copy_ what vescale_fsdp.distribute_tensor makes of the full tensor into the tensor",
             )
         self._local_tensor = value._local_tensor.detach()
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """torch's. Sharded gradients have the tensor's dtype, so no other can be set."""
+        return grad_dtype_of(self)
+
+    @grad_dtype.setter
+    def grad_dtype(self, wanted: torch.dtype | None) -> None:
+        check_grad_dtype(wanted, self.dtype, f"a tensor of shape {tuple(self.shape)}")
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank (a collective; new memory). Differentiable.

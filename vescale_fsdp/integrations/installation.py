@@ -93,6 +93,9 @@ def install(
     Returns:
         The installation, to end this very one; `uninstall` ends the newest.
 
+    Raises:
+        LayoutError: if a granularity is none; nothing was replaced.
+
     Warns:
         BoundNamesWarning: if modules hold torch's own functions already.
         UntriedVersionWarning: if a stack is loaded in a version that was not tried. Of a stack that is imported later

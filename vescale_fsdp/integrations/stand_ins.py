@@ -41,7 +41,7 @@ from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
 from vescale_fsdp.integrations.names.pattern_rule import PatternRule
 from vescale_fsdp.integrations.names.replaced_names import StandIn
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
-from vescale_fsdp.layout.granularity import GranularityRule
+from vescale_fsdp.layout.granularity import GranularityRule, check_rule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
@@ -60,6 +60,9 @@ class Settings:
     padding_policy: PaddingPolicy = field(default_factory=PaddingPolicy)
     stacks: frozenset[str] = frozenset()  # those that got what they need beside torch's names
     checked: set[str] = field(default_factory=set)  # those whose versions were looked at
+
+    def __post_init__(self) -> None:
+        check_rule(self.granularity)
 
 
 # Of the installations that stand, oldest first; `installation` alone changes it.

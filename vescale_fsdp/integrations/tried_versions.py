@@ -19,6 +19,7 @@ TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lightning": ("2.6.6",),
         "nemo_automodel": ("0.7.0",),
         "peft": ("0.21.2",),
+        "torch_checkpointing": ("0.1.1",),
         "torchtitan": ("0.3.0",),
         "transformers": ("5.23.0",),
         "trl": ("1.16.0",),

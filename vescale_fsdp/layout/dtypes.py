@@ -94,7 +94,7 @@ class DType:
         """
         if self.code is not None and self.code not in _NEWER_CODES:
             return self.code, 1
-        if self.kind == "complex":
+        if self.kind == "complex" and self.name not in _NEWER_PAIRS:
             return f"F{self.bits // 2}", 2
         return f"U{8 * self.itemsize}", 1
 
@@ -170,6 +170,7 @@ DTYPES: tuple[DType, ...] = (
     DType("U64", "uint64", 64, "int", is_numpy=True),
     DType(None, "complex32", 32, "complex"),
     DType(None, "complex128", 128, "complex", is_numpy=True),
+    DType(None, "bcomplex32", 32, "complex"),  # pairs of bfloat16, since torch 2.15
     # Names that torch has for extensions to use: a byte or two each, whatever their name says of bits.
     *(DType(None, f"{sign}int{bits}", 8, "int") for sign in ("", "u") for bits in range(1, 8)),
     *(DType(None, name, 8, "int") for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")),
@@ -177,6 +178,7 @@ DTYPES: tuple[DType, ...] = (
 )
 # Not in the safetensors of the time when version 1 of the native format was fixed.
 _NEWER_CODES = {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+_NEWER_PAIRS = {"bcomplex32"}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES if dtype.code}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 # torch spells some types in more than one way; pickles may use any of them.

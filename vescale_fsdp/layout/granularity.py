@@ -37,6 +37,7 @@ __all__ = [
     "Tiles",
     "Whole",
     "check_patterns",
+    "check_rule",
     "parse_granularities",
     "parse_granularity",
     "resolve_granularity",
@@ -205,6 +206,26 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         found = next(matches, Element())
     elif callable(rule) and not isinstance(rule, (Granularity, type)):
         found = rule(fqn, param)
+    return _granularity(found, f"parameter {fqn!r}")
+
+
+def check_rule(rule: GranularityRule) -> None:
+    """Refuse a rule that gives something else than granularities, before there is any parameter.
+
+    Args:
+        rule: as for `resolve_granularity`; what a function gives is not known yet.
+
+    Raises:
+        LayoutError: naming the value.
+    """
+    if isinstance(rule, Mapping):
+        for pattern, value in rule.items():
+            _granularity(value, f"pattern {pattern!r}")
+    elif rule is not None and (not callable(rule) or isinstance(rule, (Granularity, type))):
+        _granularity(rule, "granularity=")
+
+
+def _granularity(found: object, where: str) -> Granularity:
     if isinstance(found, str):
         return parse_granularity(found)
     if isinstance(found, Granularity):
@@ -216,7 +237,7 @@ def resolve_granularity(rule: GranularityRule, fqn: str, param: Any) -> Granular
         "The granularity rule did not give a granularity.",
         expected=f"Element(), Flat(n), Rows(n), Tiles(r, c) or Whole(), or a text: {_GRAMMAR}",
         got=repr(found),
-        where=f"parameter {fqn!r}",
+        where=where,
         todo=todo,
     )
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
@@ -30,6 +31,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
 from vescale_fsdp.torch_private import (
+    grad_dtype_of,
     is_noted_sharded,
     loads_what_it_is_given,
     local_of,
@@ -139,6 +141,7 @@ def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, 
         _refuse(param, held, "by nothing: it was deleted, or a parametrization moved it")
     if must_be_new and group.was_gathered:
         _refuse(param, held, "after the model's first use")
+    check_grad_dtype(grad_dtype_of(held), held.dtype, param.slot.fqn)
     held = _as_ragged(param, held)
     if isinstance(held, RaggedDTensor):
         same = (held.device_mesh, held.placements, held.shape)

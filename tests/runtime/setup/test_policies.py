@@ -114,6 +114,16 @@ def wide_gradients() -> None:
     model.weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedOpError, match=r"grad_dtype torch.float32[\s\S]*weight"):
         fully_shard(model, mesh=cpu_mesh())
+    model.weight.grad_dtype = BF16
+    fully_shard(model, mesh=cpu_mesh())
+    with pytest.raises(UnsupportedOpError, match=r"grad_dtype torch.float32[\s\S]*\(3, 3\)"):
+        model.weight.grad_dtype = torch.float32
+    assert model.weight.grad_dtype is BF16
+    given = nn.Parameter(torch.ones(3, 3, dtype=BF16))
+    given.grad_dtype = None
+    model.weight = given
+    with pytest.raises(UnsupportedOpError, match=r"grad_dtype None[\s\S]*weight"):
+        model(torch.ones(2, 3, dtype=BF16))
 
 
 def kept_in_place() -> None:

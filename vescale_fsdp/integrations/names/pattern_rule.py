@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from vescale_fsdp.layout.granularity import Granularity, resolve_granularity
+from vescale_fsdp.layout.granularity import Granularity, check_rule, resolve_granularity
 
 __all__ = ["PatternRule"]
 
@@ -26,6 +26,7 @@ class PatternRule:
     """
 
     def __init__(self, mapping: Mapping[str, Granularity | str]) -> None:
+        check_rule(mapping)
         self._mapping = dict(mapping)
         self._matched: set[str] = set()
         self._names: dict[str, None] = {}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
 from vescale_fsdp.layout.buffers import plan_buffers
@@ -24,11 +25,12 @@ from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows
 from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
-from vescale_fsdp.runtime.setup.policies import check_grad_dtype, param_dtype_of
+from vescale_fsdp.runtime.setup.policies import param_dtype_of
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced, replaced_as
 from vescale_fsdp.runtime.setup.shard_placement_fn import PlacementWishes, Wish
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_modes import is_fake
+from vescale_fsdp.torch_private import grad_dtype_of
 
 __all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
 
@@ -251,7 +253,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             where=fqn,
             todo="shard first and convert after, or gather 8-bit codes with vescale_fsdp.quantize",
         )
-    check_grad_dtype(fqn, param)
+    check_grad_dtype(grad_dtype_of(param), param.dtype, fqn)
     if param.ndim == 0:
         raise LayoutError(
             "A parameter without dims cannot be sharded.",

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_fsdp.errors import UnsupportedOpError, explain
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
-from vescale_fsdp.torch_private import grad_dtype_of
 
-__all__ = ["check_grad_dtype", "check_policies", "param_dtype_of", "policy_of_group"]
+__all__ = ["check_policies", "param_dtype_of", "policy_of_group"]
 
 _OVERRIDE = "param_dtype_override_fn"
 _FOLLOWED: dict[type, set[str]] = {
@@ -95,20 +94,3 @@ def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | Non
         return policy
     changes: dict[str, Any] = {"param_dtype": param_dtype, _OVERRIDE: None}
     return dataclasses.replace(policy, **changes)
-
-
-def check_grad_dtype(fqn: str, param: torch.Tensor) -> None:
-    """Refuse ``param.grad_dtype``, where it is another than the parameter's: sharded gradients have its dtype.
-
-    Raises:
-        UnsupportedOpError: naming the parameter.
-    """
-    wanted = grad_dtype_of(param)
-    if wanted is not param.dtype:
-        raise UnsupportedOpError(
-            "Gradients of another dtype than the parameter's are not supported.",
-            expected=f"grad_dtype {param.dtype}",
-            got=f"grad_dtype {wanted}",
-            where=fqn,
-            todo="leave grad_dtype alone; reduce_dtype of MixedPrecisionPolicy says what gradients are summed in",
-        )
