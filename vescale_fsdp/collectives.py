@@ -84,6 +84,9 @@ def _new_name(ranks: Sequence[int]) -> str:
 
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache
+_RECEIVED_BYTES = (
+    128 << 20
+)  # on an accelerator, that wait to be summed at most: two pieces of slices of all ranks
 _MESSAGE_TAG = 0x5E4D  # of single messages
 _SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
 
@@ -137,7 +140,7 @@ def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Native:
-    """A backend that gathers into and reduces from the buffers it is given: NCCL."""
+    """A backend that gathers into and reduces from the buffers it is given, on streams: NCCL."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         return all_gather_single(_movable(full), _movable(shard), group=group, async_op=True)
@@ -145,10 +148,15 @@ class _Native:
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     ) -> Work | None:
-        return reduce_scatter_single(shard, full, op=op, group=group, async_op=True)
+        if full.dtype is shard.dtype:
+            return reduce_scatter_single(shard, full, op=op, group=group, async_op=True)
+        _sum_in_pieces(shard, full, group)
+        if op == dist.ReduceOp.AVG:
+            shard.div_(group.size())
+        return None
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return False  # it reads a buffer in the dtype it sums in
+        return True  # by an exchange of slices: its own reduction reads a buffer in the dtype it sums in
 
 
 class _Gloo(_Native):
@@ -215,6 +223,36 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
             shard.split(_WIDENED_NUMEL), slices[source].split(_WIDENED_NUMEL), strict=True
         ):
             into.add_(piece)
+
+
+def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """`_sum_slices` for streams: the current one waits, not the host, and what is received is bounded.
+
+    Piece by piece every rank gets what all ranks have of its slice, and sums that in one kernel, while the next piece
+    travels. Half the bytes of a reduction in fp32, and a buffer half as large.
+    """
+    size, numel = group.size(), shard.numel()
+    received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 2))
+    piece_numel = max(1, received_bytes // (2 * size * full.element_size()))
+    slices = full.view(size, numel)
+    rooms = [full.new_empty(size, min(piece_numel, numel)) for _ in range(2 if numel > piece_numel else 1)]
+    pieces = [(start, min(start + piece_numel, numel)) for start in range(0, numel, piece_numel)]
+    under_way: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
+    for number, (start, stop) in enumerate(pieces):
+        # The room is that of the piece before the last, which the current stream, so this exchange too, is behind.
+        room = rooms[number % 2][:, : stop - start]
+        sent = slices[:, start:stop]
+        work = dist.all_to_all(list(room.unbind()), list(sent.unbind()), group=group, async_op=True)
+        _sum_received(under_way)
+        under_way = (work, room, shard[start:stop])
+    _sum_received(under_way)
+
+
+def _sum_received(under_way: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None) -> None:
+    if under_way is not None:
+        work, room, into = under_way
+        wait_for(work)
+        torch.sum(room, dim=0, dtype=into.dtype, out=into)
 
 
 def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:

@@ -74,6 +74,12 @@ class RecordedStream:
     def __init__(self, recorder: StreamRecorder, name: str) -> None:
         self.recorder, self.name = recorder, name
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordedStream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def record_event(self) -> RecordedEvent:
         return RecordedEvent(self.recorder, self.recorder.clocks[self.name].copy())
 

@@ -145,6 +145,7 @@ def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:
     new.all_reduce_hook = old.all_reduce_hook
     new.comm.divide_factor = old.comm.divide_factor
     new.comm.force_sum = old.comm.force_sum
+    new.comm.narrow = old.comm.narrow
     new.comm.custom_all_gather = old.comm.custom_all_gather
     new.comm.custom_reduce_scatter = old.comm.custom_reduce_scatter
 

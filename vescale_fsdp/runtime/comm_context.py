@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
@@ -28,13 +28,23 @@ from vescale_fsdp.torch_modes import outside_modes
 __all__ = ["CommContext", "GradientReductionHandle", "UnshardHandle"]
 
 
+class _Reduction(NamedTuple):
+    """A reduction in flight."""
+
+    group: ParamGroup
+    reduced: ReducedShard
+    owner: Stream | None  # whose the memory of its gradient buffer is
+
+
 class CommContext:
     """Streams and reductions in flight. Several roots may share one (`share_comm_ctx`).
 
     Who owns which memory (the caching allocator gives a freed block to the stream it was allocated on, at
     once, so every other stream that used it must be waited for first):
 
-        gathered buffers, and what a gather needs beside them     g; reused behind the event ``freed``
+        gathered buffers, and what a gather needs beside them     g; it waits for c whenever one is freed
+        those that last until the backward (the root's)           c; g waits for it before it writes them
+        gradients as autograd makes them                          their stream's; it waits for c, which reads them
         gradient buffers                                          c; freed once c waits for their reduction
         reduced shards, so sharded gradients                      r; r waits for c at the start of a reduction
 
@@ -45,11 +55,13 @@ class CommContext:
     def __init__(self, streams: Streams | None) -> None:
         self.streams = streams
         self.max_reductions = 1
-        self.in_flight: list[tuple[ParamGroup, ReducedShard]] = []
-        self.freed: Event | None = None  # the compute stream's last use of a freed buffer
+        self.in_flight: list[_Reduction] = []
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
         self._kept: DBuffer | None = None  # the one of them that still has its memory
         self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
+        self._waits_for_event = (
+            False  # gathers do not wait for the compute stream: a user's event says enough
+        )
 
     # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
     @cached_property
@@ -71,20 +83,32 @@ class CommContext:
 
     def wait_for_compute(self) -> None:
         """Let the gather stream wait for what the compute stream has been given (the optimizer's step)."""
+        self._waits_for_event = False
         if self.streams is not None and self.gather_stream is not None:
             self.gather_stream.wait_stream(self.streams.current())
 
     def wait_for_event(self, event: Event) -> None:
         """Let the gather stream wait for a user's event instead of the whole compute stream."""
+        self._waits_for_event = True
         if self.gather_stream is not None:
             self.gather_stream.wait_event(event)
 
     # -- gather ---------------------------------------------------------------------------------------
 
-    def gather(self, groups: Sequence[ParamGroup]) -> None:
-        """Start all-gathers, once the buffers freed so far may be used again."""
-        if self.gather_stream is not None and self.freed is not None:
-            self.gather_stream.wait_event(self.freed)
+    def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
+        """Start all-gathers.
+
+        Args:
+            groups: of a unit.
+            lasting: they stay gathered from the forward to the backward. Then their memory is the compute stream's:
+                once free it serves gradients as well, while the gather stream has no use for a buffer as large as the
+                root's. It has been given no more than the units before this one, so waiting for it costs nothing.
+        """
+        if lasting and not self._waits_for_event and any(group.state.is_sharded for group in groups):
+            with outside_modes():
+                for group in groups:
+                    group.allocate_full()
+            self.wait_for_compute()
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
@@ -115,19 +139,22 @@ class CommContext:
     def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
         """Free full parameters; the next gather waits until the compute stream is done with them."""
         self.wait(groups)
+        if all(group.state is GroupState.SHARDED for group in groups):
+            return
         with outside_modes():
             for group in groups:
                 group.reshard(keep_part=keep_part)
-        if self.streams is not None:
-            self.freed = self.streams.current().record_event()
+        # Here, not at the next gather: another stream may compute as well, and free what it has used before then.
+        self.wait_for_compute()
 
     # -- gradient buffers -------------------------------------------------------------------------------
 
     def adopt(self, group: ParamGroup) -> None:
         """Let a group share gradient buffers with those of equal layout: the layers of a model."""
-        group.take_spare = self._take_spare
+        group.grads.streams = self.streams
+        group.grads.take_spare = self._take_spare
         if group.comm.custom_reduce_scatter is None:
-            group.spare_grads = self._spare_grads.setdefault(group.layout, {})
+            group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:
         """One of these buffers, if there is one; on the CPU, once the reductions in flight are done.
@@ -148,7 +175,7 @@ class CommContext:
 
     def _recycle(self, group: ParamGroup, buffer: DBuffer) -> None:
         """Keep a gradient buffer that was reduced: its tensors, and on the CPU its memory until the next one."""
-        group.spare_grads.setdefault(buffer.flat.dtype, []).append(buffer)
+        group.grads.spare.setdefault(buffer.flat.dtype, []).append(buffer)
         self._let_go()
         if self.streams is None:
             self._kept = buffer
@@ -170,20 +197,23 @@ class CommContext:
     def reduce(self, group: ParamGroup) -> None:
         """Start a reduction."""
         self.make_way()
+        source = group.complete_grads()
         self._let_go()  # nobody took it: the root's gradients, for one, have their memory since the loss
-        if self.streams is not None and self.reduce_stream is not None:
-            self.reduce_stream.wait_stream(self.streams.current())
+        owner = self.streams.current() if self.streams is not None else None
+        if owner is not None and self.reduce_stream is not None:
+            self.reduce_stream.wait_stream(owner)
         with self._on(self.reduce_stream):
-            self.in_flight.append((group, group.start_reduce()))
+            self.in_flight.append(_Reduction(group, group.start_reduce(source), owner))
 
     def finish_reduction(self) -> None:
         """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
-        group, reduced = self.in_flight.pop(0)
+        group, reduced, owner = self.in_flight.pop(0)
         with self._on(self.reduce_stream):
             reduced.wait()
-        # Only now may the compute stream, which owns the gradient buffer, use its memory again. What follows
-        # (the replicas' all-reduce, casts) need not be waited for before the next reduction has run.
-        self._compute_waits_for(self.reduce_stream)
+        # Only now may the stream that owns the gradient buffer use its memory again. What follows (the
+        # replicas' all-reduce, casts) need not be waited for before the next reduction has run.
+        if owner is not None:
+            owner.wait_stream(self.reduce_stream)
         self._recycle(group, reduced.source)
         with self._on(self.reduce_stream):
             group.finish_reduce(reduced)
@@ -199,8 +229,11 @@ class CommContext:
     def drop_reductions(self) -> None:
         """Forget all reductions in flight, once they no longer touch their buffers."""
         with self._on(self.reduce_stream):
-            for _, reduced in self.in_flight:
-                reduced.wait()
+            for reduction in self.in_flight:
+                reduction.reduced.wait()
+        for reduction in self.in_flight:
+            if reduction.owner is not None:
+                reduction.owner.wait_stream(self.reduce_stream)
         self._compute_waits_for(self.reduce_stream)
         self.in_flight.clear()
 

@@ -273,6 +273,16 @@ class FSDPModule(_Base):
         for group in self._state().groups:
             group.comm.force_sum = enable
 
+    def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
+        """Whether gradients wait and travel in the dtype they were computed in, where they are summed in a wider one.
+
+        So it is by default, since it halves bytes and memory: each rank sends every other one its slice and sums what
+        it gets, with the values of a wide reduction. False: gradients are widened before they travel, as FSDP2 does
+        it, and NCCL's own reduce-scatter sums them; on very many ranks that may be faster. The same on all ranks.
+        """
+        for group in self._groups(recurse):
+            group.comm.narrow = enable
+
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight (their gradient buffers stay alive that long).
 

@@ -309,13 +309,17 @@ class FSDPState:
         if self._methods_running or not self._entered:
             return
         self._entered.clear()
+        if not self.stays_gathered and not self._schedule().in_backward:
+            self.comm.reshard(self.groups, keep_part=True)
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether full parameters last from a forward to its backward."""
+        if self.reshard_after_forward is not None:
+            return not self.reshard_after_forward
         # The root's are kept for the backward that begins with them. Without one they would be there still when the
         # optimizer, or a swap of weights, has changed the shards: out of date, in silence (as torch 2.13's FSDP2).
-        reshards = self.reshard_after_forward
-        if reshards is None:
-            reshards = not (self.is_root and torch.is_grad_enabled())
-        if reshards and not self._schedule().in_backward:
-            self.comm.reshard(self.groups, keep_part=True)
+        return self.is_root and torch.is_grad_enabled()
 
     def _watch_outputs(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -361,7 +365,7 @@ class FSDPState:
         for group in self.groups:
             group.collect_grads()
         # Without the unit's own forward, or by way of inputs that need no gradient.
-        late = any(param.has_grad for group in self.groups for param in group.params)
+        late = any(group.grads for group in self.groups)
         if late or (self._took_part and is_last):
             self._outstanding = 0
             self._reshard_in_backward()
@@ -381,6 +385,8 @@ class FSDPState:
 
     def _reduce(self) -> None:
         if not self.requires_gradient_sync:
+            for group in self.groups:
+                group.write_grads()
             return
         self._took_part = False
         with profiled("FSDP::post_backward_rs_wait ", self.shown):

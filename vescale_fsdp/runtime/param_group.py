@@ -42,17 +42,12 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
 from vescale_fsdp.runtime.comm.reduction import ReducedShard
 from vescale_fsdp.runtime.comm.streams import Event
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
 from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, refuse_replaced
 from vescale_fsdp.runtime.setup.policies import policy_of_group
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
-from vescale_fsdp.torch_private import (
-    REDUCES_AS_STORED,
-    foreach_zero_,
-    local_of,
-    post_accumulate_grad_hooks,
-    profiled,
-)
+from vescale_fsdp.torch_private import REDUCES_AS_STORED, local_of, post_accumulate_grad_hooks, profiled
 
 __all__ = ["GroupState", "ParamGroup"]
 
@@ -106,10 +101,7 @@ class ParamGroup:
         self.full: DBuffer | None = None  # made at the first unshard
         self.keeps_full = False  # the full buffer's memory, where nothing is sharded: its addresses stay
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
-        self.grads: DBuffer | None = None  # there while unsharded gradients wait for their reduction
-        self.spare_grads: dict[torch.dtype, list[DBuffer]] = {}  # such buffers that nobody uses
         self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
-        self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
@@ -125,6 +117,7 @@ class ParamGroup:
             self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn], plan.priors[slot.fqn])
             for slot in plan.layout.slots
         ]
+        self.grads = UnshardedGrads(self.layout, self._new_grads)
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
         if isinstance(mp_policy, GatherPolicy):
             self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
@@ -229,12 +222,17 @@ class ParamGroup:
         self.was_gathered = True
         self.state = GroupState.GATHERING
 
-    def _start_gather(self) -> None:
+    def allocate_full(self) -> None:
+        """Give the full buffer its memory, on the current stream; nothing if it has."""
         if self.full is None:
             self._check_shard()
             self._make_full_buffer()
         assert self.full is not None
         self.full.allocate()
+
+    def _start_gather(self) -> None:
+        self.allocate_full()
+        assert self.full is not None
         if self.state is GroupState.PARTLY_SHARDED:
             assert self._part is not None
             self.full.start_gather(self._part, self.comm.gather_parts)
@@ -330,7 +328,7 @@ class ParamGroup:
     def use_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with a user's object from now on, from buffers of its own."""
         self.comm.custom_reduce_scatter = comm
-        self.spare_grads = {}
+        self.grads.spare = {}
 
     def forget_full(self) -> None:
         """Have the full buffer made anew at the next gather."""
@@ -345,15 +343,12 @@ class ParamGroup:
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Called when autograd has made an unsharded gradient."""
         with torch.no_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
-            self.write_grad(param, grad)
+            self._take(param, grad)
 
-    def write_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
-        """Put an unsharded gradient where the reduction reads it: the one pass over it."""
+    def _take(self, param: ManagedParam, grad: torch.Tensor) -> None:
         if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
             grad = grad.to_dense()
-        own = param.prior.own_grad(grad)
-        self._grad_buffer().write(param.slot, own, add=param.has_grad)
-        param.has_grad = True
+        self.grads.take(param.slot, param.prior.own_grad(grad), self.grad_dtype)
 
     @torch.no_grad()
     def collect_grads(self) -> None:
@@ -361,35 +356,25 @@ class ParamGroup:
         for param in self.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 grad, param.unsharded.grad = param.unsharded.grad, None
-                self.write_grad(param, grad)
+                self._take(param, grad)
 
-    def _grad_buffer(self) -> DBuffer:
-        if self.grads is not None:
-            return self.grads
-        dtype = self.grad_dtype
-        self.grads = self.take_spare(self.spare_grads.setdefault(dtype, []))
-        if self.grads is None:
-            self.grads = DBuffer(self.layout, self.comm.allocate_grads(self.layout.numel, dtype, self.device))
-        self.grads.allocate()
-        return self.grads
+    def _new_grads(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.comm.allocate_grads(self.layout.numel, dtype, self.device)
 
-    def start_reduce(self) -> ReducedShard:
-        """Start the reduction of all unsharded gradients on the current stream.
+    @torch.no_grad()
+    def write_grads(self) -> None:
+        """Write what autograd has made so far into the gradient buffer, to be reduced with later backwards' sums."""
+        self.grads.write_kept(self.grad_dtype)
 
-        Parameters without a gradient count as zero, so that ranks on which some were unused still agree
-        on what travels.
-        """
-        source = self._grad_buffer()
-        missing = [
-            piece for param in self.params if not param.has_grad for piece in source.pieces(param.slot)
-        ]
-        if missing:
-            foreach_zero_(missing)
-        used = frozenset(param.slot.fqn for param in self.params if param.has_grad)
+    @torch.no_grad()
+    def complete_grads(self) -> DBuffer:
+        """The buffer that `start_reduce` is to read, filled on the current stream."""
+        return self.grads.complete(self.grad_dtype)
+
+    def start_reduce(self, source: DBuffer) -> ReducedShard:
+        """Start the reduction of what `complete_grads` has made, on the current stream."""
+        used = self.grads.hand_over()
         self._untold_used = used | (self._untold_used or frozenset())
-        for param in self.params:
-            param.has_grad = False
-        self.grads = None  # a gradient that comes late must not disturb what is being reduced
         shard = self.comm.allocate_grads(self.layout.shard_numel, self.reduce_dtype, self.device)
         return ReducedShard(shard, source, self.comm.reduce_scatter(shard, source.flat), used)
 
@@ -481,14 +466,9 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """Forget unsharded gradients, and sums not yet reduced over replicas (after an exception)."""
-        self.grads = self._unreplicated = self._untold_used = None
+        self.grads.drop()
+        self._unreplicated = self._untold_used = None
         self._doubtful = {}
         for param in self.params:
-            param.has_grad = False
             if param.unsharded is not None:
                 param.unsharded.grad = None
-
-
-def _last_of(spares: list[DBuffer]) -> DBuffer | None:
-    """The default of `ParamGroup.take_spare`."""
-    return spares.pop() if spares else None

@@ -41,6 +41,10 @@ class Unit(Protocol):
     backward_prefetch: list[Any] | None
     unshard_in_backward: bool
 
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether its full parameters last from a forward to its backward."""
+
     def finish_forward(self) -> None:
         """Called when the root's forward ends."""
 
@@ -71,7 +75,7 @@ class Schedule:
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         with profiled("FSDP::all_gather ", unit.shown):
-            self.comm.gather(unit.groups)
+            self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
         return True
 
     def wait(self, unit: Unit) -> None:

@@ -75,6 +75,9 @@ class SelfGatheringGroup(ParamGroup):
         mesh = self.data.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
+    def allocate_full(self) -> None:
+        """Nothing: how much memory there must be is known once the hooks have made what travels."""
+
     @torch.no_grad()
     def _start_gather(self) -> None:
         if self._hooked[0].outputs is None:

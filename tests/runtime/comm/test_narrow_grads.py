@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import collectives, fully_shard
+from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 
@@ -57,8 +58,8 @@ def compare(dtype: torch.dtype, steps: list[list[int]]) -> list[torch.dtype]:
     reduced = []
     start = ParamGroup.start_reduce
 
-    def watched(group: ParamGroup) -> Any:
-        found = start(group)
+    def watched(group: ParamGroup, source: DBuffer) -> Any:
+        found = start(group, source)
         assert found.shard.dtype is torch.float32
         if group is groups_of(ours.blocks[0])[0]:
             reduced.append(found.source.flat.dtype)
@@ -67,7 +68,7 @@ def compare(dtype: torch.dtype, steps: list[list[int]]) -> list[torch.dtype]:
     with mock.patch.object(ParamGroup, "start_reduce", watched):
         for numbers in steps:
             assert all(equal(accumulate(ours, numbers), accumulate(theirs, numbers)))
-    spares = [spare for group in groups_of(ours) for spare in group.spare_grads[dtype]]
+    spares = [spare for group in groups_of(ours) for spare in group.grads.spare[dtype]]
     assert spares and not any(spare.flat.untyped_storage().nbytes() for spare in spares)
     return reduced
 

@@ -169,8 +169,9 @@ def test_buffer_writes_and_reads_runs_of_several_ranks() -> None:
     values = torch.arange(30.0).view(6, 5)
     full = buffer.view(u)
 
-    buffer.write(u, values, add=False)
-    buffer.write(u, values, add=True)
+    for target, part in zip(*buffer.places([(u, values)]), strict=True):
+        target.copy_(part)
+    buffer.add(u, values)
 
     for rank in range(5):
         piece = DRAWN.piece(u, rank)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,9 +286,9 @@ def test_no_hazard_where_classes_gather_themselves() -> None:
 
 
 class GathersDoNotWaitForFrees(CommContext):
-    def gather(self, groups: Sequence[ParamGroup]) -> None:
-        self.freed = None
-        super().gather(groups)
+    def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
+        with mock.patch.object(self, "wait_for_compute"):
+            super().reshard(groups, keep_part=keep_part)
 
 
 class GathersDoNotWaitForTheOptimizer(CommContext):
@@ -323,6 +324,12 @@ class ComputeDoesNotWaitForReductions(CommContext):
         pass
 
 
+class BuffersAreFreedBeforeTheyAreReduced(CommContext):
+    def finish_reduction(self) -> None:
+        self.in_flight[0] = self.in_flight[0]._replace(owner=None)
+        super().finish_reduction()
+
+
 class HostDoesNotWait(CommContext):
     def wait_for_host_copies(self) -> None:
         pass
@@ -345,7 +352,8 @@ def hazards_without(context: type[CommContext], case: str) -> list[str]:
         (GathersDoNotWaitForTheOptimizer, "plain", "aten.copy_.default on stream1 reads what compute may"),
         (ComputeDoesNotWaitForGathers, "plain", "on compute reads what communicator"),
         (ReductionsDoNotWaitForCompute, "plain", "reduce_scatter_into on communicator"),
-        (ComputeDoesNotWaitForReductions, "plain", "freed to compute are still used by"),
+        (ComputeDoesNotWaitForReductions, "plain", "on compute reads what stream2 may"),
+        (BuffersAreFreedBeforeTheyAreReduced, "plain", "freed to compute are still used by"),
         (HostDoesNotWait, "offload", "on host reads what stream"),
         (HostDoesNotWait, "offload partly used", "on host writes what stream1 may"),
     ],

@@ -134,7 +134,7 @@ def gradient_buffers(in_flight: int) -> list[list[torch.Tensor]]:
 
     for module in (*model.blocks, model):
         (group,) = state_of(module).groups  # type: ignore[union-attr]
-        reduce, take = group.comm.reduce_scatter, group.take_spare
+        reduce, take = group.comm.reduce_scatter, group.grads.take_spare
 
         def watched(shard: torch.Tensor, full: torch.Tensor, reduce: Any = reduce) -> Any:
             others = [other for other in with_memory() if other is not full]
@@ -147,7 +147,7 @@ def gradient_buffers(in_flight: int) -> list[list[torch.Tensor]]:
             assert all(spare is not None and full is spare.flat for full in with_memory()), "nobody needs it"
             return spare
 
-        group.comm.reduce_scatter, group.take_spare = watched, taken
+        group.comm.reduce_scatter, group.grads.take_spare = watched, taken
     for step in (1, 2):
         steps.append([])
         backward(step)
@@ -267,7 +267,7 @@ def buffers_after_each_phase() -> list[list[int]]:
         after_forward = sizes()
         out.backward()
         after_backward = sizes()
-    grads = [g.grads is None for s in states for g in s.groups]  # type: ignore[union-attr]
+    grads = [not g.grads for s in states for g in s.groups]  # type: ignore[union-attr]
     assert all(grads)
     return [inside, after_forward, in_backward, after_backward]
 

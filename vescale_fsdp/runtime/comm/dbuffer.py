@@ -8,7 +8,7 @@ read them, and a reduce-scatter reads gradients from where they were written. No
     free()       allocated -> freed (views keep their identity, autograd may hold them)
 
 A scattered tensor is the exception: it has holes in the buffer, so its full form is a small tensor of its own,
-filled from the pieces when a gather ends. Writing needs no such copy: `write` puts each piece in its place.
+filled from the pieces when a gather ends. Writing needs no such copy: `places` says where each piece goes.
 
 Tensor objects are made once. What comes and goes is the storage beneath them (``resize_``), so a view that
 autograd saved in the forward is valid again once the buffer is gathered for the backward.
@@ -16,7 +16,7 @@ autograd saved in the forward is valid again once the buffer is gathered for the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -95,15 +95,22 @@ class DBuffer:
             for run in slot.runs
         ]
 
-    def write(self, slot: TensorSlot, values: torch.Tensor, *, add: bool) -> None:
-        """Put the values of a full tensor into the buffer, or add them to what is there."""
-        pieces = self.pieces(slot)
-        parts = [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
-        for piece, part in zip(pieces, parts, strict=True):
-            if add:
-                piece.add_(part)
-            else:
-                piece.copy_(part)
+    def places(
+        self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where in the buffer the values of full tensors go, and the values: views of equal shapes, pairwise."""
+        targets: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
+        for slot, values in given:
+            pieces = self.pieces(slot)
+            targets += pieces
+            parts += [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
+        return targets, parts
+
+    def add(self, slot: TensorSlot, values: torch.Tensor) -> None:
+        """Add the values of a full tensor to what is in the buffer."""
+        for piece, part in zip(*self.places([(slot, values)]), strict=True):
+            piece.add_(part)
 
     def start_gather(self, own: torch.Tensor, gather: Gather, *, copy_to: FlatRange | None = None) -> None:
         """Start filling the buffer with what each rank holds.

@@ -109,6 +109,9 @@ class GroupComm:
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.divide_factor: float | None = None
         self.force_sum = False
+        self.narrow = (
+            True  # gradients travel in the dtype they were computed in, where they are summed in a wider
+        )
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         self.reduce_group: dist.ProcessGroup | None = None  # where reductions have their own communicator
@@ -165,9 +168,9 @@ class GroupComm:
 
     def sums_in_wider(self, device: torch.device) -> bool:
         """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction; the same on all ranks."""
-        return self.custom_reduce_scatter is None and sums_in_wider(
-            self.reduce_group or self.shard_group, device.type
-        )
+        if not self.narrow or self.custom_reduce_scatter is not None:
+            return False
+        return sums_in_wider(self.reduce_group or self.shard_group, device.type)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place (nothing without one)."""

@@ -31,7 +31,6 @@ class ManagedParam:
     prior: PriorSharding  # how tensor or expert parallelism cut it before
     unsharded: nn.Parameter | None = None
     watched: bool = False  # autograd tells us when its unsharded gradient is there
-    has_grad: bool = False  # its unsharded gradient is in the gradient buffer
 
     def foreign(self) -> list[nn.Parameter | None]:
         """What owners hold that the group did not give them; None for an owner that has no such parameter now."""

@@ -1,0 +1,127 @@
+"""Several compute streams: full parameters are freed on both, gradients made on one and reduced from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.comm.test_streams import shard, step
+from tests.support import models
+from tests.support.distributed import run_ranks
+from tests.support.stream_recorder import RecordedStream, StreamRecorder, recording
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
+from vescale_fsdp.runtime.comm_context import CommContext
+from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.setup.managed_param import GradHook
+
+
+class RemembersTheLastFree(CommContext):
+    """Gathers wait for the stream that has freed last, and for no other."""
+
+    last: Any = None
+
+    def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
+        with mock.patch.object(self, "wait_for_compute"):
+            super().reshard(groups, keep_part=keep_part)
+        self.last = self.streams.current().record_event()  # type: ignore[union-attr]
+
+    def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
+        if self.last is not None:
+            self.gather_stream.wait_event(self.last)  # type: ignore[union-attr]
+        super().gather(groups, lasting=lasting)
+
+
+def two_towers(context: type[CommContext]) -> list[str]:
+    """Two blocks are used on two streams and freed there, then a third is gathered."""
+    model = shard()
+    with recording(model, context=context) as recorder, torch.no_grad():
+        models.loss_of(model, models.batch(0, 0))
+        assert recorder.hazards == []
+        other = RecordedStream(recorder, "other tower")
+        model.blocks[0].unshard()
+        model.blocks[1].unshard()
+        other.wait_stream(recorder.current())
+        for param in model.blocks[0].parameters():
+            param * 1
+        with recorder.on(other):
+            for param in model.blocks[1].parameters():
+                param * 1
+        model.blocks[0].reshard()
+        with recorder.on(other):
+            model.blocks[1].reshard()
+            model.blocks[2].unshard()
+    return recorder.hazards
+
+
+@pytest.mark.parametrize(("context", "is_safe"), [(CommContext, True), (RemembersTheLastFree, False)])
+def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: bool) -> None:
+    """The next gather waits for both, not for the last one alone."""
+    for hazards in run_ranks(1, two_towers, context):
+        assert (hazards == []) == is_safe
+        assert all("freed to stream1 are still used by [('compute', " in hazard for hazard in hazards)
+
+
+class DoesNotWaitForMakers(UnshardedGrads):
+    def write_kept(self, dtype: torch.dtype) -> None:
+        self._made_on = {}
+        super().write_kept(dtype)
+
+
+class MakersDoNotWait(UnshardedGrads):
+    def write_kept(self, dtype: torch.dtype) -> None:
+        with mock.patch.object(RecordedStream, "wait_stream", wait_unless_it_is_a_side):
+            super().write_kept(dtype)
+
+
+def wait_unless_it_is_a_side(stream: RecordedStream, other: Any) -> None:
+    if stream.name != "side":
+        stream.wait_event(other.record_event())
+
+
+def gradients_on_a_side(kind: type[UnshardedGrads]) -> set[str]:
+    """Every second gradient is made on another stream, as where a forward has used one for a part of a unit."""
+    model = shard()
+    with recording(model) as recorder:
+        for group in recorder.groups:
+            group.grads.__class__ = kind
+        with mock.patch.object(GradHook, "__call__", on_a_side(recorder)):
+            for number in range(3):
+                step(model, number)
+    assert recorder.work["side"] > 20
+    return {text.split(" [")[0].split(" bytes ")[-1] for text in recorder.hazards}
+
+
+def on_a_side(recorder: StreamRecorder) -> Any:
+    side, call, count = RecordedStream(recorder, "side"), GradHook.__call__, [0]
+
+    def called(hook: GradHook, unsharded: nn.Parameter) -> None:
+        count[0] += 1
+        if count[0] % 2:
+            call(hook, unsharded)
+            return
+        with recorder.on(side):
+            unsharded.grad = torch.zeros(
+                unsharded.shape, dtype=unsharded.dtype
+            )  # not behind any other stream
+            call(hook, unsharded)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("kind", "hazards"),
+    [
+        (UnshardedGrads, set()),
+        (DoesNotWaitForMakers, {"aten._foreach_copy_.default on compute reads what side may still be using"}),
+        (MakersDoNotWait, {"freed to side are still used by"}),
+    ],
+)
+def test_gradients_are_made_on_two_streams(kind: type[UnshardedGrads], hazards: set[str]) -> None:
+    """They are read behind the stream that made them, which gets its memory back behind the copy."""
+    for found in run_ranks(1, gradients_on_a_side, kind):
+        assert found >= hazards and bool(found) == bool(hazards), found

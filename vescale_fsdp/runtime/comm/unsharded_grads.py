@@ -1,0 +1,132 @@
+"""UnshardedGrads: what autograd has made of a group's gradients since their last reduction.
+
+    kept      as autograd made them, on an accelerator
+    buffer    1-D [m*S] DBuffer, once there is one: the sum of what was written into it, read by the reduction
+
+On an accelerator gradients are kept until the unit's backward is through. Then its full parameters are gone, and so is
+the buffer that was reduced before; only now the buffer is allocated, and filled with one fused copy. So a peak has
+gradients or a buffer in it, not both beside full parameters, and the buffer belongs to the stream that starts the
+reduction, whichever streams the gradients were made on.
+
+On the CPU each gradient is written as it appears, and forgotten: memory there is given out by the page, and the buffer
+of the layer before is at hand with its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.streams import Stream, Streams
+from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_
+
+__all__ = ["UnshardedGrads"]
+
+
+class UnshardedGrads:
+    """Unsharded gradients of a group.
+
+    Args:
+        layout: of the group.
+        new_flat: makes the memory of a buffer (1-D [m*S]) of a dtype.
+    """
+
+    def __init__(self, layout: GroupLayout, new_flat: Callable[[torch.dtype], torch.Tensor]) -> None:
+        self.layout = layout
+        self.buffer: DBuffer | None = None
+        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # buffers that nobody uses
+        self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
+        self.streams: Streams | None = None  # of the accelerator, where gradients are kept
+        self._new_flat = new_flat
+        self._written: set[str] = set()  # parameters whose gradients are in the buffer
+        self._kept: dict[str, torch.Tensor] = {}
+        self._made_on: dict[Stream, None] = {}  # streams that have made what is kept
+
+    def __bool__(self) -> bool:
+        """Whether any parameter has one."""
+        return bool(self._written or self._kept)
+
+    def take(self, slot: TensorSlot, grad: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take a gradient from autograd.
+
+        Args:
+            slot: of its parameter.
+            grad: full, dense, of any dtype; the caller forgets it.
+            dtype: of the buffer, where one must be made.
+        """
+        if self.streams is None:
+            self._write([(slot, grad)], dtype)
+            return
+        if slot.fqn in self._kept:  # a second one before the reduction: sums are made in the buffer
+            self.write_kept(dtype)
+        self._kept[slot.fqn] = grad
+        self._made_on[self.streams.current()] = None
+
+    def write_kept(self, dtype: torch.dtype) -> None:
+        """Write what is kept into the buffer, with as few kernels as there can be."""
+        if self.streams is None or not self._kept:
+            return
+        here = self.streams.current()
+        others = [stream for stream in self._made_on if stream != here]
+        for stream in others:
+            here.wait_stream(stream)
+        self._write([(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()], dtype)
+        self._kept, self._made_on = {}, {}
+        for stream in others:  # whose the memory of what was kept is
+            stream.wait_stream(here)
+
+    def _write(self, given: Sequence[tuple[TensorSlot, torch.Tensor]], dtype: torch.dtype) -> None:
+        """Write or, where a gradient is there already, add: the one pass over gradients."""
+        buffer = self._buffer_of(dtype)
+        targets, sources = buffer.places([each for each in given if each[0].fqn not in self._written])
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif targets:
+            foreach_copy_(targets, sources)
+        for slot, grad in given:
+            if slot.fqn in self._written:
+                buffer.add(slot, grad)
+            self._written.add(slot.fqn)
+
+    def complete(self, dtype: torch.dtype) -> DBuffer:
+        """The buffer with all gradients; zeros where a parameter has none.
+
+        So ranks on which some were unused still agree on what travels.
+        """
+        self.write_kept(dtype)
+        buffer = self._buffer_of(dtype)
+        missing = [
+            piece
+            for slot in self.layout.slots
+            if slot.fqn not in self._written
+            for piece in buffer.pieces(slot)
+        ]
+        if missing:
+            foreach_zero_(missing)
+        return buffer
+
+    def hand_over(self) -> frozenset[str]:
+        """The reduction reads the buffer from here on; the names of parameters that have a gradient in it."""
+        used, self._written = frozenset(self._written), set()
+        self.buffer = None  # a gradient that comes late must not disturb what is being reduced
+        return used
+
+    def drop(self) -> None:
+        """Forget all of them (after an exception)."""
+        self.buffer = None
+        self._written, self._kept, self._made_on = set(), {}, {}
+
+    def _buffer_of(self, dtype: torch.dtype) -> DBuffer:
+        if self.buffer is None:
+            buffer = self.take_spare(self.spare.setdefault(dtype, []))
+            self.buffer = buffer or DBuffer(self.layout, self._new_flat(dtype))
+            self.buffer.allocate()
+        return self.buffer
+
+
+def _last_of(spares: list[DBuffer]) -> DBuffer | None:
+    """The default of `UnshardedGrads.take_spare`."""
+    return spares.pop() if spares else None
