@@ -46,7 +46,7 @@ def test_two_buffers_never_cost_more() -> None:
             assert sorted(names) == sorted(spec.fqn for spec in specs)
             order = {spec.fqn: place for place, spec in enumerate(specs)}
             assert all(
-                [*map(order.get, names)] == sorted(map(order.get, names))
+                [order[name] for name in names] == sorted(order[name] for name in names)
                 for names in ([slot.fqn for slot in layout.slots] for layout in layouts)
             )
             assert layouts[0].slots[0].fqn == specs[0].fqn

@@ -36,7 +36,8 @@ def _sharded(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Sequent
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, granularity={"weight": Rows(2)})
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:

@@ -60,6 +60,10 @@ def _convert(source: Path, target: Path, kind: str, **options: Any) -> None:
     assert report.outcome.published
 
 
+def _plan(source: Path, target: Path, kind: str, dry: ConvertOptions) -> None:
+    convert(open_source(str(source)), str(target), kind, dry)
+
+
 def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     """From 512 to 1,024 tensors a conversion takes on about twice the calls that it takes on from 256 to 512."""
     calls: dict[str, list[int]] = {}
@@ -94,10 +98,7 @@ def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path:
         _convert(folder / "native", folder / "dcp", "dcp")
         dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
         for source, target in (("native", "native"), ("dcp", "torch"), ("file.pt", "dcp"), ("native", "hf")):
-
-            def plan(source: str = source, target: str = target, folder: Path = folder) -> None:
-                convert(open_source(str(folder / source)), str(folder / "none"), target, dry)
-
+            plan = partial(_plan, folder / source, folder / "none", target, dry)
             calls.setdefault(f"plan {source} to {target}", []).append(_num_calls(plan))
         native, dcp = open_source(str(folder / "native")), open_source(str(folder / "dcp"))
         calls.setdefault("describe", []).append(_num_calls(lambda native=native: describe(native)))  # type: ignore[misc]
