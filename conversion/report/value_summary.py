@@ -39,14 +39,14 @@ class ValueSummary:
     """Least, largest, mean, norm and so on of the values that were added.
 
     Attributes:
-        numel, nans, infinities, zeros: how many values, and how many of each kind.
+        numel, nans, zeros: how many values, and how many of each kind.
         least, largest: of those that are finite.
         total, squares: sums of finite values and of their squares.
         bins: 2D [2, bins], magnitudes of negative and of positive values.
     """
 
     def __init__(self) -> None:
-        self.numel = self.nans = self.infinities = self.zeros = 0
+        self.numel = self.nans = self.zeros = self._num_finite = 0
         self.least, self.largest = math.inf, -math.inf
         self.total = self.squares = 0.0
         self.bins = np.zeros((2, _NUM_BINS), np.int64)
@@ -57,9 +57,8 @@ class ValueSummary:
         finite = np.isfinite(values)
         if not finite.all():
             self.nans += int(np.isnan(values).sum())
-            self.infinities = self.numel - int(self.nans) - self._finite_before - int(finite.sum())
             values = values[finite]
-        self._finite_before += values.size
+        self._num_finite += values.size
         if not values.size:
             return
         self.least = min(self.least, float(values.min()))
@@ -73,12 +72,11 @@ class ValueSummary:
         for row, chosen in ((0, values < 0), (1, values > 0)):
             self.bins[row] += np.bincount(places[chosen], minlength=_NUM_BINS)
 
-    _finite_before: int = 0
-
     def to_json(self) -> dict[str, Any]:
         """Plain values; what there is none of is left out."""
-        count = self._finite_before
-        found: dict[str, Any] = {"nan": self.nans, "inf": self.infinities, "zero": self.zeros}
+        count = self._num_finite
+        infinities = self.numel - self.nans - count
+        found: dict[str, Any] = {"nan": self.nans, "inf": infinities, "zero": self.zeros}
         if count:
             found |= {
                 "min": self.least,
