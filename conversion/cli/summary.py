@@ -25,7 +25,9 @@ def summary(report: ConvertReport) -> str:
         f"{verb} {len(report.state.views)} tensors, {format_bytes(report.plan.tensor_nbytes)}, to {report.target}",
         f"files: {len(report.plan.files)} with tensors, {len(report.plan.closing)} others",
     ]
-    if report.outcome.kept:
+    if report.outcome.published and not report.outcome.written:
+        lines.append("nothing left to do: the result is there")
+    elif report.outcome.kept:
         lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
     if not report.outcome.published and not report.dry_run:
         lines.append("not published yet: other parts are still to be written")

@@ -357,3 +357,61 @@ def test_progress_adds_up(source: str, tmp_path: Path) -> None:
     )
     assert report.outcome.kept and announced == [report.plan.tensor_nbytes]
     assert sum(done) == announced[0]
+
+
+def _state_at(step: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{i}.w": torch.full((40, 500), float(i + step)) for i in range(4)}
+
+
+@pytest.mark.parametrize("kind", ["hf", "native", "dcp", "torch", "zarr"])
+def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) -> None:
+    """Killed after the last step, journals gone: every part resumes to success, and no byte is written."""
+    for step in (1, 2):
+        dcp.save(_state_at(step), checkpoint_id=tmp_path / f"step{step}", no_dist=True)
+    out = tmp_path / "out.pt" if kind == "torch" else tmp_path / "out"
+
+    def resume(step: int, part: Part, **more: bool) -> ConvertReport:
+        chosen = ConvertOptions(
+            max_shard_bytes=100_000, run=RunOptions(resume=True, part=part, limits=LIMITS, **more)
+        )
+        return convert(open_source(str(tmp_path / f"step{step}")), str(out), kind, chosen)
+
+    assert resume(1, Part()).outcome.written
+    files = [out] if out.is_file() else sorted(file for file in out.rglob("*") if file.is_file())
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+    for part in (Part(), Part(0, 2), Part(1, 2)):
+        outcome = resume(1, part).outcome
+        assert outcome.published and not outcome.written
+    assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+    # The files of another step have the same names and sizes.
+    with pytest.raises(ConversionError, match="--overwrite to replace"):
+        resume(2, Part())
+    assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+    assert resume(2, Part(), overwrite=True).outcome.written
+    found = open_source(str(out)).tensors
+    assert found.keys() == _state_at(2).keys()
+    again = ConvertOptions(run=RunOptions(limits=LIMITS))
+    convert(open_source(str(out)), str(tmp_path / "again.pt"), "torch", again)
+    assert all(
+        bool((w == int(n.split(".")[1]) + 2).all()) for n, w in torch.load(tmp_path / "again.pt").items()
+    )
+
+
+def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """``torchrun -m vescale_fsdp.conversion`` gives every process its part; run again with --resume, it succeeds."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "vescale_fsdp.conversion",
+    ]
+    command += ["to-hf", source, str(tmp_path / "out"), "--max-shard-size", str(SHARD_BYTES), "--resume"]
+    for _ in range(2):
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert contents(tmp_path / "out") == expected
+    assert run.stdout.count("nothing left to do") == 2
