@@ -222,7 +222,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     files = [
         file for file in fsspec.filesystem("s3").ls(target, detail=False) if file.endswith(".safetensors")
     ]
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in files:
         found |= load(fsspec.filesystem("s3").cat(file))
     assert len(files) == 8 and found.keys() == tensors.keys()

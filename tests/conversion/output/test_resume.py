@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
@@ -381,8 +382,9 @@ def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) 
     before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
     for part in (Part(), Part(0, 2), Part(1, 2)):
-        outcome = resume(1, part).outcome
-        assert outcome.published and not outcome.written
+        report = resume(1, part)
+        assert report.outcome.published and not report.outcome.written
+        assert "nothing left to do" in summary(report)
     assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
 
     # The files of another step have the same names and sizes.
@@ -397,21 +399,3 @@ def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) 
     assert all(
         bool((w == int(n.split(".")[1]) + 2).all()) for n, w in torch.load(tmp_path / "again.pt").items()
     )
-
-
-def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
-    """``torchrun -m vescale_fsdp.conversion`` gives every process its part; run again with --resume, it succeeds."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "-m",
-        "vescale_fsdp.conversion",
-    ]
-    command += ["to-hf", source, str(tmp_path / "out"), "--max-shard-size", str(SHARD_BYTES), "--resume"]
-    for _ in range(2):
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        assert contents(tmp_path / "out") == expected
-    assert run.stdout.count("nothing left to do") == 2
