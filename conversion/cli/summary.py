@@ -29,7 +29,9 @@ def summary(report: ConvertReport) -> str:
         mine = report.plan.files[report.part.index :: report.part.count]
         names = some((file.name for file in mine), _MOST)
         lines.append(f"of these, part {report.part.index} of {report.part.count}, counted from 0: {names}")
-    if report.outcome.kept:
+    if report.outcome.published and not report.outcome.written:
+        lines.append("nothing left to do: the result is there")
+    elif report.outcome.kept:
         lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
     if not report.outcome.published and not report.dry_run:
         lines.append("not published yet: other parts are still to be written")

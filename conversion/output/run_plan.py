@@ -14,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile
+from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage
+from vescale_fsdp.conversion.output.compared_file import ComparedFile, OtherBytesError
 from vescale_fsdp.conversion.output.copying import Copier, CopyLimits, Progress, written_digest
-from vescale_fsdp.conversion.output.journal import Journal
+from vescale_fsdp.conversion.output.journal import Journal, is_journal
 from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.output.prove_sources import prove_rest
-from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target
+from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target, refuse_other_result
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
@@ -97,6 +98,13 @@ class Outcome:
     published: bool = False
 
 
+def _may_be_result(plan: OutputPlan, store: Storage) -> bool:
+    """Whether all files of a plan are there under their final names, those of tensors in their sizes."""
+    return all(store.size(file.name) == file.nbytes for file in plan.files) and all(
+        store.size(closing.name) is not None for closing in plan.closing
+    )
+
+
 class Execution:
     """One process's share of one plan.
 
@@ -128,7 +136,9 @@ class Execution:
             single_file=plan.single_file,
             overwrite=options.overwrite,
             resume=options.resume or options.part.count > 1,
+            is_result=lambda store: options.resume and _may_be_result(plan, store),
         )
+        self._url = url
         self._plan, self._options, self._progress = plan, options, progress
         count, fingerprint = options.part.count, plan.fingerprint()
         stems = [stem] if count == 1 else [f"{stem}part-{index}-of-{count}" for index in range(count)]
@@ -150,6 +160,8 @@ class Execution:
             return Outcome()
         if self._options.resume and self._mine.name in self._old_files and self._is_published():
             return Outcome(published=True)
+        if self._options.resume and self._mine.name not in self._old_files and self._is_done():
+            return Outcome(kept=tuple(file.name for file in self._files), published=True)
         kept, limits = self._keep_finished(), self._options.limits
         todo = [file for file in self._files if file.name not in kept]
         self._prove_room(todo)
@@ -179,6 +191,37 @@ class Execution:
         finally:
             self._store.folders.remove_empty()
         return Outcome(tuple(file.name for file in todo), tuple(kept), published)
+
+    def _is_done(self) -> bool:
+        """Whether the target has this very result: the run that made it was stopped after its last step.
+
+        Nothing but the bytes can tell, since names and sizes are the same for every step of a training: they are
+        read, and made again from the source.
+
+        Raises:
+            ConversionError: if they differ, and neither an interrupted run nor ``overwrite`` allows to replace them.
+        """
+        if not _may_be_result(self._plan, self._store):
+            return False
+
+        def create(file: FilePlan) -> FileWriter:
+            out = ComparedFile(self._store, file.name)
+            return self._plan.wrap(file.name, out) if self._plan.wrap else out
+
+        limits = self._options.limits
+        copier = Copier(limits, create, self._store.retrying, self._progress, lambda *_: None)
+        try:
+            copier.copy(self._files, in_order=self._in_order)
+            self._plan.when_written(self._store.read)
+            for closing in self._plan.closing:
+                ComparedFile(self._store, closing.name).write_at(0, [b"".join(closing.pieces())])
+        except OtherBytesError:
+            self._progress(0)
+            if self._options.overwrite or any(is_journal(name) for name in self._old_files):
+                return False
+            raise refuse_other_result(self._url) from None
+        prove_rest(self._files, limits.usable_threads)
+        return True
 
     def _prove_room(self, files: Sequence[FilePlan]) -> None:
         """Refuse what surely does not fit, before the first byte."""

@@ -13,19 +13,30 @@ old result's index goes before the first new object comes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.output.journal import is_journal
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["is_leftover", "open_target"]
+__all__ = ["is_leftover", "open_target", "refuse_other_result"]
 
 
 def open_target(
-    url: str, *, source_url: str, single_file: bool, overwrite: bool, resume: bool
+    url: str,
+    *,
+    source_url: str,
+    single_file: bool,
+    overwrite: bool,
+    resume: bool,
+    is_result: Callable[[Storage], bool],
 ) -> tuple[Storage, str, list[str]]:
     """The store a target is written to, the file's name if the target is one file, and the old files in it.
+
+    Args:
+        is_result: whether what is there may be the result of the same conversion.
 
     Raises:
         ConversionError: if the target is over, inside or around the source, of the wrong kind, or not empty
@@ -48,7 +59,7 @@ def open_target(
     files = [file for file in ours if store.size(file) is not None] if single_file else store.list_files()
     interrupted = any(is_journal(file) for file in files)
     blocking = files if not resume else [file for file in files if not is_leftover(file)]
-    if blocking and not overwrite and not (resume and interrupted):
+    if blocking and not overwrite and not (resume and interrupted) and not is_result(store):
         todo = (
             "continue the interrupted conversion with --resume, or start over with --overwrite"
             if interrupted
@@ -63,6 +74,16 @@ def is_leftover(name: str) -> bool:
     """Whether a file was left by an interrupted conversion."""
     base = name.rpartition("/")[2]
     return is_journal(name) or (base.startswith(".") and base.endswith(".partial"))
+
+
+def refuse_other_result(url: str) -> ConversionError:
+    """What is in the target has the files of this conversion, with other bytes."""
+    return _refusal(
+        url,
+        "the result of this conversion, or of one that was interrupted",
+        "that of another, or of a source that has changed",
+        "choose another target, or pass --overwrite to replace what is there",
+    )
 
 
 def _refusal(url: str, expected: str, got: str, todo: str) -> ConversionError:

@@ -196,6 +196,40 @@ def test_a_killed_upload_goes_on(s3: str, tmp_path: Path) -> None:
         assert open_store(target).read(name) == (tmp_path / "expected" / name).read_bytes()
 
 
+def test_parts_between_urls_killed_and_resumed(s3: str, tmp_path: Path) -> None:
+    """Two parts read from S3 and write to S3; one is killed in the middle, the other when all was done."""
+    tensors = {f"w{i}": torch.full((300, 500), float(i)) for i in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    source, target = f"{s3}/{tmp_path.name}/source", f"{s3}/{tmp_path.name}/target"
+    fsspec.filesystem("s3").put(str(tmp_path / "model.safetensors"), f"{source}/model.safetensors")
+    script = """
+import itertools, os, signal, sys
+from vescale_fsdp.conversion import ConvertOptions, CopyLimits, Part, RunOptions, convert, open_source
+source, out, index, moment = sys.argv[1:]
+count = itertools.count(1)
+def progress(nbytes):
+    if next(count) == int(moment):
+        os.kill(os.getpid(), signal.SIGKILL)
+run = RunOptions(resume=True, part=Part(int(index), 2), limits=CopyLimits(8 * 2**20, 1))
+convert(open_source(source), out, "hf", ConvertOptions(max_shard_bytes=700_000, run=run), progress=progress)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ends = []
+    for index, moment in (("0", "4"), ("1", "1000"), ("0", "1000"), ("1", "1000")):
+        command = [sys.executable, "-c", script, source, target, index, moment]
+        ends.append(subprocess.run(command, capture_output=True, text=True, check=False))
+    assert all(end.returncode == -signal.SIGKILL for end in ends), [end.stderr for end in ends]
+    files = [
+        file for file in fsspec.filesystem("s3").ls(target, detail=False) if file.endswith(".safetensors")
+    ]
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found |= load(fsspec.filesystem("s3").cat(file))
+    assert len(files) == 8 and found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert not any("vescale-convert" in file for file in fsspec.filesystem("s3").find(target))
+
+
 def test_a_server_that_does_not_answer_is_one_message(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client libraries raise errors of their own: they end in a sentence, as an OSError, which keeps finished
     files."""

@@ -90,13 +90,13 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
 def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
     """So do those of a plan for every target, and of what only looks, at 1,024, 2,048 and 4,096 tensors."""
     calls: dict[str, list[int]] = {}
+    dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
     for num_params in (256, 512, 1024):
         folder = tmp_path / str(num_params)
         folder.mkdir()
         torch.save(_state(num_params), folder / "file.pt")
         _convert(folder / "file.pt", folder / "native", "native")
         _convert(folder / "native", folder / "dcp", "dcp")
-        dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
         for source, target in (("native", "native"), ("dcp", "torch"), ("file.pt", "dcp"), ("native", "hf")):
             plan = partial(_plan, folder / source, folder / "none", target, dry)
             calls.setdefault(f"plan {source} to {target}", []).append(_num_calls(plan))

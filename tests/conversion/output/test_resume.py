@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
@@ -357,3 +358,44 @@ def test_progress_adds_up(source: str, tmp_path: Path) -> None:
     )
     assert report.outcome.kept and announced == [report.plan.tensor_nbytes]
     assert sum(done) == announced[0]
+
+
+def _state_at(step: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{i}.w": torch.full((40, 500), float(i + step)) for i in range(4)}
+
+
+@pytest.mark.parametrize("kind", ["hf", "native", "dcp", "torch", "zarr"])
+def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) -> None:
+    """Killed after the last step, journals gone: every part resumes to success, and no byte is written."""
+    for step in (1, 2):
+        dcp.save(_state_at(step), checkpoint_id=tmp_path / f"step{step}", no_dist=True)
+    out = tmp_path / "out.pt" if kind == "torch" else tmp_path / "out"
+
+    def resume(step: int, part: Part, **more: bool) -> ConvertReport:
+        chosen = ConvertOptions(
+            max_shard_bytes=100_000, run=RunOptions(resume=True, part=part, limits=LIMITS, **more)
+        )
+        return convert(open_source(str(tmp_path / f"step{step}")), str(out), kind, chosen)
+
+    assert resume(1, Part()).outcome.written
+    files = [out] if out.is_file() else sorted(file for file in out.rglob("*") if file.is_file())
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+    for part in (Part(), Part(0, 2), Part(1, 2)):
+        report = resume(1, part)
+        assert report.outcome.published and not report.outcome.written
+        assert "nothing left to do" in summary(report)
+    assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+
+    # The files of another step have the same names and sizes.
+    with pytest.raises(ConversionError, match="--overwrite to replace"):
+        resume(2, Part())
+    assert before == {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in files}
+    assert resume(2, Part(), overwrite=True).outcome.written
+    found = open_source(str(out)).tensors
+    assert found.keys() == _state_at(2).keys()
+    again = ConvertOptions(run=RunOptions(limits=LIMITS))
+    convert(open_source(str(out)), str(tmp_path / "again.pt"), "torch", again)
+    assert all(
+        bool((w == int(n.split(".")[1]) + 2).all()) for n, w in torch.load(tmp_path / "again.pt").items()
+    )
