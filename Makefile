@@ -4,6 +4,7 @@
 # make test-faults   every fault of saves and restores, and twenty killed ranks, of which make test meets a sample (half an
 #                    hour or more)
 # make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
+# make gpu    all that half an hour on a machine with GPUs can show: gpu_report/gpu.md and gpu.json
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make check  the gate alone: format, lint, types, import order, fast tests
 # make venv   the set-up alone: .venv with everything; a second run reuses it
@@ -36,7 +37,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv test test-torch test-faults test-stacks demo check clean
+.PHONY: venv test test-torch test-faults test-stacks gpu demo check clean
 
 venv: $(STAMP)
 
@@ -69,6 +70,9 @@ test-stacks:
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks
 
+gpu: venv
+	$(IN_VENV) tools/gpu_run.py --minutes 25 --out gpu_report
+
 demo: venv
 	$(IN_VENV) -m tools.demo
 
@@ -76,4 +80,4 @@ check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output gpu_report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
