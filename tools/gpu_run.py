@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -72,9 +73,10 @@ def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
     device = "cpu" if dry else "cuda"
     parity = ("tools.gpu.parity", "--device", device)
     few = ("--only", "accumulation") if dry else ()  # the tests try every case on the CPU
-    alone = () if dry else ("--inductor",)
-    yield Step("parity, one rank", _module(*parity, *few, *alone, *_json(out, "parity")), 240)
-    yield Step("parity, a weight changed", _module(*parity, "--only", "fp32", "--sabotage"), 60)
+    alone = ("--backend", "gloo" if dry else "nccl")
+    compiled = () if dry else ("--inductor",)
+    yield Step("parity, one rank", _module(*parity, *few, *alone, *compiled, *_json(out, "parity")), 240)
+    yield Step("parity, a weight changed", _module(*parity, *alone, "--only", "fp32", "--sabotage"), 60)
     yield Step("parity, two ranks over gloo", _ranks(2, *parity, "--backend", "gloo", *few), 120)
     if num_gpus > 1:
         yield Step("parity, all GPUs over NCCL", _ranks(num_gpus, *parity, "--backend", "nccl"), 240)
@@ -87,7 +89,9 @@ def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
         tests = _module("pytest", "-m", "gpu", "-q", "-o", "filterwarnings=default", "tests")
         yield Step("tests marked gpu", tests, 240)
         sanitized = {"TORCH_CUDA_SANITIZER": "1"}
-        yield Step("parity under the sanitizer", _module(*parity, "--only", "bf16"), 120, env=sanitized)
+        yield Step(
+            "parity under the sanitizer", _module(*parity, *alone, "--only", "bf16"), 120, env=sanitized
+        )
     yield from _figures(out, device, dry=dry)
 
 
@@ -119,20 +123,24 @@ def run(step: Step, left_s: float) -> Outcome:
         return Outcome(step, "left out", 0.0, "the budget was spent", [])
     start_s = time.monotonic()
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             step.command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **step.env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=limit_s,
+            start_new_session=True,
         )
-        state, output = "passed" if done.returncode == 0 else "failed", done.stdout
-    except subprocess.TimeoutExpired as error:
-        state, output = "out of time", (error.stdout or b"").decode(errors="replace")
     except OSError as error:
-        state, output = "failed", str(error)
+        return Outcome(step, "failed", 0.0, str(error), [])
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        state = "passed" if process.returncode == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+        output, _ = process.communicate()
+        state = "out of time"
     return Outcome(step, state, time.monotonic() - start_s, output, _rows_of(step))
 
 
