@@ -1,7 +1,7 @@
 """All that one machine with GPUs can show in half an hour, as one command that goes on after a failure.
 
     python tools/gpu_run.py --minutes 25 --out gpu_report        make gpu
-    python tools/gpu_run.py --dry --out gpu_report               the same commands on the CPU, in small
+    python tools/gpu_run.py --dry --out gpu_report               on the CPU, in small, without the steps' figures
 
     correctness   sharded training beside a plain model under every switch: one rank, two over gloo on one GPU, all
                   GPUs over NCCL; a weight changed, which must be found out; the tests marked gpu; CUDA's sanitizer
@@ -96,20 +96,19 @@ def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
 
 
 def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
-    step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
-    sizes: dict[str, tuple[str, ...]] = {"dense, 128 tokens": ("--models", "dense")}
-    if dry:
-        sizes = {"dense, 128 tokens": ("--models", "dense", "--steps", "1", "--seq", "8")}
-    else:
-        sizes["dense, 8k tokens"] = ("--models", "dense", "--rows", "4", "--seq", "2048")
-        sizes["moe"] = ("--models", "moe", "--rows", "1", "--seq", "256")
-    for name, size in sizes.items():
-        stem = name.replace(", ", "_").replace(" ", "_")
-        yield Step(f"step, {name}", (*step, *size, *_json(out, stem)), 180, proves=False)
-    flat = (sys.executable, "tools/bench/flat.py", "--models", "dense", "--steps", "1" if dry else "15")
-    yield Step("flat optimizers", (*flat, *_json(out, "flat")), 120, proves=False)
     micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"))
     yield Step("memory, alignment, staging", micro, 180, proves=False)
+    if dry:
+        return  # the benchmarks of steps take minutes on a CPU, and are run there by themselves
+    step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
+    for stem, size in {
+        "dense_128_tokens": ("--models", "dense"),
+        "dense_8k_tokens": ("--models", "dense", "--rows", "4", "--seq", "2048"),
+        "moe": ("--models", "moe", "--rows", "1", "--seq", "256"),
+    }.items():
+        yield Step(f"step, {stem}", (*step, *size, *_json(out, stem)), 180, proves=False)
+    flat = (sys.executable, "tools/bench/flat.py", "--models", "dense")
+    yield Step("flat optimizers", (*flat, *_json(out, "flat")), 120, proves=False)
 
 
 def _json(out: Path, stem: str) -> tuple[str, ...]:
