@@ -45,12 +45,10 @@ def test_a_dry_run_goes_through(tmp_path: Path) -> None:
 
     report = json.loads((tmp_path / "gpu.json").read_text())
     states = {step["step"]["name"]: step["state"] for step in report["steps"]}
-    assert set(states.values()) == {"passed"} and len(states) >= 6
+    assert set(states.values()) == {"passed"} and len(states) >= 4
     rows = {step["step"]["name"]: step["rows"] for step in report["steps"]}
     assert all(row["is_right"] for row in rows["parity, one rank"])
-    assert any(
-        row.get("rival_name") == "FSDP2" or row.get("rival") for row in rows["step, dense, 128 tokens"]
-    )
+    assert any(row.get("metric") == "stall of async_save" for row in rows["memory, alignment, staging"])
     text = (tmp_path / "gpu.md").read_text()
     assert all(f"| {name} | passed |" in text for name in states)
 
@@ -60,7 +58,7 @@ def test_a_failure_stops_nothing(tmp_path: Path) -> None:
     python = (sys.executable, "-c")
     tried = [
         (Step("fails", (*python, "print('why'); exit(3)"), 60), 60.0),
-        (Step("hangs", (*python, "import time; print('so far', flush=True); time.sleep(99)"), 60), 11.0),
+        (Step("hangs", (*python, "import time; print('so far', flush=True); time.sleep(99)"), 5), 60.0),
         (Step("is not there", (str(tmp_path / "nothing"),), 60), 60.0),
         (Step("has no time", (*python, ""), 60), 1.0),
         (Step("passes", (*python, "print('well')"), 60), 60.0),
@@ -74,7 +72,7 @@ def test_a_failure_stops_nothing(tmp_path: Path) -> None:
         True,
         True,
     ]
-    assert "| hangs | out of time | 11 |" in (tmp_path / "gpu.md").read_text()
+    assert "| hangs | out of time |" in (tmp_path / "gpu.md").read_text()
     assert all(isinstance(each, Outcome) for each in outcomes)
 
 
@@ -84,6 +82,6 @@ def test_a_gpus_run_has_all_steps(tmp_path: Path) -> None:
     proving = [step.proves for step in steps(tmp_path, dry=False, num_gpus=4)]
 
     assert proving == sorted(proving, reverse=True)
-    for word in ("a weight changed", "over gloo", "over NCCL", "marked gpu", "sanitizer", "8k tokens", "moe"):
+    for word in ("a weight changed", "over gloo", "over NCCL", "marked gpu", "sanitizer", "8k_tokens", "moe"):
         assert any(word in name for name in names)
     assert not any("NCCL" in step.name for step in steps(tmp_path, dry=False, num_gpus=1))
