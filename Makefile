@@ -4,6 +4,7 @@
 # make test-faults   every fault of saves and restores, and twenty killed ranks, of which make test meets a sample (half an
 #                    hour or more)
 # make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
+# make gpu    all that half an hour on a machine with GPUs can show: gpu_report/gpu.md and gpu.json
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
 # make docs   the site, into site/; strict: a broken link or a missing name fails
 # make release-check   wheel and sdist: built, checked, installed in a clean environment, README's example run there
@@ -38,7 +39,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: venv test test-torch test-faults test-stacks demo docs release-check check clean
+.PHONY: venv test test-torch test-faults test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -71,6 +72,9 @@ test-stacks:
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
+gpu: venv
+	$(IN_VENV) tools/gpu_run.py --minutes 25 --out gpu_report
+
 demo: venv
 	$(IN_VENV) -m tools.demo
 
@@ -88,4 +92,4 @@ check: venv
 	$(IN_VENV) tools/check.py
 
 clean:
-	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* $(STACKS_VENV) demo_output gpu_report site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,8 +65,8 @@ def train_beside_fsdp2(name: str, folder: Path) -> None:
 
 def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
     """Saved on this mesh, by DCP and natively; read on the sorted one."""
-    full = torch.arange(60.0).view(12, 5)
-    model = fully_shard(nn.Linear(5, 12, bias=False), mesh=mesh)
+    full = torch.arange(240.0).view(12, 20)
+    model = fully_shard(nn.Linear(20, 12, bias=False), mesh=mesh)
     weight = model.weight
     assert isinstance(weight, RaggedDTensor)
     start, stop = weight.piece
@@ -82,7 +82,7 @@ def save_and_read(mesh: DeviceMesh, folder: Path) -> None:
         lambda state: dcp.load(state, checkpoint_id=folder / "dcp"),
         lambda s: load(folder / "native", s),
     ):
-        target = distribute_tensor(torch.zeros(12, 5), cpu_mesh(), (RaggedShard((0,), units),))
+        target = distribute_tensor(torch.zeros(12, 20), cpu_mesh(), (RaggedShard((0,), units),))
         read({"w": target})
         assert torch.equal(target.full_tensor(), full)
 

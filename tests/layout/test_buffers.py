@@ -45,10 +45,9 @@ def test_two_buffers_never_cost_more() -> None:
             names = [slot.fqn for layout in layouts for slot in layout.slots]
             assert sorted(names) == sorted(spec.fqn for spec in specs)
             order = {spec.fqn: place for place, spec in enumerate(specs)}
-            assert all(
-                [order[name] for name in names] == sorted(order[name] for name in names)
-                for names in ([slot.fqn for slot in layout.slots] for layout in layouts)
-            )
+            for layout in layouts:
+                places = [order[slot.fqn] for slot in layout.slots]
+                assert places == sorted(places)
             assert layouts[0].slots[0].fqn == specs[0].fqn
             if len(layouts) == 1:
                 assert layouts == (whole,)

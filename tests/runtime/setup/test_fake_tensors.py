@@ -86,10 +86,10 @@ def test_memory_is_estimated() -> None:
         tracker.track_external(model, optimizer)
         with tracker:
             _train(model, optimizer, steps=1)
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    found = {kind.name if isinstance(kind, Enum) else kind: size for kind, size in peak.items()}
+    (after,), (peak,) = (tracker.get_tracker_snapshot(kind).values() for kind in ("current", "peak"))
+    found = {kind.name if isinstance(kind, Enum) else kind: size for kind, size in after.items()}
 
     share = 4 * LAYERS * WIDTH * (WIDTH + 1) // RANKS
     assert share <= found["PARAM"] < 1.1 * share
     assert 2 * share <= found["OPT"] < 2.3 * share
-    assert 2 * WIDTH * WIDTH < found["Total"] < 4 * 4 * LAYERS * WIDTH * WIDTH
+    assert found["Total"] + 2 * WIDTH * WIDTH < max(peak.values()) < 4 * 4 * LAYERS * WIDTH * WIDTH

@@ -1,0 +1,87 @@
+"""The command for GPUs, tried on the CPU: what it compares, what it makes of failures, and its reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.distributed import run_ranks
+from tools.gpu.parity import CASES, INDUCTOR, Case, compare
+from tools.gpu_run import Outcome, Step, main, run, steps, write_reports
+
+
+def every_case(device: str) -> dict[str, tuple[bool, bool]]:
+    found = {case.name: compare(case, torch.device(device)).is_right for case in CASES}
+    wrong = {case.name: compare(case, torch.device(device), sabotage=True).is_right for case in CASES[:2]}
+    return {name: (right, wrong.get(name, False)) for name, right in found.items()}
+
+
+def test_every_switch_on_two_ranks() -> None:
+    """Weights are a plain model's under every switch, and a weight that was changed is found out."""
+    found = run_ranks(2, every_case, "cpu")
+
+    assert found == [{case.name: (True, False) for case in CASES}] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, INDUCTOR], ids=lambda case: case.name)
+def test_every_switch_on_a_gpu(case: Case) -> None:
+    """The same on one GPU: streams, offloading, casts and compiled blocks are real, collectives are of one rank."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert compare(case, torch.device("cuda", 0)).is_right
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_dry_run_goes_through(tmp_path: Path) -> None:
+    """Every step of the CPU's run passes, and both reports hold all of them."""
+    assert main(["--dry", "--minutes", "5", "--out", str(tmp_path)]) == 0
+
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    states = {step["step"]["name"]: step["state"] for step in report["steps"]}
+    assert set(states.values()) == {"passed"} and len(states) >= 4
+    rows = {step["step"]["name"]: step["rows"] for step in report["steps"]}
+    assert all(row["is_right"] for row in rows["parity, one rank"])
+    assert any(row.get("metric") == "stall of async_save" for row in rows["memory, alignment, staging"])
+    text = (tmp_path / "gpu.md").read_text()
+    assert all(f"| {name} | passed |" in text for name in states)
+
+
+def test_a_failure_stops_nothing(tmp_path: Path) -> None:
+    """A step that fails, hangs, cannot start or has no time left is an outcome like any other."""
+    python = (sys.executable, "-c")
+    tried = [
+        (Step("fails", (*python, "print('why'); exit(3)"), 60), 60.0),
+        (Step("hangs", (*python, "import time; print('so far', flush=True); time.sleep(99)"), 5), 60.0),
+        (Step("is not there", (str(tmp_path / "nothing"),), 60), 60.0),
+        (Step("has no time", (*python, ""), 60), 1.0),
+        (Step("passes", (*python, "print('well')"), 60), 60.0),
+    ]
+
+    outcomes = [run(step, left_s) for step, left_s in tried]
+    write_reports(tmp_path, outcomes)
+
+    assert [each.state for each in outcomes] == ["failed", "out of time", "failed", "left out", "passed"]
+    assert [word in each.output for word, each in zip(("why", "so far"), outcomes, strict=False)] == [
+        True,
+        True,
+    ]
+    assert "| hangs | out of time |" in (tmp_path / "gpu.md").read_text()
+    assert all(isinstance(each, Outcome) for each in outcomes)
+
+
+def test_a_gpus_run_has_all_steps(tmp_path: Path) -> None:
+    """Correctness comes first, with a negative control; several GPUs add NCCL."""
+    names = [step.name for step in steps(tmp_path, dry=False, num_gpus=4)]
+    proving = [step.proves for step in steps(tmp_path, dry=False, num_gpus=4)]
+
+    assert proving == sorted(proving, reverse=True)
+    for word in ("a weight changed", "over gloo", "over NCCL", "marked gpu", "sanitizer", "8k_tokens", "moe"):
+        assert any(word in name for name in names)
+    assert not any("NCCL" in step.name for step in steps(tmp_path, dry=False, num_gpus=1))

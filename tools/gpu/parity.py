@@ -1,0 +1,240 @@
+"""Sharded training beside a plain model, under every switch of `fully_shard`, on any device and back end.
+
+    python -m tools.gpu.parity                                          one rank on the CPU
+    torchrun --nproc-per-node 2 -m tools.gpu.parity --device cuda --backend gloo      two ranks on one GPU
+    torchrun --nproc-per-node 8 -m tools.gpu.parity --device cuda --backend nccl      one rank per GPU
+
+Every rank trains on its own rows; a plain model on each trains on all of them. Weights must be equal up to the order of
+sums, and must have moved by far more than that. ``--sabotage`` changes one weight, which must be found out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from vescale_fsdp import FSDPModule, Rows, fully_shard
+from vescale_fsdp.optim import FlatOptimizer
+
+__all__ = ["CASES", "Case", "Found", "compare"]
+
+WIDTH, HIDDEN, STEPS = 64, 192, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to shard and to train."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)  # of fully_shard
+    set_up: Callable[[FSDPModule], None] | None = None
+    recompute: bool = False
+    microbatches: int = 1
+    compiled: str = ""  # a back end of torch.compile, per block
+    flat: bool = False
+    half: bool = False
+
+    @property
+    def bound(self) -> float:
+        """How far weights may be apart: rounding of sums, in bf16 of gradients."""
+        return 0.1 if self.half else 2e-5
+
+
+def _prefetch(model: FSDPModule) -> None:
+    blocks = list(model.blocks)  # type: ignore[arg-type]
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+HALF = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+CASES = (
+    Case("fp32"),
+    Case("bf16, fp32 reduction", HALF, half=True),
+    Case(
+        "bf16, bf16 reduction", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}, half=True
+    ),
+    Case("kept after the forward", {"reshard_after_forward": False}),
+    Case("by rows", {"granularity": Rows(4)}),
+    Case("recompute", recompute=True),
+    Case("accumulation", microbatches=3),
+    Case("bf16, accumulation", HALF, microbatches=3, half=True),
+    Case("prefetch lists", set_up=_prefetch),
+    Case("reduction group of its own", set_up=lambda model: model.set_separate_reduce_scatter_group(True)),
+    Case("sums instead of means", set_up=lambda model: model.set_force_sum_reduction_for_comms(True)),
+    Case("offload", {"offload_policy": CPUOffloadPolicy()}),
+    Case(
+        "bf16, offload, accumulation",
+        {**HALF, "offload_policy": CPUOffloadPolicy()},
+        microbatches=2,
+        half=True,
+    ),
+    Case("flat optimizer", flat=True),
+    Case("compiled by AOTAutograd", compiled="aot_eager"),
+)
+INDUCTOR = Case("compiled by Inductor", compiled="inductor")
+
+
+class Block(nn.Module):
+    """A normalised two-layer network with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks, and a head that the root owns."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 8)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest differences of weights: to the plain model's, and to those of the start."""
+
+    case: str
+    apart: float
+    moved: float
+    bound: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether both models did the same, and something."""
+        return self.apart <= self.bound < self.moved / 4
+
+
+def _rows(step: int, rank: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator).to(device)
+
+
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, ranks: list[int], device: torch.device
+) -> Iterator[None]:
+    """Steps on the rows of these ranks."""
+    for step in range(STEPS):
+        for micro in range(case.microbatches):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro == case.microbatches - 1)
+            for rank in ranks:
+                rows = _rows(case.microbatches * step + micro, rank, device)
+                (model(rows).float().square().mean() / len(ranks)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def compare(case: Case, device: torch.device, *, sabotage: bool = False) -> Found:
+    """Train both on all ranks of the default group; the same answer on each."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Stack(recompute=case.recompute).to(device))
+    plain, model = models
+    start = [param.detach().clone() for param in plain.parameters()]
+    mesh = init_device_mesh(device.type, (world,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **case.options)
+    assert isinstance(model, FSDPModule)
+    if case.set_up is not None:
+        case.set_up(model)
+    if case.compiled:
+        for block in model.blocks:
+            block.compile(backend=case.compiled)
+    # Adam would make much of the rounding of small gradients.
+    kind: Any = torch.optim.AdamW if case.flat else torch.optim.SGD
+    rate = 0.05 if case.flat else 2.0
+    optimizer = (
+        FlatOptimizer(kind, model.parameters(), lr=rate) if case.flat else kind(model.parameters(), lr=rate)
+    )
+    steps = _train(model, optimizer, case, [rank], device)
+    next(steps)
+    if sabotage:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+    for _ in steps:
+        pass
+    for _ in _train(plain, kind(plain.parameters(), lr=rate), case, list(range(world)), device):
+        pass
+    for module in (*model.blocks, model):
+        module.reshard()
+    apart = moved = 0.0
+    for sharded, twin, old in zip(model.parameters(), plain.parameters(), start, strict=True):
+        full = sharded.full_tensor().to(device)  # type: ignore[attr-defined]
+        apart = max(apart, (full - twin).abs().max().item())
+        moved = max(moved, (full - old).abs().max().item())
+    return Found(case.name, apart, moved, case.bound)
+
+
+@contextmanager
+def _ranks(backend: str) -> Iterator[None]:
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Command line; 0 if every case is right, or with ``--sabotage`` if every case is wrong."""
+    parser = argparse.ArgumentParser(description="sharded training beside a plain model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--only", default="", help="part of a case's name")
+    parser.add_argument("--inductor", action="store_true", help="compile blocks by Inductor, too")
+    parser.add_argument(
+        "--sabotage", action="store_true", help="change a weight: every case must be found wrong"
+    )
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    found = []
+    with _ranks(given.backend):
+        if device.type == "cuda":
+            device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        for case in (*CASES, INDUCTOR) if given.inductor else CASES:
+            if given.only in case.name and (given.backend != "gloo" or device.type == "cpu" or case.half):
+                found.append(compare(case, device, sabotage=given.sabotage))
+                if dist.get_rank() == 0:
+                    print(found[-1], flush=True)
+        if given.json and dist.get_rank() == 0:
+            given.json.write_text(json.dumps([{**vars(each), "is_right": each.is_right} for each in found]))
+    return 0 if found and all(each.is_right is not given.sabotage for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""All that one machine with GPUs can show in half an hour, as one command that goes on after a failure.
+
+    python tools/gpu_run.py --minutes 25 --out gpu_report        make gpu
+    python tools/gpu_run.py --dry --out gpu_report               on the CPU, in small, without the steps' figures
+
+    correctness   sharded training beside a plain model under every switch: one rank, two over gloo on one GPU, all
+                  GPUs over NCCL; a weight changed, which must be found out; the tests marked gpu; CUDA's sanitizer
+    figures       steps beside FSDP2's as one rank of 64 (the other ranks' data is garbage, times are right); flat
+                  optimizers; memory, alignment, staging
+
+Each step is a process of its own with a limit; what the budget has no room for is left out, and said so. After each
+step ``gpu.json`` and ``gpu.md`` are written anew. Exit code 1 if a step of correctness failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.bench.rows import machine
+
+ROOT = Path(__file__).parents[1]
+LEAST_S = 10  # with less left of the budget no step is begun
+MIRROR = "tools.gpu.mirror"  # one device that acts as many ranks: run where the checkout has it
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, how long it may take, and whether it is to show that values are right."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+    proves: bool = True
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step: ``state`` is passed, failed, out of time or left out."""
+
+    step: Step
+    state: str
+    seconds: float
+    output: str
+    rows: list[Any]
+
+
+def _module(name: str, *options: str) -> tuple[str, ...]:
+    return sys.executable, "-m", name, *options
+
+
+def _ranks(count: int, *options: str) -> tuple[str, ...]:
+    return _module("torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", *options)
+
+
+def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
+    """Correctness first, then figures, the most telling first."""
+    device = "cpu" if dry else "cuda"
+    parity = ("tools.gpu.parity", "--device", device)
+    few = ("--only", "accumulation") if dry else ()  # the tests try every case on the CPU
+    alone = ("--backend", "gloo" if dry else "nccl")
+    compiled = () if dry else ("--inductor",)
+    yield Step("parity, one rank", _module(*parity, *few, *alone, *compiled, *_json(out, "parity")), 240)
+    yield Step("parity, a weight changed", _module(*parity, *alone, "--only", "fp32", "--sabotage"), 60)
+    yield Step("parity, two ranks over gloo", _ranks(2, *parity, "--backend", "gloo", *few), 120)
+    if num_gpus > 1:
+        yield Step("parity, all GPUs over NCCL", _ranks(num_gpus, *parity, "--backend", "nccl"), 240)
+    if find_spec(MIRROR) is not None:
+        for count in (8, 64):
+            yield Step(
+                f"mirror of {count} ranks", _module(MIRROR, "--device", device, "--ranks", str(count)), 120
+            )
+    if not dry:
+        tests = _module("pytest", "-m", "gpu", "-q", "-o", "filterwarnings=default", "tests")
+        yield Step("tests marked gpu", tests, 240)
+        sanitized = {"TORCH_CUDA_SANITIZER": "1"}
+        yield Step(
+            "parity under the sanitizer", _module(*parity, *alone, "--only", "bf16"), 120, env=sanitized
+        )
+    yield from _figures(out, device, dry=dry)
+
+
+def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
+    micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"))
+    yield Step("memory, alignment, staging", micro, 180, proves=False)
+    if dry:
+        return  # the benchmarks of steps take minutes on a CPU, and are run there by themselves
+    step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
+    for stem, size in {
+        "dense_128_tokens": ("--models", "dense"),
+        "dense_8k_tokens": ("--models", "dense", "--rows", "4", "--seq", "2048"),
+        "moe": ("--models", "moe", "--rows", "1", "--seq", "256"),
+    }.items():
+        yield Step(f"step, {stem}", (*step, *size, *_json(out, stem)), 180, proves=False)
+    flat = (sys.executable, "tools/bench/flat.py", "--models", "dense")
+    yield Step("flat optimizers", (*flat, *_json(out, "flat")), 120, proves=False)
+
+
+def _json(out: Path, stem: str) -> tuple[str, ...]:
+    return "--json", str(out / f"{stem}.json")
+
+
+def run(step: Step, left_s: float) -> Outcome:
+    """Run a step within its limit and what is left of the budget; whatever happens, it has an outcome."""
+    limit_s = min(step.limit_s, left_s)
+    if left_s < LEAST_S:
+        return Outcome(step, "left out", 0.0, "the budget was spent", [])
+    start_s = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            step.command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **step.env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Outcome(step, "failed", 0.0, str(error), [])
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        state = "passed" if process.returncode == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+        output, _ = process.communicate()
+        state = "out of time"
+    return Outcome(step, state, time.monotonic() - start_s, output, _rows_of(step))
+
+
+def _rows_of(step: Step) -> list[Any]:
+    """The rows that a step wrote, were it only in part."""
+    files = [
+        Path(after)
+        for option, after in zip(step.command, step.command[1:], strict=False)
+        if option == "--json"
+    ]
+    rows: list[Any] = json.loads(files[0].read_text()) if files and files[0].exists() else []
+    return rows
+
+
+def write_reports(out: Path, outcomes: Sequence[Outcome]) -> None:
+    """``gpu.json`` with all there is, ``gpu.md`` to be read."""
+    report = {"machine": machine(), "steps": [asdict(outcome) for outcome in outcomes]}
+    (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = ["# A run on a GPU", "", f"{machine()}", "", "| step | outcome | seconds |", "|---|---|---|"]
+    lines += [f"| {each.step.name} | {each.state} | {each.seconds:.0f} |" for each in outcomes]
+    for each in outcomes:
+        tail = each.output.strip().splitlines()[-40:]
+        lines += [
+            "",
+            f"## {each.step.name}: {each.state}",
+            "",
+            "```",
+            " ".join(each.step.command),
+            *tail,
+            "```",
+        ]
+    (out / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0 if all that was to be proven was."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=25, help="the budget of all steps together")
+    parser.add_argument("--out", type=Path, default=Path("gpu_report"), help="folder of the reports")
+    parser.add_argument("--dry", action="store_true", help="on the CPU, in small, to try the command itself")
+    given = parser.parse_args(arguments)
+    if not given.dry and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device here; --dry tries the command on the CPU")
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() + 60 * given.minutes
+    outcomes: list[Outcome] = []
+    for step in steps(out, dry=given.dry, num_gpus=0 if given.dry else torch.cuda.device_count()):
+        outcomes.append(run(step, end_s - time.monotonic()))
+        write_reports(out, outcomes)
+        print(f"{step.name:<32}{outcomes[-1].state:<14}{outcomes[-1].seconds:6.0f} s", flush=True)
+    return int(any(each.step.proves and each.state != "passed" for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
