@@ -250,7 +250,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
 def test_requantised_if_both_are_said(tmp_path: Path) -> None:
     """And a pattern keeps what the default would take."""
     torch.manual_seed(6)
-    made = {}
+    made: dict[str, torch.Tensor] = {}
     for name in ("a.weight", "b.weight"):
         made |= {name: torch.randn(128, 128).to(FP8), f"{name}_scale": torch.tensor([0.5])}
     source = _folder(tmp_path / "hf", made)
