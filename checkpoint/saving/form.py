@@ -20,11 +20,10 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Commit", "Form", "RankShare", "told_if_busy"]
-
-from vescale_fsdp.checkpoint.storage.progress import Meter
 
 
 class Commit(NamedTuple):
@@ -49,6 +48,7 @@ class RankShare(NamedTuple):
         blob: its per-rank values, packed.
         replace: whether a folder that is there already may be replaced.
         every_node: whether the storage is each node's own.
+        free_bytes: the least that any rank found free before anybody wrote; None where that is not known.
         meter: is told of bytes that have been written.
     """
 
@@ -58,7 +58,23 @@ class RankShare(NamedTuple):
     blob: bytes
     replace: bool
     every_node: bool
+    free_bytes: int | None = None
     meter: Meter = Meter()
+
+    def prove_room(self, needed_bytes: int) -> None:
+        """Refuse what surely does not fit, before it is written.
+
+        Args:
+            needed_bytes: of a storage that all ranks share, of all of them, which then decide alike; else of this one.
+        """
+        if self.free_bytes is not None and needed_bytes > self.free_bytes:
+            raise CheckpointError(
+                "There is no room for this checkpoint.",
+                expected=f"{needed_bytes} bytes free",
+                got=f"{self.free_bytes}",
+                where=self.storage.where,
+                todo="remove what is not needed, or save to another disk; nothing was written",
+            )
 
 
 class Form(ABC):

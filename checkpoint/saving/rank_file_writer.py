@@ -31,6 +31,7 @@ class NativeForm(ManifestForm):
             with gc_paused():
                 manifest = plan()
                 file = RankFile(manifest, share.coordinator.rank)
+                share.prove_room(file.total_bytes if share.every_node else manifest.num_bytes)
                 image = FileImage(file, share.locals_by_name, share.blob)
             write_rank_file(share.storage, image, share.meter)
         commit = partial(

@@ -32,7 +32,6 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     Manifest,
     build_manifest,
 )
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
@@ -175,7 +174,7 @@ class Saver:
             save_id = self.save_id or agreed.save_id
 
             def plan() -> Manifest:
-                manifest = build_manifest(
+                return build_manifest(
                     agreed.classes,
                     save_id=save_id,
                     world_size=self.coordinator.world_size,
@@ -184,8 +183,6 @@ class Saver:
                     stripe_bytes=self.stripe_bytes,
                     split_bytes=None if self.every_node else self.split_bytes,
                 )
-                self._prove_room(manifest, agreed.free_bytes)
-                return manifest
 
             share = RankShare(
                 self.storage,
@@ -194,6 +191,7 @@ class Saver:
                 blob,
                 self.overwrite,
                 self.every_node,
+                agreed.free_bytes,
                 self.meter,
             )
             return self._form.write(plan, share)
@@ -201,21 +199,6 @@ class Saver:
             if claimed:
                 self._clear_away(save_id, failed)
             raise
-
-    def _prove_room(self, manifest: Manifest, free_bytes: int | None) -> None:
-        """Refuse what surely does not fit; all ranks know the least that any of them has free, and decide alike."""
-        needed_bytes = manifest.num_bytes
-        if self.every_node:  # of each node's memory every rank on it takes what it holds
-            neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            needed_bytes = RankFile(manifest, self.coordinator.rank).total_bytes * neighbours
-        if free_bytes is not None and needed_bytes > free_bytes:
-            raise CheckpointError(
-                "There is no room for this checkpoint.",
-                expected=f"{needed_bytes} bytes free",
-                got=f"{free_bytes}",
-                where=self.storage.where,
-                todo="remove what is not needed, or save to another disk; nothing was written",
-            )
 
     @property
     def _alike(self) -> dict[str, Json]:

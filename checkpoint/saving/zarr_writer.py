@@ -46,6 +46,7 @@ class ZarrForm(ManifestForm):
         with coordinator.together("planning chunks"):
             with gc_paused():
                 manifest = as_arrays(plan())
+                share.prove_room(manifest.num_bytes)
             arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
         with coordinator.together(f"writing to {storage.where}"):
             arrays.write()

@@ -64,6 +64,7 @@ class DCP(Form):
                     todo="leave them out, or save in the native form",
                 )
             state = whole_state(shards.source, "")
+            share.prove_room(shards.source.nbytes)
             output = plan_dcp_by_rank(state, partial(_boxes, shards), world_size, coordinator.rank)
         with coordinator.together(f"making {storage.where}"):
             if coordinator.rank == 0:

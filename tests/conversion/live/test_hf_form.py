@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.conversion.live.live_models import CASES, bytes_of_folder, converted, form, model, ragged, settings
 from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
-from vescale_fsdp import HuggingFace
+from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, save
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -279,3 +279,18 @@ def test_a_manager_exports_steps(tmp_path: Path) -> None:
     """Every n steps a repository beside the run's own steps, which come and go without it; behind training too."""
     settings(tmp_path)
     run_ranks(2, _export, tmp_path)
+
+
+def test_room_for_what_is_written_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own bytes are asked for: a cast model without its optimizer, however large the state."""
+    settings(tmp_path)
+    state: dict[str, Any] = {"model": {"a": torch.ones(1000)}}
+    state["optimizer"] = {"state": {"a": {"exp_avg": torch.ones(1000)}}, "param_groups": [{"lr": 0.1}]}
+    monkeypatch.setattr(LocalStorage, "free_bytes", 2000)
+    form = HuggingFace(assets=tmp_path / "assets-False", dtype="bfloat16")
+    save(tmp_path / "fits", state, format=form)
+    assert open_source(str(tmp_path / "fits")).nbytes == 2000
+    for other in (HuggingFace(assets=tmp_path / "assets-False"), DCP(), "native", "zarr"):
+        with pytest.raises(CheckpointError, match=r"no room[\s\S]*got: +2000"):
+            save(tmp_path / "not", state, format=other)
+        assert bytes_of_folder(tmp_path / "not").keys() <= {".lock"}

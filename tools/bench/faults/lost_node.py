@@ -1,7 +1,7 @@
 """A node is lost: its part from the memory of its partner, beside a restore of the same step from disk.
 
-    python tools/bench/lost_node.py                                 2 ranks, a node each, 1 GiB
-    python tools/bench/lost_node.py --megabytes 4096 --json lost_node.json
+    python tools/bench/faults/lost_node.py                                 2 ranks, a node each, 1 GiB
+    python tools/bench/faults/lost_node.py --megabytes 4096 --json lost_node.json
 
 Turn by turn: memory of rank 1's node is cleared and the step restored from what its partner holds;
 then the same step is restored from disk, whose pages are dropped first (`posix_fadvise`). Bytes read are those that the
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tools.bench.parts.shards import Settings, Shards, spawn, start_rank
 from tools.bench.rows import Row, print_table, write_json

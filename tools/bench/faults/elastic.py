@@ -1,7 +1,7 @@
 """A rank is killed: how long until the next step is done, ours in place beside a restart by torchrun.
 
-    python tools/bench_elastic.py                   3 rounds of each, in turn; a minute or two
-    python tools/bench_elastic.py --rounds 5
+    python tools/bench/faults/elastic.py               3 rounds of each, in turn; a minute or two
+    python tools/bench/faults/elastic.py --rounds 5
 
 Both train the small Llama of `examples.train` on 4 ranks, gloo, and save every step to memory. Then rank 0 is killed:
 
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from examples.corpus import Batches, read_corpus
 from examples.elastic_without_restart import Launcher
@@ -42,7 +42,7 @@ from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import CheckpointManager, RamTier, get_state_dict, set_state_dict
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 RANKS, STEPS, SEQ_LEN = 4, 400, 32
 WARM_STEPS = 6
 
@@ -125,7 +125,7 @@ def restarted(out: Path, memory: Path) -> float:
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback[0], **os.environ, **own_store}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["--max-restarts=3", "--monitor-interval=0.1", "-m", "tools.bench_elastic", "--worker"]
+    command += ["--max-restarts=3", "--monitor-interval=0.1", "-m", "tools.bench.faults.elastic", "--worker"]
     with open(out / "log", "w") as log:
         job = subprocess.Popen(
             [*command, "--out", str(out), "--memory", str(memory)],
