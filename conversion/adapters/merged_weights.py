@@ -206,8 +206,8 @@ class _Merging:
             got = f"{module}: {a.info.shape} and {b.info.shape} for {base.info.shape}"
             raise _misfit(f"matrices {(rank, cols)} and {(rows, rank)}", got, self.where)
         magnitudes = (parts["m"],) if "m" in parts else ()
-        compute = partial(_with_lora, scaling=scaling, is_transposed=is_transposed)
-        self._merge(name, (base, a, b, *magnitudes), compute, f"LoRA {scaling!r} {is_transposed}")
+        compute = partial(_with_lora, scaling=scaling, is_transposed=is_transposed, is_embedding=bool(ends))
+        self._merge(name, (base, a, b, *magnitudes), compute, f"LoRA {scaling!r} {is_transposed} {ends}")
         if "b" in parts:
             self._merge(
                 bias,
@@ -266,13 +266,14 @@ def _with_lora(
     *,
     scaling: float,
     is_transposed: bool,
+    is_embedding: bool,
 ) -> torch.Tensor:
     import torch
 
     delta = _trained(b) @ _trained(a)
     delta = (delta.T if is_transposed else delta) * scaling
     if magnitudes is None:
-        weight += delta
+        weight += delta.to(weight.dtype) if is_embedding else delta  # peft rounds twice for embeddings alone
         return weight
     rows = (weight.T if is_transposed else weight) + 1 * (delta.T if is_transposed else delta)
     norms = torch.linalg.norm(rows, dim=1).to(rows.dtype)

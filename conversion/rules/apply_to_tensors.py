@@ -147,9 +147,9 @@ class _Application:
         """Keys without a rule: under other prefixes, if there are any."""
         moved = {name: self.rules.moved(name, to_hf=self.to_hf) for name in names}
         for name, new in moved.items():
-            if self.rules.moved(new, to_hf=not self.to_hf) != name:
-                todo = "take the rules of this model, or convert without rules if its names are right"
-                self._misfits.append(self._bad(f"names of {self.rules.name}'s other side", name, todo))
+            if self.rules.is_of_other_side(name, to_hf=self.to_hf):
+                todo = "take the rules of this model, or leave --rules out if its names are those that are wanted"
+                self._misfits.append(self._bad("names that are yet to be changed", name, todo))
             else:
                 self._add(new, self.views[name], (name,))
         is_idle = self.rules.prefixes and all(name == new for name, new in moved.items())

@@ -182,6 +182,14 @@ class RuleSet:
                 return new + name.removeprefix(old)
         return name
 
+    def is_of_other_side(self, name: str, *, to_hf: bool) -> bool:
+        """Whether a key looks as keys do on the side that is made, not as on the one that is given."""
+        hf, ours = (
+            max((len(pair[side]) for pair in self.prefixes if name.startswith(pair[side])), default=0)
+            for side in (0, 1)
+        )
+        return hf > ours if to_hf else ours > hf
+
     def renamed(self, spellings: Mapping[str, str]) -> RuleSet:
         """The same rules with other names on our side.
 

@@ -261,7 +261,9 @@ _NUMPY_NUMBERS = {  # numpy's code -> the struct module's
         for size, letter in zip("1248", "bhiq" if sign == "i" else "BHIQ", strict=True)
     },
 }
-_BUILTINS: dict[str, Any] = {each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, str, bool)}
+_BUILTINS: dict[str, Any] = {
+    each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
+}
 _BUILTINS |= {"long": int, "unicode": str}  # as protocol 2 calls them
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,

@@ -131,6 +131,9 @@ class _Writer:
             self.put(item)
         self.out += b"e"
 
+    def _put_complex(self, value: complex) -> None:
+        self.put(Call(Global("builtins", "complex"), (value.real, value.imag)))
+
     def _put_set(self, items: Set[Any]) -> None:
         # Sorted: the same bytes in every process, so that an interrupted conversion goes on.
         self.put(Call(Global("builtins", type(items).__name__), (tuple(sorted(items, key=repr)),)))
@@ -224,6 +227,7 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
     bool: _Writer._put_constant,
     int: _Writer._put_int,
     float: _Writer._put_float,
+    complex: _Writer._put_complex,
     Global: _Writer._put_global,
     str: _Writer._put_str,
     bytes: _Writer._put_bytes,
