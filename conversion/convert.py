@@ -124,6 +124,9 @@ def convert(
         (1, 'dcp')
     """
     chosen = options or ConvertOptions()
+    if chosen.merge is not None:  # one matrix at a time
+        limits = replace(chosen.run.limits, threads=1)
+        chosen = replace(chosen, run=replace(chosen.run, limits=limits))
     with gc_paused():
         report = plan_conversion(source, target, kind, chosen)
         announce(report.plan.tensor_nbytes)
@@ -157,11 +160,16 @@ def plan_conversion(
             "This target is not known.", expected=tuple(TARGETS), got=kind, todo="choose one"
         )
     own = None if options.no_assets else _own_assets(source, kind)
-    assets = Assets(options.assets or own, options.include_asset)
+    assets = Assets(options.assets or own if kind != "adapter" else None, options.include_asset)
     warnings = list(source.warnings)
     tied: dict[str, str] = {}
     if kind == "hf":
+        _require_model(source)
         state = model_state(source, options.model_prefix)
+    elif kind == "adapter":
+        from vescale_fsdp.conversion.adapters.peft_folder import adapter_state
+
+        state = adapter_state(source, options.model_prefix, options.adapter_name, options.assets)
     else:
         from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
 
@@ -169,6 +177,8 @@ def plan_conversion(
         state = with_optimizer_form(state, options.optimizer)
     if options.dequantize is not None:
         state = _dequantized(state, options.dequantize, assets, source)
+    if options.merge is not None:
+        state = _merged(state, options.merge)
     if options.rules is not None:
         state = _with_rules(state, kind, options, assets.config or own_config(source.store))
     warnings += state.warnings
@@ -178,7 +188,7 @@ def plan_conversion(
         tied, denied = find_tied_twins(state.views, assets.config, is_equal)
         warnings += denied
         state = state.without(tied)
-    elif kind != "hf":
+    elif kind not in ("hf", "adapter"):
         from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 
         twins, unsaid = left_out_by(source, state.views)
@@ -212,6 +222,29 @@ def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> froz
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
     return find_quantized(infos, assets.config or own_config(source.store))
+
+
+def _require_model(source: Source) -> None:
+    """Refuse an adapter where a model is wanted: its tensors alone are none."""
+    if source.kind == "adapter":
+        raise ConversionError(
+            "This is an adapter, not a model.",
+            expected="a checkpoint of a model",
+            got="a folder of peft",
+            where=source.url,
+            todo="merge it: vescale-convert merge-adapter BASE ADAPTER OUT; or copy it: to-hf ADAPTER OUT --adapter "
+            "--assets ADAPTER",
+        )
+
+
+def _merged(state: CarriedState, url: str) -> CarriedState:
+    """The state with an adapter in its weights."""
+    from vescale_fsdp.conversion.adapters.merged_weights import merged_state
+    from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
+    from vescale_fsdp.conversion.formats.detect import open_source
+
+    adapter = open_source(url, kind="adapter")
+    return merged_state(state, adapter, PeftConfig.read(adapter.store, "pass the folder that peft saved"))
 
 
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:

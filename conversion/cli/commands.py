@@ -20,6 +20,7 @@ from vescale_fsdp.conversion.cli.options import (
     CONVERT_OPTIONS,
     GRANULARITY,
     JSON,
+    MERGE_OPTIONS,
     MODEL_PREFIX,
     SOURCE_OPTIONS,
     TARGET_OPTIONS,
@@ -284,6 +285,10 @@ def _convert(
     """Run one conversion and print what it did; ``others`` are fields of `ConvertOptions`."""
     if others["rules_to"] is not None and others["rules"] is None:
         raise click.UsageError("--rules-to needs --rules")
+    if others.pop("adapter", False):
+        target_kind = "adapter"
+    elif others.get("adapter_name") is not None:
+        raise click.UsageError("--adapter-name needs --adapter")
     if others.get("no_assets") and others["assets"] is not None:
         raise click.UsageError("--no-assets and --assets exclude each other")
     run = conversion.RunOptions(
@@ -320,5 +325,18 @@ def _add_target(kind: str) -> None:
         _convert(kind, **arguments)
 
 
-for each in TARGETS:
-    _add_target(each)
+for each, form in TARGETS.items():
+    if form.command:
+        _add_target(each)
+
+
+@cli.command("merge-adapter")
+@MERGE_OPTIONS
+@with_options(TARGET_OPTIONS["include_asset"], TARGET_OPTIONS["no_assets"])
+def merge_command(**arguments: Any) -> None:
+    """Write BASE with ADAPTER merged into it to OUT as a Hugging Face repository.
+
+    ADAPTER is a folder of peft: LoRA (rslora, DoRA, patterns of rank and alpha) or IA3. In float32 the result is, bit
+    for bit, that of peft's merge_and_unload. One matrix is held at a time.
+    """
+    _convert("hf", **arguments)

@@ -16,6 +16,7 @@ __all__ = [
     "CONVERT_OPTIONS",
     "GRANULARITY",
     "JSON",
+    "MERGE_OPTIONS",
     "MODEL_PREFIX",
     "SOURCE_OPTIONS",
     "TARGET_OPTIONS",
@@ -102,9 +103,7 @@ SOURCE_OPTIONS = with_options(
         "--step", type=click.IntRange(0), help="Which step, if SRC is the folder around a run's steps."
     ),
 )
-CONVERT_OPTIONS = with_options(
-    click.argument("src", type=Location()),
-    click.argument("out", type=Location()),
+WRITING_OPTIONS = with_options(
     SOURCE_OPTIONS,
     MODEL_PREFIX,
     click.option(
@@ -150,6 +149,15 @@ CONVERT_OPTIONS = with_options(
     JSON,
     click.option("-q", "--quiet", is_flag=True, help="Print no progress and no summary."),
 )
+CONVERT_OPTIONS = with_options(
+    click.argument("src", type=Location()), click.argument("out", type=Location()), WRITING_OPTIONS
+)
+MERGE_OPTIONS = with_options(
+    click.argument("src", metavar="BASE", type=Location()),
+    click.argument("merge", metavar="ADAPTER", type=Location()),
+    click.argument("out", type=Location()),
+    WRITING_OPTIONS,
+)
 # What some targets have beside those, by their names in the table of formats.
 TARGET_OPTIONS = {
     "prefix": click.option("--prefix", help="Put the model under this prefix; '' puts it at the root."),
@@ -164,6 +172,12 @@ TARGET_OPTIONS = {
         "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Lay out for this many ranks."
     ),
     "granularity": GRANULARITY,
+    "adapter": click.option(
+        "--adapter",
+        is_flag=True,
+        help="Write the adapter alone, as a folder of peft; --assets has its adapter_config.json.",
+    ),
+    "adapter_name": click.option("--adapter-name", help="Which adapter, if SRC holds several."),
     "no_assets": click.option(
         "--no-assets", is_flag=True, help="Take no settings files along, of SRC's own neither."
     ),

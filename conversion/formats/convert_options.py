@@ -24,6 +24,8 @@ class ConvertOptions:
         dtype: casts, as texts for `CastRules.parse`.
         dequantize: the float type that quantised weights become; None to keep their codes and scales.
         quantize: schemes for weights, as texts for `QuantizeRules.parse`; what is quantised already is refused.
+        merge: folder or URL of an adapter that is merged into the model (Hugging Face target); None for none.
+        adapter_name: which of several adapters is written (adapter target).
         include, exclude: name patterns of the result.
         optimizer: one of `OPTIMIZER_FORMS`.
         rules: key rules: a shipped set's name or a TOML file; None to keep all names.
@@ -46,6 +48,8 @@ class ConvertOptions:
     prefix: str | None = None
     dtype: Sequence[str] = ()
     dequantize: str | None = None
+    merge: str | None = None
+    adapter_name: str | None = None
     quantize: Sequence[str] = ()
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()

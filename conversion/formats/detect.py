@@ -10,6 +10,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
+from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file
 from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
 from vescale_fsdp.conversion.formats.run_steps import step_url, steps_in
 from vescale_fsdp.conversion.formats.table import FORMATS
@@ -101,6 +102,8 @@ def _refuse_incomplete(url: str, folder: Storage, error: VescaleError) -> None:
 def _detect(folder: Storage, url: str) -> str:
     files = folder.list_files()
     for kind, form in FORMATS.items():
+        if kind == "adapter" and any(map(is_weight_file, set(files) - {"adapter_model.safetensors"})):
+            continue
         if not form.is_file and any(re.fullmatch(form.file, file) for file in files):
             return kind
     if any(re.fullmatch(f"[^/]+/{FORMATS['dcp'].file}", file) for file in files):

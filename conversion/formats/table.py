@@ -37,7 +37,7 @@ class Target(NamedTuple):
     """How a format is written.
 
     Args:
-        command: the command line's name for it.
+        command: the command line's name for it; empty for what is an option of another command.
         summary: what that command does, for its help.
         plan: lists the files of a result.
         options: names of the command line's options that this target has beside those of all.
@@ -76,6 +76,8 @@ _plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_z
 _open_shards = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_shards")
 _open_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_hf_folder")
 _open_safetensors = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_safetensors")
+_open_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "open_adapter")
+_plan_adapter = lazy_function("vescale_fsdp.conversion.adapters.peft_folder", "plan_adapter")
 _open_bin = lazy_function("vescale_fsdp.conversion.formats.huggingface.read_bin", "open_bin_folder")
 _plan_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.write", "plan_hf")
 _open_ranks = lazy_function("vescale_fsdp.conversion.formats.torch_save.rank_files", "open_ranks")
@@ -112,6 +114,16 @@ FORMATS = {
             lambda state, *_: _plan_zarr(state),
         ),
     ),
+    # A model beside its adapter is the model; see `detect`.
+    "adapter": Format(
+        r"adapter_model\.safetensors",
+        lambda store, *_: _open_adapter(store),
+        Target(
+            "",
+            "Write an adapter of the model in SRC to OUT as peft would.",
+            lambda state, o, *_: _plan_adapter(state, o.assets),
+        ),
+    ),
     "shards": Format(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors", lambda store, *_: _open_shards(store)),
     "hf": Format(
         r"[^/]*\.safetensors(\.index\.json)?",
@@ -120,7 +132,7 @@ FORMATS = {
             "to-hf",
             "Write the model in SRC to OUT as a Hugging Face repository.",
             lambda state, o, assets, _: _plan_hf(list(state.views.values()), assets, o.max_shard_bytes),
-            ("include_asset", "no_assets"),
+            ("include_asset", "no_assets", "adapter", "adapter_name"),
         ),
     ),
     "bin": Format(

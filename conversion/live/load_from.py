@@ -103,7 +103,8 @@ def load_from(
 
     Args:
         source: path or URL of a Hugging Face folder, a DCP folder, per-rank files of FSDP1 or FSDP2, a torch.save
-            file, a zarr or native checkpoint.
+            file, a zarr or native checkpoint; or of peft's folder of an adapter, which fills the adapter of a model
+            that has one (a PeftModel), and leaves its base as it is.
         state: a module, or a dict such as ``{"model": model, "optimizer": optimizer, "step": 0}`` of modules, their
             optimizers, tensors, plain values and Stateful objects. Tensors may be sharded in any way. Tensors
             of modules that are on the meta device get memory.

@@ -12,6 +12,7 @@ from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.state.match import Match, match
+from vescale_fsdp.conversion.adapters.peft_names import one_adapter, trained_names
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.live.arrangement import Places, arranged
@@ -23,7 +24,7 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_stat
 from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 from vescale_fsdp.conversion.views.casting import CastRules, CastView
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
@@ -161,6 +162,7 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
         rules = CastRules.parse(texts)
         carried = carried.with_model_views(lambda views: rules.apply(views, quantized))
     places = Places(live.leaves(), tuple(live.models))
+    carried, adapter = _as_trained(carried, places)
     carried = arranged(carried, places)
     tree, names = native_tree(carried, lambda _: 0)
     views = [carried.views[name] for _, name in names]
@@ -180,7 +182,24 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
             made.mismatched[name] = (stored, held)
     made.fresh = {place: views[place] for place in made.found.fresh}
     _forgive_ties(made)
+    if adapter:  # alone: the base keeps its values
+        made.found.missing = [name for name in made.found.missing if name.rpartition("/")[2] in adapter]
     return made
+
+
+def _as_trained(carried: CarriedState, places: Places) -> tuple[CarriedState, frozenset[str]]:
+    """An adapter from a folder of peft under the names that it has in the state, and those names.
+
+    Raises:
+        ConversionError: if the state has several adapters.
+    """
+    trained = trained_names(places.split.names.values())
+    stored = {name.saved for name in trained.values()}.intersection(carried.is_model).difference(trained)
+    if not stored:
+        return carried, frozenset()
+    held = {saved: name for name, saved in one_adapter(trained, None, places.url).items()}
+    made = {held[name]: (RenamedView(carried.views[name], held[name]), name) for name in stored}
+    return carried.with_replaced(made, stored), frozenset(held.values())
 
 
 def _carried(source: Source, options: LiveOptions) -> CarriedState:

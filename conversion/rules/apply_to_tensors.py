@@ -102,8 +102,7 @@ class _Application:
             self._keep(lambda rule=rule, names=names: self._apply(rule, names))  # type: ignore[misc]
         unused = [name for name in self.views if name not in self._used and name not in let_go]
         if self.rules.keep_others:
-            for name in unused:
-                self._add(name, self.views[name], (name,))
+            self._move(unused)
         elif unused:
             todo = f"add a rule or a [[drop]], or choose among {', '.join(shipped_rules())}"
             self._misfits.append(self._bad("rules for every key", f"none for {some(unused)}", todo))
@@ -143,6 +142,19 @@ class _Application:
             f"{len(told)} that do not\n    {shown}" + (f"\n    and {more} more" if more > 0 else ""),
             "see what is said of each",
         ) from self._misfits[0]
+
+    def _move(self, names: list[str]) -> None:
+        """Keys without a rule: under other prefixes, if there are any."""
+        moved = {name: self.rules.moved(name, to_hf=self.to_hf) for name in names}
+        for name, new in moved.items():
+            if self.rules.is_of_other_side(name, to_hf=self.to_hf):
+                todo = "take the rules of this model, or leave --rules out if its names are those that are wanted"
+                self._misfits.append(self._bad("names that are yet to be changed", name, todo))
+            else:
+                self._add(new, self.views[name], (name,))
+        is_idle = self.rules.prefixes and all(name == new for name, new in moved.items())
+        if is_idle and not self.partial:
+            self._idle.append(" or ".join(pair[1 if self.to_hf else 0] for pair in self.rules.prefixes) + "*")
 
     def _refuse(self) -> None:
         for refusal in () if self.to_hf else self.rules.refusals:

@@ -176,7 +176,24 @@ class RuleSet:
     drops_ours: tuple[Drop, ...] = field(default=())
     refusals: tuple[Refusal, ...] = field(default=())
     zeros: tuple[Zeros, ...] = field(default=())
-    keep_others: bool = False  # keys that no rule matches keep their names
+    keep_others: bool = False  # keys that no rule matches keep their names, but for these
+    prefixes: tuple[tuple[str, str], ...] = field(default=())  # (hf's, ours) of whole trees of names
+
+    def moved(self, name: str, *, to_hf: bool) -> str:
+        """The name of a key that no rule matches, on the other side: under another prefix, or as it is."""
+        for hf, ours in self.prefixes:
+            old, new = (ours, hf) if to_hf else (hf, ours)
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
+
+    def is_of_other_side(self, name: str, *, to_hf: bool) -> bool:
+        """Whether a key looks as keys do on the side that is made, not as on the one that is given."""
+        hf, ours = (
+            max((len(pair[side]) for pair in self.prefixes if name.startswith(pair[side])), default=0)
+            for side in (0, 1)
+        )
+        return hf > ours if to_hf else ours > hf
 
     def renamed(self, spellings: Mapping[str, str]) -> RuleSet:
         """The same rules with other names on our side.
@@ -213,6 +230,7 @@ class RuleSet:
             (*self.refusals, *own.refusals),
             (*self.zeros, *own.zeros),
             self.keep_others or own.keep_others,
+            (*own.prefixes, *self.prefixes),
         )
 
 
@@ -261,7 +279,7 @@ def _bad(name: str, expected: str, got: object) -> ConversionError:
 def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
     if data.get("format") != _FORMAT:
         raise _bad(name, f"format = {_FORMAT}", data.get("format"))
-    known = {"format", "extends", "rename", "let", "rule", "drop", "refuse", "zeros", "keep_others"}
+    known = {"format", "extends", "rename", "let", "rule", "drop", "refuse", "zeros", "keep_others", "prefix"}
     if unknown := set(data) - known:
         raise _bad(name, f"the tables {', '.join(sorted(known))}", ", ".join(sorted(unknown)))
     drops = data.get("drop", ())
@@ -274,7 +292,10 @@ def _parse(name: str, data: Mapping[str, Any]) -> RuleSet:
         tuple(Refusal(Pattern(refuse["hf"]), str(refuse["todo"])) for refuse in data.get("refuse", ())),
         tuple(_zeros(zeros) for zeros in data.get("zeros", ())),
         bool(data.get("keep_others", False)),
+        tuple((str(prefix["hf"]), str(prefix["ours"])) for prefix in data.get("prefix", ())),
     )
+    if own.prefixes and not own.keep_others:
+        raise _bad(name, "keep_others = true beside [[prefix]], which is of keys without a rule", "false")
     base = data.get("extends")
     if base is None and "rename" not in data:
         return own

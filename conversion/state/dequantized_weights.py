@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.conversion.state.carried_state import CarriedState
@@ -90,6 +91,16 @@ class _Dequantization:
     made: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
 
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        """Of what bitsandbytes has in several tensors, their names by the weight's."""
+        found: dict[str, list[str]] = {}
+        for name in self.views:
+            weight, dot, _ = name.partition(".weight.")
+            if dot:
+                found.setdefault(f"{weight}.weight", []).append(name)
+        return found
+
     def take(self, name: str) -> None:
         """Make the weight whose codes these are, if they are codes."""
         view, module = self.views[name], name.rpartition(".")[0]
@@ -106,7 +117,7 @@ class _Dequantization:
             and f"{name.removesuffix('blocks')}scales" in self.views
         ):
             self._add_mxfp4(name, view, f"{name.removesuffix('blocks')}scales")
-        elif kind == "uint8" and f"{name}.absmax" in self.views:
+        elif kind == "uint8" and f"{name}.absmax" in self._parts.get(name, ()):
             self._add_bitsandbytes(name, view)
 
     def _add(self, weight: str, view: TensorView, used: tuple[str, ...]) -> None:
@@ -153,7 +164,7 @@ class _Dequantization:
         self._add(weight, MappedView(Permute((0, 2, 1)), (scaled,)), (name, scale))
 
     def _add_bitsandbytes(self, name: str, view: TensorView) -> None:
-        parts = tuple(n for n in self.views if n.startswith(f"{name}."))
+        parts = self._parts.get(name, [])
         state = next((n for n in parts if n.startswith(f"{name}{_BNB_STATE}")), None)
         if state is None:
             raise _misfit(view, self.views[f"{name}.absmax"], f"a tensor {name}{_BNB_STATE}nf4 beside them")

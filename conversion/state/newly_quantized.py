@@ -138,7 +138,7 @@ def newly_quantized(
             raise _bad(
                 "patterns that match a tensor", pattern, "list the names with: vescale-convert inspect SRC"
             )
-    taken = [name for name, info in infos.items() if rules.takes(info)]
+    taken = {name: None for name, info in infos.items() if rules.takes(info)}
     if not taken:
         raise _bad(_WANTED[rules.scheme], f"none among {some(infos)}", "name them: --quantize PATTERN=SCHEME")
     made: dict[str, tuple[TensorView, str]] = {}
@@ -150,7 +150,7 @@ def newly_quantized(
         for name, info in infos.items()
         if name not in taken and name.endswith(".weight") and len(info.shape) > 1
     )
-    return state.with_replaced(made, set(taken)), _config_of(rules.scheme, kept)
+    return state.with_replaced(made, taken.keys()), _config_of(rules.scheme, kept)
 
 
 def _fp8(name: str, view: TensorView) -> tuple[TensorView, TensorView]:

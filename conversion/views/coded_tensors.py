@@ -51,7 +51,7 @@ class _ComputedView(TensorView):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodedView(_ComputedView):
     """What bytes stand for, as float32.
 
@@ -102,7 +102,7 @@ class DecodedView(_ComputedView):
         return f"{self.kind} values of {self.codes.identity()}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScaledView(_ComputedView):
     """Values times the scale of their block, and perhaps times and plus a number of all.
 
@@ -167,7 +167,7 @@ class ScaledView(_ComputedView):
         return f"{self.values.identity()} times {by}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EncodedView(_ComputedView):
     """Codes, or scales, of a tensor whose last two dims are cut into whole blocks.
 

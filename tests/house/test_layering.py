@@ -57,6 +57,7 @@ LEVELS = (
         "conversion.formats.zarr",
     ),
     ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
+    ("conversion.adapters",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -222,11 +223,57 @@ STORAGE_TYPES = {  # torch's class of a storage -> type of its items
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+
+
+class _NumpyType:
+    """Stand-in for numpy's dtype: the code of a number, and the order of its bytes."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.code, self.order = code, "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = ">" if state[1] == ">" else "<"
+
+
+def _numpy_scalar(kind: Any, data: bytes) -> int | float | complex | bool:
+    """A number of numpy's as one of Python's, with the same value."""
+    letters = _NUMPY_NUMBERS.get(kind.code) if isinstance(kind, _NumpyType) else None
+    if letters is None:
+        raise pickle.UnpicklingError(f"a numpy scalar of type {getattr(kind, 'code', kind)!r}")
+    found: tuple[Any, ...] = struct.unpack(kind.order + letters, data)
+    return complex(*found) if len(found) > 1 else found[0]
+
+
+def _default_dict(*_: Any) -> dict[Any, Any]:
+    """A defaultdict as a dict: what it would make for missing keys is no value."""
+    return {}
+
+
+_NUMPY_NUMBERS = {  # numpy's code -> the struct module's
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+    "c8": "ff",
+    "c16": "dd",
+    "b1": "?",
+    **{
+        f"{sign}{size}": letter
+        for sign in "iu"
+        for size, letter in zip("1248", "bhiq" if sign == "i" else "BHIQ", strict=True)
+    },
+}
+_BUILTINS: dict[str, Any] = {
+    each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
+}
+_BUILTINS |= {"long": int, "unicode": str}  # as protocol 2 calls them
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
+    ("collections", "defaultdict"): _default_dict,
     ("_codecs", "encode"): _encode,
-    ("builtins", "set"): set,
+    ("numpy", "dtype"): _NumpyType,
+    **{(module, "scalar"): _numpy_scalar for module in ("numpy.core.multiarray", "numpy._core.multiarray")},
+    **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in _BUILTINS.items()},
 }
 _TORCH_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", dtype.torch_name): dtype for dtype in DTYPES if dtype.torch_name},

@@ -8,7 +8,7 @@ storage records of the archive around the pickle. Protocol 2 opcodes, as torch.s
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ class _Writer:
     def _refused(self, kind: type) -> ConversionError:
         return ConversionError(
             "A value cannot be written in this format.",
-            expected="numbers, strings, bytes, lists, tuples and dicts",
+            expected="numbers, strings, bytes, lists, tuples, sets and dicts",
             got=f"{kind.__module__}.{kind.__qualname__}",
             where=self._where,
             todo="leave the value out with --exclude",
@@ -130,6 +130,13 @@ class _Writer:
         for item in items:
             self.put(item)
         self.out += b"e"
+
+    def _put_complex(self, value: complex) -> None:
+        self.put(Call(Global("builtins", "complex"), (value.real, value.imag)))
+
+    def _put_set(self, items: Set[Any]) -> None:
+        # Sorted: the same bytes in every process, so that an interrupted conversion goes on.
+        self.put(Call(Global("builtins", type(items).__name__), (tuple(sorted(items, key=repr)),)))
 
     def _put_mapping(self, mapping: Mapping[Any, Any]) -> None:
         self.out += b"}("
@@ -227,12 +234,15 @@ _OPCODES_OF: dict[type, Callable[[_Writer, Any], None]] = {
     bool: _Writer._put_constant,
     int: _Writer._put_int,
     float: _Writer._put_float,
+    complex: _Writer._put_complex,
     Global: _Writer._put_global,
     str: _Writer._put_str,
     bytes: _Writer._put_bytes,
     tuple: _Writer._put_tuple,
     list: _Writer._put_list,
     dict: _Writer._put_mapping,
+    set: _Writer._put_set,
+    frozenset: _Writer._put_set,
     Call: _Writer._put_call,
     New: _Writer._put_instance,
     TensorOut: _Writer._put_tensor,

@@ -138,8 +138,9 @@ FLAGS = {
     "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
 }
 CONVERT = (
-    "--assets --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
-    "--model-prefix --overwrite --part --quiet --resume --rules --rules-to --step --threads --trust-pickle"
+    "--assets --dequantize --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
+    "--model-prefix --overwrite --part --quantize --quiet --resume --rules --rules-to --step --threads "
+    "--trust-pickle"
 )
 STATE = "--optimizer --prefix"
 
@@ -148,7 +149,8 @@ def test_flags_are_these() -> None:
     """A new command or flag needs an edit here: each is a promise to people's scripts."""
     expected = {name: flags.split() for name, flags in FLAGS.items()}
     for name, more in {
-        "to-hf": "--include-asset --no-assets",
+        "to-hf": "--adapter --adapter-name --include-asset --no-assets",
+        "merge-adapter": "--include-asset --no-assets",
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,

@@ -312,8 +312,8 @@ def test_torch_file_damage(tmp_path: Path) -> None:
 
 def test_values_that_are_no_data_are_refused(tmp_path: Path) -> None:
     """A trusted value that is an object cannot be written: the error names it and its type."""
-    torch.save({"w": torch.randn(2), "bad": {1, 2}}, tmp_path / "a.pt")
+    torch.save({"w": torch.randn(2), "bad": Path("x")}, tmp_path / "a.pt")
     source = open_source(str(tmp_path / "a.pt"), trust_pickle=True)
-    with pytest.raises(ConversionError, match=r"set(.|\n)*--exclude"):
+    with pytest.raises(ConversionError, match=r"Path(.|\n)*--exclude"):
         convert(source, str(tmp_path / "b.pt"), "torch")
     assert not (tmp_path / "b.pt").exists()

@@ -130,11 +130,13 @@ def test_shipped_rules_invert(tmp_path: Path, name: str) -> None:
                         else (24, 24)
                     )
                     tensors[key] = torch.randn(shape)
+    tensors |= {f"{hf}0.weight": torch.randn(24, 24) for hf, _ in rules.prefixes}
     source = hf_folder(tmp_path / "hf", tensors)
     convert_in_parts(source, tmp_path / "ours.pt", "torch", rules=name)
     ours = torch.load(tmp_path / "ours.pt", weights_only=True)
     made = [p for rule in rules.rules for p in rule.ours] + [zeros.ours for zeros in rules.zeros]
-    assert len(ours) == sum((2 if "l" in p.names else 1) for p in made)
+    assert len(ours) == sum((2 if "l" in p.names else 1) for p in made) + len(rules.prefixes)
+    assert all(f"{prefix}0.weight" in ours for _, prefix in rules.prefixes)
     for zeros in rules.zeros:
         assert same_bytes(ours[zeros.ours.fill({"l": 1})], torch.zeros(3))
     convert_in_parts(tmp_path / "ours.pt", tmp_path / "back", "hf", rules=name, assets=str(source))

@@ -1,0 +1,258 @@
+"""Adapters: merged by the formulas of peft, exported from training states, loaded into sharded models and back.
+
+peft itself is asked in tests/stacks/test_peft_folders.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.support.distributed import run_ranks
+from tests.support.dtype_zoo import same_bytes
+from vescale_fsdp import fully_shard, load_from
+from vescale_fsdp.checkpoint import save
+from vescale_fsdp.conversion.cli.commands import cli
+from vescale_fsdp.conversion.convert import ConvertOptions, convert
+from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.errors import ConversionError
+
+ROOT = "base_model.model."
+LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q", "up"]}
+
+
+def _base(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {
+        "emb.weight": (31, 24),
+        "l.0.q.weight": (24, 24),
+        "l.0.q.bias": (24,),
+        "l.1.up.weight": (40, 24),
+    }
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def _adapter(path: Path, shapes: dict[str, tuple[int, ...]], **config: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    path.mkdir()
+    save_file({ROOT + name: tensor for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(LORA | config))
+    return tensors
+
+
+def _pair(module: str, rank: int, rows: int, cols: int) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.lora_A.weight": (rank, cols), f"{module}.lora_B.weight": (rows, rank)}
+
+
+def _merge(tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
+    args = [
+        "merge-adapter",
+        str(tmp_path / "base"),
+        str(tmp_path / "adapter"),
+        str(tmp_path / "out"),
+        *options,
+    ]
+    result = CliRunner().invoke(cli, args, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "config.json").exists()
+    return load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("is_rank_stabilised", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora(tmp_path: Path, dtype: torch.dtype, is_rank_stabilised: bool) -> None:
+    """Ranks and alphas by pattern; whole weights that were trained beside; all else as it was."""
+    base = _base(tmp_path / "base", dtype)
+    shapes = _pair("l.0.q", 2, 24, 24) | _pair("l.1.up", 4, 40, 24) | {"emb.weight": (31, 24)}
+    patterns = {"rank_pattern": {"0.q": 2}, "alpha_pattern": {"l.1.up": 9}, "use_rslora": is_rank_stabilised}
+    adapter = _adapter(tmp_path / "adapter", shapes, **patterns)
+    found = _merge(tmp_path)
+    assert found.keys() == base.keys() and same_bytes(found["l.0.q.bias"], base["l.0.q.bias"])
+    assert same_bytes(found["emb.weight"], adapter["emb.weight"].to(dtype))
+    for module, alpha, rank in (("l.0.q", 6, 2), ("l.1.up", 9, 4)):
+        expected = base[f"{module}.weight"].clone()
+        a, b = adapter[f"{module}.lora_A.weight"], adapter[f"{module}.lora_B.weight"]
+        expected += (b @ a) * (alpha / (math.sqrt(rank) if is_rank_stabilised else rank))
+        assert same_bytes(found[f"{module}.weight"], expected)
+        assert not torch.equal(expected, base[f"{module}.weight"])
+
+
+def test_dora_and_transposed_weights(tmp_path: Path) -> None:
+    """Rows of the sum get their magnitudes; Conv1D keeps weights as [in, out]."""
+    base = _base(tmp_path / "base")
+    shapes = _pair("l.1.up", 4, 24, 40) | {"l.1.up.lora_magnitude_vector": (24,)}
+    adapter = _adapter(tmp_path / "adapter", shapes, use_dora=True, fan_in_fan_out=True)
+    found = _merge(tmp_path)["l.1.up.weight"]
+    weight, delta = (
+        base["l.1.up.weight"],
+        (adapter["l.1.up.lora_B.weight"] @ adapter["l.1.up.lora_A.weight"]).T * 1.5,
+    )
+    norms = torch.linalg.norm(weight.T + delta.T, dim=1)
+    factors = (adapter["l.1.up.lora_magnitude_vector"] / norms).view(1, -1)
+    assert same_bytes(found, factors * (weight + delta))
+
+
+def test_embeddings_and_ia3(tmp_path: Path) -> None:
+    """A LoRA of an embedding is the other way round; IA3 scales what comes in, or goes out with its bias."""
+    base = _base(tmp_path / "base")
+    adapter = _adapter(
+        tmp_path / "adapter", {"emb.lora_embedding_A": (4, 31), "emb.lora_embedding_B": (24, 4)}
+    )
+    delta = (adapter["emb.lora_embedding_B"] @ adapter["emb.lora_embedding_A"]).T * 1.5
+    assert same_bytes(_merge(tmp_path)["emb.weight"], base["emb.weight"] + delta)
+
+    (tmp_path / "adapter").rename(tmp_path / "before")
+    shapes = {"l.0.q.ia3_l": (24, 1), "l.1.up.ia3_l": (1, 24)}
+    adapter = _adapter(tmp_path / "adapter", shapes, peft_type="IA3")
+    found = _merge(tmp_path, "--overwrite")
+    assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] * adapter["l.0.q.ia3_l"])
+    assert same_bytes(found["l.0.q.bias"], base["l.0.q.bias"] * adapter["l.0.q.ia3_l"].view(-1))
+    assert same_bytes(found["l.1.up.weight"], base["l.1.up.weight"] * adapter["l.1.up.ia3_l"])
+
+
+def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
+    """By parts, the second of which finds the first done: the bytes of one run."""
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 24, 24) | _pair("l.1.up", 4, 40, 24))
+    whole = _merge(tmp_path)
+    for part in ("0/2", "0/2", "1/2"):
+        args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "parts"))]
+        more = ("--max-shard-size", "3000", "--part", part, "--resume")
+        assert CliRunner().invoke(cli, [*args, *more], catch_exceptions=False).exit_code == 0
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert len(files) > 2 and all(same_bytes(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "told"),
+    [
+        (_pair("l.9.q", 4, 24, 24), {}, r"a base with l\.9\.q\.weight"),
+        (_pair("l.0.q", 3, 24, 24), {}, r"matrices \(4, 24\)"),
+        (_pair("l.0.q", 4, 24, 40), {}, r"l\.0\.q: \(4, 40\)"),
+        ({"l.0.q.lora_A.weight": (4, 24)}, {}, "A and B"),
+        (_pair("l.0.q", 4, 24, 24), {"use_dora": True}, "A and B and magnitudes"),
+        ({"l.0.q.bias": (25,)}, {}, r"l\.0\.q\.bias of shape \(24,\)"),
+        ({"l.0.q.token_adapter.trainable_tokens_delta": (2, 2)}, {}, "token_adapter"),
+        (_pair("l.0.q", 4, 24, 24), {"peft_type": "LOHA"}, "peft_type LOHA"),
+        (_pair("l.0.q", 4, 24, 24), {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        (_pair("l.0.q", 4, 24, 24), {"target_parameters": ["experts.w"]}, "target_parameters"),
+        (_pair("l.0.q", 4, 24, 24), {"r": "four"}, "cannot be read"),
+        ({"l.0.q.ia3_l": (7, 1)}, {"peft_type": "IA3"}, r"factors \(24, 1\)"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, shapes: Any, config: Any, told: str) -> None:
+    """Before a byte is written."""
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "adapter", shapes, **config)
+    with pytest.raises(ConversionError, match=told):
+        convert(
+            open_source(str(tmp_path / "base")),
+            str(tmp_path / "out"),
+            "hf",
+            ConvertOptions(merge=str(tmp_path / "adapter")),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+class _Lora(nn.Module):
+    """A layer with two adapters under the names that peft gives them."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(24, 24)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(24, 4, bias=False) for name in names})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(4, 24, bias=False) for name in names})
+
+
+def _wrapped(*names: str) -> nn.Module:
+    model, inner = nn.Module(), nn.Module()
+    inner.model = nn.Module()
+    inner.model.q = _Lora(names or ("default",))
+    model.base_model = inner
+    return model
+
+
+def test_export(tmp_path: Path) -> None:
+    """The adapter of a training state alone, its config beside it; of several the one that is named."""
+    assets = tmp_path / "assets"
+    expected = _adapter(assets, _pair("q", 4, 24, 24))
+    for names in (("default",), ("a", "b")):
+        model = _wrapped(*names)
+        for name in names:
+            model.base_model.model.q.lora_A[name].weight.data = expected["q.lora_A.weight"] * (name != "b")
+            model.base_model.model.q.lora_B[name].weight.data = expected["q.lora_B.weight"]
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / names[0], no_dist=True)
+        args = ["to-hf", str(tmp_path / names[0]), str(tmp_path / f"out-{names[0]}"), "--adapter"]
+        more = ["--adapter-name", "a"] if "a" in names else []
+        refused = CliRunner().invoke(cli, [*args, *more])
+        assert "needs its adapter_config.json" in str(refused.exception)
+        if more:
+            refused = CliRunner().invoke(cli, [*args, "--assets", str(assets)])
+            assert "several adapters" in str(refused.exception)
+        assert CliRunner().invoke(cli, [*args, *more, "--assets", str(assets)]).exit_code == 0
+        out = tmp_path / f"out-{names[0]}"
+        assert sorted(file.name for file in out.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+        assert (out / "adapter_config.json").read_bytes() == (assets / "adapter_config.json").read_bytes()
+        found = load_file(out / "adapter_model.safetensors")
+        assert found.keys() == {ROOT + name for name in expected}
+        assert all(same_bytes(found[ROOT + name], tensor) for name, tensor in expected.items())
+
+
+def test_export_with_the_config_of_another(tmp_path: Path) -> None:
+    """A rank that the matrices do not have; and an adapter is no model."""
+    _adapter(tmp_path / "adapter", _pair("q", 4, 24, 24))
+    _adapter(tmp_path / "other", _pair("q", 8, 24, 24), r=8)
+    source = open_source(str(tmp_path / "adapter"))
+    assert source.kind == "adapter"
+    options = ConvertOptions(assets=str(tmp_path / "other"))
+    with pytest.raises(ConversionError, match=r"rank 4, as base_model(.|\n)*rank 8"):
+        convert(source, str(tmp_path / "out"), "adapter", options)
+    with pytest.raises(ConversionError, match=r"an adapter, not a model(.|\n)*merge-adapter"):
+        convert(source, str(tmp_path / "out"), "hf")
+
+
+def _load_and_save(folder: str, out: str) -> list[float]:
+    model = _wrapped()
+    before = model.base_model.model.q.base_layer.weight.detach().clone()
+    fully_shard(model)
+    report = load_from(folder, model)
+    assert report.missing == () and report.unexpected == ()
+    save(out, {"model": model})
+    layer = model.base_model.model.q
+    kept = torch.equal(layer.base_layer.weight.full_tensor(), before)
+    return [layer.lora_B["default"].weight.full_tensor().sum().item(), float(kept)]
+
+
+def test_into_a_sharded_model_and_back(tmp_path: Path) -> None:
+    """load_from of a folder, a native checkpoint of all, the folder again; and of an adapter made native."""
+    expected = _adapter(tmp_path / "adapter", _pair("q", 4, 24, 24))
+    convert(open_source(str(tmp_path / "adapter")), str(tmp_path / "native"), "native")
+    for name in ("adapter", "native"):
+        found = run_ranks(2, _load_and_save, str(tmp_path / name), str(tmp_path / f"run-{name}"))
+        total = expected["q.lora_B.weight"].sum().item()
+        assert all(rank == [pytest.approx(total, abs=1e-4), 1.0] for rank in found)
+        options = ConvertOptions(assets=str(tmp_path / "adapter"))
+        convert(
+            open_source(str(tmp_path / f"run-{name}")), str(tmp_path / f"back-{name}"), "adapter", options
+        )
+        back = load_file(tmp_path / f"back-{name}" / "adapter_model.safetensors")
+        assert back.keys() == {ROOT + each for each in expected}
+        assert all(same_bytes(back[ROOT + each], tensor) for each, tensor in expected.items())

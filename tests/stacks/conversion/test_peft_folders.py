@@ -1,0 +1,98 @@
+"""Adapters that peft wrote: merged to the bits of its merge_and_unload, and exported to the bits of its save."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
+
+
+def _llama() -> Any:
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=97, num_key_value_heads=2, attention_bias=True, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=16))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "patterns": (
+        _llama,
+        LoraConfig(
+            r=5,
+            lora_alpha=7,
+            target_modules=["q_proj", "down_proj"],
+            rank_pattern={"q_proj": 3, "layers.1.mlp.down_proj": 2},
+            alpha_pattern={"^model.layers.0.self_attn.q_proj": 11},
+        ),
+    ),
+    "rslora": (
+        _llama,
+        LoraConfig(r=5, use_rslora=True, target_modules="all-linear", modules_to_save=["lm_head"]),
+    ),
+    "dora": (_llama, LoraConfig(r=4, use_dora=True, target_modules=["v_proj", "embed_tokens"])),
+    "embeddings": (_llama, LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])),
+    "lora_bias": (_llama, LoraConfig(r=4, lora_bias=True, target_modules=["q_proj"])),
+    "biases": (_llama, LoraConfig(r=4, bias="all", target_modules=["q_proj"])),
+    "ia3": (_llama, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "conv1d": (_gpt2, LoraConfig(r=4, fan_in_fan_out=True, target_modules=["c_attn", "mlp.c_proj"])),
+    "conv1d dora": (_gpt2, LoraConfig(r=4, use_dora=True, fan_in_fan_out=True, target_modules=["c_attn"])),
+    "conv1d ia3": (
+        _gpt2,
+        IA3Config(
+            target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"], fan_in_fan_out=True
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_merge_and_export(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    """Every tensor of both folders."""
+    make, config = CASES[case]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
+    model.save_pretrained(base)
+    model = get_peft_model(model, copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(adapter)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+
+    convert(
+        open_source(str(tmp_path / "dcp")), str(tmp_path / "out"), "adapter", ConvertOptions(assets=adapter)
+    )
+    saved = load_file(f"{adapter}/adapter_model.safetensors")
+    # peft adds an embedding that it did not train, in case the caller made it larger.
+    saved = {name: tensor for name, tensor in saved.items() if not name.endswith(".base_layer.weight")}
+    _equal(saved, load_file(tmp_path / "out" / "adapter_model.safetensors"))
+
+    fresh = type(model.get_base_model()).from_pretrained(base, dtype=dtype)
+    PeftModel.from_pretrained(fresh, adapter).merge_and_unload().save_pretrained(tmp_path / "expected")
+    convert(open_source(base), str(tmp_path / "merged"), "hf", ConvertOptions(merge=adapter))
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    _equal(load_file(tmp_path / "expected" / "model.safetensors"), found)
+    before = load_file(f"{base}/model.safetensors")
+    assert any(not torch.equal(before[name], found[name]) for name in found)
+
+
+def _equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
