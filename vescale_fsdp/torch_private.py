@@ -136,6 +136,7 @@ __all__ = [
 # torch 2.11-2.13: its states are noted under the function that its decorator has wrapped.
 _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
+_LOCAL: Any = vars(DTensor)["_local_tensor"]  # the slot, for which a ragged tensor has a dearer property
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
@@ -250,7 +251,7 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor without an autograd node (``to_local`` adds one); a plain tensor is its own."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return _LOCAL.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -296,8 +297,7 @@ def gloo_group(
     assert world is not None
     members = list(numbers) if store is None else []
     where = _world.pg_map[world][1] if store is None else store
-    # Any: newer torch has a type of its own for names, and another list of arguments.
-    make: Any = _new_process_group_helper
+    make: Any = _new_process_group_helper  # newer torch has a type of its own for names, and other arguments
     group, _ = make(
         len(numbers), rank, members, dist.Backend("gloo"), where, group_name=name, timeout=timeout
     )

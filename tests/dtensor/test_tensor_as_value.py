@@ -7,6 +7,7 @@ import importlib
 import io
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -120,6 +121,35 @@ def test_pieces_without_memory_are_told_apart() -> None:
     for every in run_ranks(2, all_told_apart):
         assert all(all(found) for _, found in every)
         assert every[1][0] > 2 and every[2][0] > 2
+
+
+def asked_in_a_step() -> tuple[int, int]:
+    """How often a step asks for pieces by the property, which costs more than the slot; and who asks once."""
+    model = models.shard(models.build(), mesh=cpu_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    torchs = vars(RaggedDTensor)["_local_tensor"]
+    asked: list[int] = []
+
+    def ask(self: RaggedDTensor) -> torch.Tensor:
+        asked.append(1)
+        return torchs.fget(self)  # type: ignore[no-any-return]
+
+    def step() -> int:
+        models.loss_of(model, models.batch(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return len(asked)
+
+    step()  # which makes the optimizer's state
+    with mock.patch.object(RaggedDTensor, "_local_tensor", property(ask, torchs.fset)):
+        in_a_step = step()
+        assert next(model.parameters())._local_tensor is not None
+    return in_a_step, len(asked) - in_a_step
+
+
+def test_steps_take_pieces_from_the_slot() -> None:
+    """What the property does for accelerate costs a step nothing."""
+    assert run_ranks(2, asked_in_a_step) == [(0, 1)] * 2
 
 
 def copies() -> None:

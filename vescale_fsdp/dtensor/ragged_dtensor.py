@@ -63,13 +63,12 @@ __all__ = [
 
 
 _torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
+_slot_of: Any = _torchs_local.__get__
 
 
-def _told_apart_by_address(local: torch.Tensor) -> bool:
-    """Whether a piece has no address, and the caller's caller hands optimizers a model's parameters by theirs."""
+def _is_asked_by_accelerate() -> bool:
+    """Whether the caller's caller hands optimizers a model's parameters by their address."""
     # accelerate (1.15) asks the optimizer's for ``_local_tensor.data_ptr()`` and the model's for ``data_ptr()``.
-    if local.numel() and not local.is_meta:
-        return False
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "accelerate"
 
 
@@ -250,14 +249,16 @@ class RaggedDTensor(DTensor):
         """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
         if takes_address_for_memory():
             return 0
-        local = _torchs_local.__get__(self)
-        return id(self) if _told_apart_by_address(local) else local.data_ptr()
+        local = _slot_of(self)
+        if (local.numel() and not local.is_meta) or not _is_asked_by_accelerate():
+            return local.data_ptr()
+        return id(self)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        # torch's attribute; accelerate, who wants an address alone, gets what has one
-        local = _torchs_local.__get__(self)
-        return self if _told_apart_by_address(local) else local
+        # torch's attribute, asked for many times a step; accelerate, who wants an address alone, gets what has one
+        local = _slot_of(self)
+        return local if (local.numel() and not local.is_meta) or not _is_asked_by_accelerate() else self
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:

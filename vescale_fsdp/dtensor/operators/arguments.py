@@ -155,7 +155,7 @@ def localise(func: torch._ops.OpOverload, value: Any, like: RaggedDTensor) -> An
         return value
     if isinstance(value, RaggedDTensor):
         _check_same_cut(func, value._spec, like._spec)
-        return value._local_tensor
+        return local_of(value)
     if isinstance(value, DTensor):
         if value.ndim == 0 or is_partial(value):
             value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
@@ -215,6 +215,6 @@ def wrap_result(func: torch._ops.OpOverload, result: Any, like: RaggedDTensor) -
         return type(result)(wrap_result(func, value, like) for value in result)
     if not isinstance(result, torch.Tensor):
         return result
-    if result.shape != like._local_tensor.shape:
+    if result.shape != local_of(like).shape:
         raise refuse(func, like._spec, "its result has another shape than the tensor")
     return RaggedDTensor.wrap(result, spec_with(like._spec, dtype=result.dtype), layout_ref=like.layout_ref)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import MisuseError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, mesh_of_info
 from vescale_fsdp.torch_private import ShardPlacementResult
@@ -62,7 +62,8 @@ class PlacementWishes:
         """What the function says of one parameter.
 
         Raises:
-            PlacementError: if that is nothing it can say, or another mesh for the same ranks.
+            MisuseError: if that is nothing it can say.
+            PlacementError: for another mesh of the same ranks.
         """
         wanted = self._function(param) if self._function is not None else None
         info, placement = None, wanted
@@ -73,7 +74,7 @@ class PlacementWishes:
             return Wish(data, placement)
         if placement is None or (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
             return Wish(data)
-        raise PlacementError(
+        raise MisuseError(
             "shard_placement_fn returned a placement that cannot be used.",
             expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {data.num_shards} units, "
             "or a ShardPlacementResult of one of them",
