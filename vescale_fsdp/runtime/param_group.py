@@ -297,11 +297,12 @@ class ParamGroup:
             param.set_on_modules(param.unsharded)
         self.state = GroupState.UNSHARDED
 
-    def reshard(self, *, keep_part: bool = False) -> None:
+    def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
         """Free the full buffer and hand the sharded parameters back. The caller orders the streams.
 
         Args:
             keep_part: keep this rank's part over the smaller group, for the gather of the backward.
+            frees: False: `free_full` follows.
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
         if self.state is GroupState.UNSHARDED:
@@ -311,8 +312,8 @@ class ParamGroup:
             if keep_part and self.comm.part_size is not None and self.full is not None:
                 start, stop = self._part_range()
                 self._part = self.full.flat[start:stop].clone()
-            if not self.keeps_full:
-                self._free_full()
+            if frees:
+                self.free_full()
             self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
             if replaced:
                 refuse_replaced(replaced)
@@ -333,9 +334,10 @@ class ParamGroup:
         """Have the full buffer made anew at the next gather."""
         self.full = None
 
-    def _free_full(self) -> None:
-        assert self.full is not None
-        self.full.free()
+    def free_full(self) -> None:
+        """Give back the memory of the full buffer, unless it is to stay."""
+        if self.full is not None and not self.keeps_full:
+            self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
 
