@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from unittest import mock
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tools.bench.memory import POLICIES, Case, measure
-from tools.bench.parts.simulated_accelerator import DecoderShape, MemoryUse, fake_group
+from tools.bench.memory import POLICIES, Case, measure, stepped_in_backward
+from tools.bench.parts.simulated_accelerator import Decoder, DecoderShape, MemoryUse, fake_group
+from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 
@@ -55,6 +57,17 @@ def test_peaks_in_fp32_are_not_above(name: str, dtypes: str) -> None:
     """Nor with fp32 travelling."""
     live, pools = ratios(name, dtypes)
     assert live <= 1.001 and pools <= 1.05
+
+
+def test_steps_in_the_backward_take_less() -> None:
+    """Reduced gradients of all units but one are gone."""
+    case, policy = CASES["blocks"], POLICIES["bf16"]
+    usual = measure(case, ours=True, policy=policy)
+    stepped = measure(case, ours=True, policy=policy, optimizer=stepped_in_backward)
+    unit = sum(
+        numel_of(param.shape) for param in Decoder(replace(case.shape, num_layers=1)).layers.parameters()
+    )
+    assert usual.peak - stepped.peak >= 0.9 * 4 * unit / 16
 
 
 def test_gradients_written_at_once_are_seen() -> None:

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -39,6 +40,7 @@ from tools.bench.parts.simulated_accelerator import (
 )
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp import fully_shard
+from vescale_fsdp.optim import FlatOptimizer
 
 WORLD_SIZE = 64
 GIB = 2**30
@@ -76,8 +78,15 @@ TARGETS = {
 }
 
 
-def measure(case: Case, *, ours: bool, policy: MixedPrecisionPolicy, narrow: bool = True) -> MemoryUse:
-    """Memory of one rank that trains the case."""
+def measure(
+    case: Case,
+    *,
+    ours: bool,
+    policy: MixedPrecisionPolicy,
+    narrow: bool = True,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> MemoryUse:
+    """Memory of one rank that trains the case; the optimizer is AdamW by default."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     function = cast(Callable[..., Any], fully_shard if ours else torch_fully_shard)
 
@@ -91,7 +100,14 @@ def measure(case: Case, *, ours: bool, policy: MixedPrecisionPolicy, narrow: boo
         if ours:
             sharded.set_narrow_reduction(narrow)
 
-    return simulated_training(case.shape, shard, tokens=case.tokens)
+    return simulated_training(case.shape, shard, tokens=case.tokens, optimizer=optimizer)
+
+
+def stepped_in_backward(model: nn.Module) -> torch.optim.Optimizer:
+    """Our flat AdamW, each unit of it behind the unit's reduction."""
+    optimizer = FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-4, foreach=True)
+    optimizer.step_in_backward(model)
+    return optimizer
 
 
 def rows_of(name: str, dtypes: str) -> list[Row]:
@@ -106,6 +122,18 @@ def rows_of(name: str, dtypes: str) -> list[Row]:
         Row(title, "sum of pools", "GiB", mine.reserved / GIB, theirs.reserved / GIB, "FSDP2", pools),
     ]
     if dtypes == "bf16":
+        stepped = measure(case, ours=True, policy=policy, optimizer=stepped_in_backward)
+        rows.append(
+            Row(
+                title,
+                "live peak, steps in backward",
+                "GiB",
+                stepped.peak / GIB,
+                theirs.peak / GIB,
+                "FSDP2",
+                live,
+            )
+        )
         theirs = measure(case, ours=False, policy=ROUNDED)
         rival = "FSDP2, bf16 sums"
         rows += [

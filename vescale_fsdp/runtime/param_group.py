@@ -103,6 +103,9 @@ class ParamGroup:
         self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.on_delivery: Callable[[list[nn.Parameter]], None] | None = (
+            None  # an optimizer that steps at once
+        )
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
         self.zeros_unused = False  # whether what no rank used gets gradients of zeros
@@ -422,6 +425,8 @@ class ParamGroup:
         for param in given:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
+        if self.on_delivery is not None and given:
+            self.on_delivery([param.sharded for param in given])
 
     def take_used(self) -> list[bool] | None:
         """Which parameters this rank has used since it was asked last; None if gradients are not delivered yet."""
@@ -447,7 +452,7 @@ class ParamGroup:
             return shard
         host = self._room_on_host(shard)
         # The host may read it only once it is there: at once if somebody reads at once, else at the end.
-        read_at_once = any(
+        read_at_once = self.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
         )
