@@ -117,12 +117,12 @@ class CastView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.views.rounding import cast_array
+        from vescale_fsdp.views.rounding import cast_into
 
         source = self.inner.info.dtype
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
-        out[...] = cast_array(raw, source, self.dtype)
+        cast_into(raw, source, out, self.dtype)
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return self.inner.sources()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 from torch.distributed.fsdp import fully_shard as fully_shard_2
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import same_bytes
+from tests.support.s3_server import Weather, bucket_client, s3_server
 from vescale_fsdp import Rows, fully_shard, load_from
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.dcp.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -27,6 +35,7 @@ SOURCES = {
     "dcp": True,
     "flat_dcp": True,
     "ranks": True,
+    "fsdp1": True,
     "native": True,
     "zarr": True,
     "whole.pt": True,
@@ -34,6 +43,7 @@ SOURCES = {
     "hf": False,
     "bin": False,
 }
+RANK_FILES = ("ranks", "fsdp1")  # a model and an optimizer, and nothing beside them
 TARGETS = ("ours", "rows", "fsdp2", "plain", "meta", "meta_fsdp2", "meta_plain", "columns")
 
 
@@ -118,6 +128,7 @@ def _save_all(folder: Path) -> None:
         rank = dist.get_rank()
         torch.save(model.state_dict(), folder / "ranks" / f"pytorch_model_fsdp_rank{rank}.bin")
         torch.save(optimizer.state_dict(), folder / "ranks" / f"optimizer_0_rank{rank}.bin")
+    _save_fsdp1(folder / "fsdp1")
     if dist.get_rank() == 0:
         torch.save(full, folder / "whole.pt")
         numbered = {"net": whole.state_dict(), "optimizer": whole_optimizer.state_dict(), "epoch": 3}
@@ -127,6 +138,26 @@ def _save_all(folder: Path) -> None:
         save_file(once, folder / "hf" / "model.safetensors")
         (folder / "bin").mkdir()
         torch.save(once, folder / "bin" / "pytorch_model.bin")
+
+
+def _save_fsdp1(folder: Path) -> None:
+    """Rank files of ShardedTensors, trained by FSDP1 itself."""
+    torch.manual_seed(5)
+    model = FullyShardedDataParallel(Tied(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = _optimizer(model.module, 0.25)
+    model(torch.arange(11)).sum().backward()
+    optimizer.step()
+    sharded = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    folder.mkdir(exist_ok=True)
+    with (
+        FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *sharded),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # ShardedTensor is on its way out
+        rank = dist.get_rank()
+        torch.save(model.state_dict(), folder / f"pytorch_model_fsdp_rank{rank}.bin")
+        moments = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        torch.save(moments, folder / f"optimizer_0_rank{rank}.bin")
 
 
 def _full(value: Any) -> torch.Tensor:
@@ -176,7 +207,7 @@ def _load_all(folder: Path) -> list[str]:
             if kind == "columns":
                 state = _columns(expected)
                 wanted = {"model": state["model"]} if not has_optimizer else state
-                load_from(folder / source, wanted, strict=source != "ranks")
+                load_from(folder / source, wanted, strict=source not in RANK_FILES)
                 found = wanted
             else:
                 model = _sharded(kind)
@@ -186,13 +217,13 @@ def _load_all(folder: Path) -> list[str]:
                 optimizer = _optimizer(model, 7.0)
                 if has_optimizer:
                     wanted = {"model": model, "optimizer": optimizer, "epoch": 0}
-                    load_from(folder / source, wanted, strict=source != "ranks")
+                    load_from(folder / source, wanted, strict=source not in RANK_FILES)
                     state = wanted
                 found = _state_of(model, optimizer) | {"epoch": state["epoch"]}
                 if model.head.weight is not model.embed.weight:
                     problems.append(f"{source} -> {kind}: untied")
             chosen = expected if has_optimizer else {"model": expected["model"]}
-            if source == "ranks":
+            if source in RANK_FILES:
                 chosen = {key: value for key, value in chosen.items() if key != "epoch"}
             found = {key: found[key] for key in chosen}
             problems += [f"{source} -> {kind}: {text}" for text in _differences(found, chosen)]
@@ -209,9 +240,37 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_pair(saved: Path, ranks: int) -> None:
-    """9 sources, 8 targets: ragged by element and by rows, Shard(0) and Shard(1), plain, on the meta device."""
+    """10 sources, 8 targets: ragged by element and by rows, Shard(0) and Shard(1), plain, on the meta device."""
     for problems in run_ranks(ranks, _load_all, saved):
         assert problems == []
+
+
+def _load_from_a_bucket(endpoint: str) -> list[str]:
+    settings = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_ENDPOINT_URL": endpoint}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**settings, "AWS_DEFAULT_REGION": "us-east-1"}.items():
+            patch.setenv(name, value)
+        expected = _state_of(*_trained())
+        problems = []
+        for source in ("hf", "dcp", "native", "fsdp1"):
+            model = _sharded("rows")
+            load_from(f"s3://bucket/{source}", model)
+            found = {"model": model.state_dict()}
+            problems += [f"{source}: {text}" for text in _differences(found, {"model": expected["model"]})]
+    return problems
+
+
+def test_a_bucket(saved: Path) -> None:
+    """The same from an object store, by ranges."""
+    weather = Weather()
+    with s3_server(weather) as endpoint:
+        client = bucket_client(endpoint)
+        for path in saved.rglob("*"):
+            if path.is_file():
+                client.upload_file(str(path), "bucket", str(path.relative_to(saved)))
+        weather.calm_down()
+        assert run_ranks(2, _load_from_a_bucket, endpoint) == [[], []]
+        assert any(asked for method, _, asked in weather.requests if method == "GET")
 
 
 def test_a_difference_is_seen(saved: Path) -> None:
