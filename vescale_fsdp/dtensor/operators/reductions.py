@@ -199,7 +199,9 @@ def _local_norms(
 ) -> list[torch.Tensor]:
     """`_local_norm` of pieces of one dtype, in one kernel for all that are not empty."""
     found = iter(foreach_norm_of([piece for piece in pieces if piece.numel()], order, dtype))
-    return [next(found) if piece.numel() else _local_norm(piece, order, dtype) for piece in pieces]
+    empty = next((piece for piece in pieces if not piece.numel()), None)
+    of_nothing = None if empty is None else _local_norm(empty, order, dtype)
+    return [next(found) if piece.numel() or of_nothing is None else of_nothing for piece in pieces]
 
 
 def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
