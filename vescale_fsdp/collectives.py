@@ -87,6 +87,9 @@ _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough fo
 _RECEIVED_BYTES = (
     128 << 20
 )  # on an accelerator, that wait to be summed at most: two pieces of slices of all ranks
+_ALIGN_NUMEL = (
+    64  # pieces start at multiples of so many elements, so that copies of them are as fast as of the whole
+)
 _MESSAGE_TAG = 0x5E4D  # of single messages
 _SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
 
@@ -233,7 +236,8 @@ def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessG
     """
     size, numel = group.size(), shard.numel()
     received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 2))
-    piece_numel = max(1, received_bytes // (2 * size * full.element_size()))
+    piece_numel = received_bytes // (2 * size * full.element_size())
+    piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
     slices = full.view(size, numel)
     rooms = [full.new_empty(size, min(piece_numel, numel)) for _ in range(2 if numel > piece_numel else 1)]
     pieces = [(start, min(start + piece_numel, numel)) for start in range(0, numel, piece_numel)]

@@ -2,7 +2,7 @@
 
     python tools/bench/step.py                                 2 gloo ranks, dense and MoE
     python tools/bench/step.py --ranks 4 --models moe --json step.json
-    python tools/bench/step.py --shapes                        step time on many other shapes (bench_shapes.py)
+    python tools/bench/step.py --shapes                        step time on many other shapes (parts/step_shapes.py)
     python tools/bench/step.py --fake-world 64                 one process as one rank of 64: its copies and its
                                                                memory; gathers and reductions move nothing
     python tools/bench/step.py --device cuda                   NCCL over the GPUs there are (with --fake-world 64:
@@ -48,9 +48,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.llama import Llama, LlamaShape
 from examples.moe import GroupedMoE, MoEShape
+from tools.bench.parts.step_shapes import CASES as SHAPES
+from tools.bench.parts.step_shapes import time_case
 from tools.bench.rows import Row, print_table, write_json
-from tools.bench.shapes import CASES as SHAPES
-from tools.bench.shapes import time_case
 from vescale_fsdp import fully_shard
 
 RIVALS = ("ours", "fsdp2", "ddp")
@@ -410,7 +410,7 @@ def shapes_rank(rank: int, settings: Settings) -> None:
 
 
 def bench_shapes(settings: Settings) -> list[Row]:
-    """Step times of the shapes of `tools.bench.shapes`."""
+    """Step times of the shapes of `tools.bench.parts.step_shapes`."""
     seconds = launch(settings, shapes_rank).seconds
     rows = []
     for case in SHAPES:

@@ -143,6 +143,7 @@ def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:
     new.zeros_unused = old.zeros_unused
     new.requires_all_reduce = old.requires_all_reduce
     new.all_reduce_hook = old.all_reduce_hook
+    new.on_delivery = old.on_delivery
     new.comm.divide_factor = old.comm.divide_factor
     new.comm.force_sum = old.comm.force_sum
     new.comm.narrow = old.comm.narrow

@@ -20,23 +20,27 @@ and checkpoints of the one load into the other.
     no parameter has a gradient                         left alone
     some have none                                      split for good: their step counts differ from now on
     parameters moved (`.to()`, `assign=True`), loaded   made anew from the state of its parameters
+
+`FlatOptimizer.step_in_backward` steps a unit's runs behind its reduction, so that few gradients are there at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 from vescale_fsdp.optim.state_loading import copy_state
 from vescale_fsdp.optim.structured_optimizer import evaluated
+from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import foreach_copy_, local_of, spec_of, storage_id
 
 __all__ = ["FlatOptimizer"]
@@ -148,8 +152,43 @@ class FlatOptimizer(torch.optim.Optimizer):
             What the closure returned, or None.
         """
         loss = evaluated(closure)
-        self._split_by_gradients()
-        runs = self._current_runs()
+        self._step_runs(None)
+        return loss
+
+    def step_in_backward(self, model: nn.Module) -> None:
+        """Step each unit inside the backward from now on, as soon as its gradients are reduced, and forget these.
+
+        So gradients of one unit at most are there beside weights and state; `step` has only those parameters left that
+        are not sharded, and is still called. What must see all gradients before any parameter moves cannot be had:
+        clipping by their norm, scaling of losses, sums over several backwards other than under ``no_sync``.
+
+        Args:
+            model: sharded; parameters of it that this optimizer does not have are left alone.
+        """
+        states = {state for module in model.modules() if (state := state_of(module)) is not None}
+        if not states:
+            raise MisuseError(
+                "The model is not sharded.",
+                expected="a model that fully_shard was called on",
+                got=type(model).__name__,
+                where="FlatOptimizer.step_in_backward",
+            )
+        for state in states:
+            for group in state.groups:
+                group.on_delivery = self._step_delivered
+
+    @torch.no_grad()
+    def _step_delivered(self, params: list[nn.Parameter]) -> None:
+        mine: set[torch.Tensor] = set(self._params()).intersection(params)
+        if mine:
+            self._step_runs(mine)
+        for param in mine:
+            param.grad = None
+
+    def _step_runs(self, only: set[torch.Tensor] | None) -> None:
+        """Step the runs of these parameters, or all."""
+        self._split_by_gradients(_runs_of(self._runs or (), only))
+        runs = _runs_of(self._current_runs(only), only)
         assert self._inner is not None
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({name: value for name, value in outer.items() if name != "params"})
@@ -161,22 +200,21 @@ class FlatOptimizer(torch.optim.Optimizer):
         anew = [self._show(run) for run in runs]
         if any(anew):
             self._order_state()
-        return loss
 
     # -- runs -----------------------------------------------------------------------------------------
 
-    def _split_by_gradients(self) -> None:
+    def _split_by_gradients(self, runs: Sequence[_FlatRun]) -> None:
         """Parameters left out of a step others take part in go their own way from now on."""
-        for number, run in enumerate(self._runs or ()):
+        for number, run in enumerate(runs):
             missing = [param for param in run.params if param.grad is None]
             if missing and len(missing) < len(run.params):
                 left_out = 1 + max(self._histories.values(), default=0) + number
                 self._histories.update(dict.fromkeys(missing, left_out))
                 self._runs = None
 
-    def _current_runs(self) -> list[_FlatRun]:
-        """The runs, made anew where parameters are no longer where they were."""
-        if self._runs is not None and all(_lies_as_before(run) for run in self._runs):
+    def _current_runs(self, only: set[torch.Tensor] | None = None) -> list[_FlatRun]:
+        """The runs, made anew where parameters (those that are to be stepped) are no longer where they were."""
+        if self._runs is not None and all(_lies_as_before(run) for run in _runs_of(self._runs, only)):
             return self._runs
         for param in self._params():
             if self._runs is None and param.grad is None:  # before any step: left out from the start
@@ -258,6 +296,11 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for group in self.param_groups for param in group["params"])
+
+
+def _runs_of(runs: Sequence[_FlatRun], params: set[torch.Tensor] | None) -> list[_FlatRun]:
+    """Those of the runs that have one of these parameters; all, if none are named."""
+    return [run for run in runs if params is None or not params.isdisjoint(run.params)]
 
 
 def _per_element(name: str, value: Any) -> bool:

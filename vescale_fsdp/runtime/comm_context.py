@@ -59,9 +59,11 @@ class CommContext:
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
         self._kept: DBuffer | None = None  # the one of them that still has its memory
         self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
-        self._waits_for_event = (
-            False  # gathers do not wait for the compute stream: a user's event says enough
-        )
+        self._ahead: set[ParamGroup] = set()  # gathered, and nobody has waited for them
+        self._lingering: list[
+            ParamGroup
+        ] = []  # sharded again, with full buffers that still have their memory
+        self._waits_for_event = False  # gathers wait for a user's event, and not for the compute stream
 
     # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
     @cached_property
@@ -109,9 +111,12 @@ class CommContext:
                 for group in groups:
                     group.allocate_full()
             self.wait_for_compute()
+        if any(group in self._lingering for group in groups):
+            self.free_lingering()
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
+                    self._ahead.add(group)
                     settle(group)
                 group.unshard()
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
@@ -119,6 +124,16 @@ class CommContext:
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
         self._note_host_copy(self.gather_stream, groups)
+        self.free_lingering()
+
+    def free_lingering(self) -> None:
+        """Free what `reshard` has left; later gathers wait until the compute stream is done with it."""
+        lingering, self._lingering = self._lingering, []
+        if lingering:
+            with outside_modes():
+                for group in lingering:
+                    group.free_full()
+            self.wait_for_compute()
 
     def wait(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
@@ -127,6 +142,7 @@ class CommContext:
                 with outside_modes():
                     self.settle([group])
                     group.hand_over()
+                self._ahead.discard(group)
 
     def settle(self, groups: Sequence[ParamGroup]) -> None:
         """See to it that gathers under way have read their shards before the compute stream goes on."""
@@ -136,14 +152,28 @@ class CommContext:
             elif self.streams is not None and group.gathered is not None:
                 self.streams.current().wait_event(group.gathered)
 
-    def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
-        """Free full parameters; the next gather waits until the compute stream is done with them."""
+    def reshard(
+        self, groups: Sequence[ParamGroup], *, keep_part: bool = False, lingers: bool = False
+    ) -> None:
+        """Free full parameters; the next gather waits until the compute stream is done with them.
+
+        Args:
+            groups: of a unit.
+            keep_part: see `ParamGroup.reshard`.
+            lingers: where no unit is gathered ahead, let memory go behind the start of the next gather. That one then
+                runs beside the compute that uses this unit, as one ahead does, and takes as much memory.
+        """
         self.wait(groups)
+        self.free_lingering()
         if all(group.state is GroupState.SHARDED for group in groups):
             return
+        stays = lingers and self.streams is not None and not self._ahead
         with outside_modes():
             for group in groups:
-                group.reshard(keep_part=keep_part)
+                group.reshard(keep_part=keep_part, frees=not stays)
+        if stays:
+            self._lingering = list(groups)
+            return
         # Here, not at the next gather: another stream may compute as well, and free what it has used before then.
         self.wait_for_compute()
 

@@ -309,8 +309,7 @@ class FSDPState:
         if self._methods_running or not self._entered:
             return
         self._entered.clear()
-        if not self.stays_gathered and not self._schedule().in_backward:
-            self.comm.reshard(self.groups, keep_part=True)
+        self._schedule().leave_forward(self, reshards=not self.stays_gathered)
 
     @property
     def stays_gathered(self) -> bool:

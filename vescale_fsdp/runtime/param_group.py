@@ -104,6 +104,9 @@ class ParamGroup:
         self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
         self.requires_all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.on_delivery: Callable[[list[nn.Parameter]], None] | None = (
+            None  # an optimizer that steps at once
+        )
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
         self.zeros_unused = False  # whether what no rank used gets gradients of zeros
@@ -298,11 +301,12 @@ class ParamGroup:
             param.set_on_modules(param.unsharded)
         self.state = GroupState.UNSHARDED
 
-    def reshard(self, *, keep_part: bool = False) -> None:
+    def reshard(self, *, keep_part: bool = False, frees: bool = True) -> None:
         """Free the full buffer and hand the sharded parameters back. The caller orders the streams.
 
         Args:
             keep_part: keep this rank's part over the smaller group, for the gather of the backward.
+            frees: False: `free_full` follows.
         """
         assert self.state not in (GroupState.GATHERING, GroupState.GATHERED), "a gather is waited for first"
         if self.state is GroupState.UNSHARDED:
@@ -312,8 +316,8 @@ class ParamGroup:
             if keep_part and self.comm.part_size is not None and self.full is not None:
                 start, stop = self._part_range()
                 self._part = self.full.flat[start:stop].clone()
-            if not self.keeps_full:
-                self._free_full()
+            if frees:
+                self.free_full()
             self.state = GroupState.SHARDED if self._part is None else GroupState.PARTLY_SHARDED
             if replaced:
                 refuse_replaced(replaced)
@@ -334,9 +338,10 @@ class ParamGroup:
         """Have the full buffer made anew at the next gather."""
         self.full = None
 
-    def _free_full(self) -> None:
-        assert self.full is not None
-        self.full.free()
+    def free_full(self) -> None:
+        """Give back the memory of the full buffer, unless it is to stay."""
+        if self.full is not None and not self.keeps_full:
+            self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
 
@@ -421,6 +426,8 @@ class ParamGroup:
         for param in given:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
+        if self.on_delivery is not None and given:
+            self.on_delivery([param.sharded for param in given])
 
     def take_used(self) -> list[bool] | None:
         """Which parameters this rank has used since it was asked last; None if gradients are not delivered yet."""
@@ -446,7 +453,7 @@ class ParamGroup:
             return shard
         host = self._room_on_host(shard)
         # The host may read it only once it is there: at once if somebody reads at once, else at the end.
-        read_at_once = any(
+        read_at_once = self.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
         )

@@ -9,14 +9,15 @@ collectives themselves run on the process groups' own streams)::
                c           | compute 3       | compute 2 ..
                r                             | reduce 3 ..       1 reduction in flight at most
 
-The next unit is gathered while the current one computes: in the forward by the order of the previous
-iteration (or the user's list), in the backward by the reverse of this forward's order. How streams wait for each
-other is `CommContext`'s affair.
+The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
+that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
+units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -66,9 +67,11 @@ class Schedule:
         self.is_last_backward = True
         self.finalizes_by_hand = False  # the user calls `finalize_backward`
         self._unfinalized = False  # and has not yet, since the last backward
-        self._order: list[Unit] = []  # of this forward
-        self._previous_order: list[Unit] = []  # of the forward before
-        self._guessed: set[Unit] = set()  # gathered because they came next in the previous order
+        self._order: list[Unit] = []  # in which units began this forward
+        self._through: list[Unit] = []  # in which they ended it
+        self._begun: set[Unit] = set()  # their backward
+        self._successors: dict[Unit, Unit] = {}  # what began next in the last forward that had the unit
+        self._guessed: set[Unit] = set()  # gathered because they are successors
 
     def gather(self, unit: Unit) -> bool:
         """Start the all-gathers of a unit; False if they are under way or done."""
@@ -96,9 +99,12 @@ class Schedule:
         for unit in self._guessed:  # and did not run: out of date as well
             self.comm.reshard(unit.groups)
         self._guessed.clear()
-        if self._order:
-            self._previous_order = self._order
-        self._order = []
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        """This forward is a past one, of which remains what followed what."""
+        self._successors.update(pairwise(self._order))
+        self._order, self._through = [], []
 
     def enter_forward(self, unit: Unit) -> None:
         """A unit starts its forward: gather it, and the unit that comes next."""
@@ -106,6 +112,9 @@ class Schedule:
         self.wait(unit)
         self._guessed.discard(unit)
         if not self.in_backward:
+            for wrong in self._guessed:  # this forward takes another way; they would be one buffer too many
+                self.comm.reshard(wrong.groups)
+            self._guessed.clear()
             for following in self._next_in_forward(unit):
                 with profiled("FSDP::forward_prefetch for ", following.label):
                     if self.gather(following) and unit.forward_prefetch is None:
@@ -113,10 +122,21 @@ class Schedule:
             if unit not in self._order:
                 self._order.append(unit)
 
+    def leave_forward(self, unit: Unit, *, reshards: bool) -> None:
+        """A unit's forward is through."""
+        if self.in_backward:  # recomputed: its backward follows
+            return
+        if unit in self._through:
+            self._through.remove(unit)
+        self._through.append(unit)
+        if reshards:
+            self.comm.reshard(unit.groups, keep_part=True, lingers=True)
+
     def end_forward(self) -> None:
         """The root's forward ends: units of which it ran only some modules are through as well."""
         for unit in self.units:
             unit.finish_forward()
+        self.comm.free_lingering()
         # What was gathered ahead may be used later, or never; the caller may change the parameters now.
         self.comm.settle([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
@@ -125,12 +145,10 @@ class Schedule:
     def _next_in_forward(self, unit: Unit) -> Sequence[Unit]:
         if unit.forward_prefetch is not None:
             return unit.forward_prefetch
-        position = len(self._order)
-        order = self._previous_order
-        # Only where this forward has followed the last one so far: a wrong guess would gather in vain.
-        if position + 1 < len(order) and order[position] is unit and unit not in self._order:
-            return order[position + 1 : position + 2]
-        return ()
+        following = self._successors.get(unit)
+        if following is None or unit in self._order or following in self._order:
+            return ()
+        return (following,)
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -139,6 +157,7 @@ class Schedule:
         if not self.in_backward:
             self.in_backward = True
             autograd_engine_callback(self._end_backward)
+        self._begun.add(unit)
         if unit.unshard_in_backward:
             self.gather(unit)
             self.wait(unit)
@@ -164,10 +183,10 @@ class Schedule:
     def _next_in_backward(self, unit: Unit) -> Sequence[Unit]:
         if unit.backward_prefetch is not None:
             return unit.backward_prefetch
-        if unit not in self._order:
+        if unit not in self._through:
             return ()
-        position = self._order.index(unit)
-        return self._order[position - 1 : position] if position else ()
+        before = reversed(self._through[: self._through.index(unit)])
+        return tuple(islice((each for each in before if each not in self._begun), 1))
 
     def set_finalizes_by_hand(self, enabled: bool) -> None:
         """Who calls `finalize_backward`: the user, or the end of every backward."""
@@ -181,6 +200,7 @@ class Schedule:
 
     def _end_backward(self) -> None:
         self.in_backward = False
+        self._begun.clear()
         self._unfinalized = self.finalizes_by_hand
         if not self.finalizes_by_hand:
             self.finalize_backward()
@@ -197,8 +217,8 @@ class Schedule:
                 unit.end_backward(is_last=is_last)
                 # A gather nobody waited for must not read a shard that the optimizer is about to write.
                 self.comm.wait(unit.groups)
-        if is_last and self._order:
-            self._previous_order, self._order = self._order, []
+        if is_last:
+            self._forget_order()
         self._unfinalized = False
         return GradientReductionHandle(self.comm, self._tell_used())
 
@@ -224,5 +244,6 @@ class Schedule:
                 group.drop_grads()
             self.comm.reshard(unit.groups)
         self.in_backward = self._unfinalized = False
-        self._order = []
+        self._order, self._through = [], []
+        self._begun.clear()
         self._guessed.clear()

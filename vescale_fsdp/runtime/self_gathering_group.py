@@ -90,9 +90,11 @@ class SelfGatheringGroup(ParamGroup):
         for hooked in self._hooked:
             hooked.finish_gather(self.compute_dtype)
 
-    def _free_full(self) -> None:
-        for hooked in self._hooked:
-            hooked.free()
+    def free_full(self) -> None:
+        """Give back all memory of full parameters."""
+        if not self.keeps_full:
+            for hooked in self._hooked:
+                hooked.free()
 
 
 class _SelfGatheringParam:

@@ -25,9 +25,9 @@ class RemembersTheLastFree(CommContext):
 
     last: Any = None
 
-    def reshard(self, groups: Sequence[ParamGroup], *, keep_part: bool = False) -> None:
+    def reshard(self, groups: Sequence[ParamGroup], **options: bool) -> None:
         with mock.patch.object(self, "wait_for_compute"):
-            super().reshard(groups, keep_part=keep_part)
+            super().reshard(groups, **options)
         self.last = self.streams.current().record_event()  # type: ignore[union-attr]
 
     def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:

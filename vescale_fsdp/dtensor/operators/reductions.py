@@ -14,7 +14,7 @@ right, and so clipping costs one collective for all gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from vescale_fsdp.dtensor.operators.arguments import bind, first_ragged, is_part
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec
 from vescale_fsdp.layout.geometry import numel_of
-from vescale_fsdp.torch_private import NormPartial
+from vescale_fsdp.torch_private import NormPartial, foreach_norm_of
 
 __all__ = ["TOTALS", "all_close", "equal", "foreach_norm", "reduction"]
 
@@ -194,6 +194,16 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
     return torch.full((), 0.0 if order > 0 else math.inf, dtype=dtype or local.dtype, device=local.device)
 
 
+def _local_norms(
+    pieces: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """`_local_norm` of pieces of one dtype, in one kernel for all that are not empty."""
+    found = iter(foreach_norm_of([piece for piece in pieces if piece.numel()], order, dtype))
+    empty = next((piece for piece in pieces if not piece.numel()), None)
+    of_nothing = None if empty is None else _local_norm(empty, order, dtype)
+    return [next(found) if piece.numel() or of_nothing is None else of_nothing for piece in pieces]
+
+
 def _norm_of_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
     """The norm of a whole from the norms of its parts: [num_parts, ..] -> [..]."""
     if order == 0:
@@ -247,7 +257,7 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     home = first_ragged(tensors)
     for indices in together.values():
-        own = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices])
+        own = torch.stack(_local_norms([tensors[i]._local_tensor for i in indices], order, dtype))
         whole = _norm_of_norms(_gather_answers(own, tensors[indices[0]]), order).unbind()
         assert home is not None
         first = _replicated(whole[0], home)

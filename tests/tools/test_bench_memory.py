@@ -1,0 +1,90 @@
+"""Peak memory of the accelerator branch, simulated: below FSDP2's, and above it where gradients are not kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tools.bench.memory import POLICIES, Case, measure, stepped_in_backward
+from tools.bench.parts.simulated_accelerator import Decoder, DecoderShape, MemoryUse, fake_group
+from vescale_fsdp.layout.geometry import numel_of
+from vescale_fsdp.layout.group_layout import TensorSlot
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
+
+# Three layers are enough for a peak in the middle of a backward: one in hand, one ahead, one being reduced.
+CASES = {
+    "blocks": Case(DecoderShape(3, 2048, 512, 5632, 256), 64),
+    "ends in root": Case(DecoderShape(1, 2048, 512, 5632, 32_000), 64),
+    "ends as units": Case(DecoderShape(1, 2048, 512, 5632, 32_000), 64, ends_are_units=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank_of_many() -> Iterator[None]:
+    with fake_group(16):
+        yield
+
+
+@cache
+def of_fsdp2(name: str, policy: MixedPrecisionPolicy) -> MemoryUse:
+    return measure(CASES[name], ours=False, policy=policy)
+
+
+def ratios(name: str, dtypes: str) -> tuple[float, float]:
+    theirs = of_fsdp2(name, POLICIES[dtypes])
+    mine = measure(CASES[name], ours=True, policy=POLICIES[dtypes], narrow=dtypes == "bf16")
+    return mine.peak / theirs.peak, mine.reserved / theirs.reserved
+
+
+def write_at_once(grads: UnshardedGrads, slot: TensorSlot, grad: torch.Tensor, dtype: torch.dtype) -> None:
+    grads._write([(slot, grad)], dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_peaks_are_below_fsdp2(name: str) -> None:
+    """With bf16 travelling by a tenth at least."""
+    assert max(ratios(name, "bf16")) <= 0.9
+
+
+@pytest.mark.parametrize(("name", "dtypes"), [("ends in root", "fp32"), ("blocks", "bf16 wide")])
+def test_peaks_in_fp32_are_not_above(name: str, dtypes: str) -> None:
+    """Nor with fp32 travelling."""
+    live, pools = ratios(name, dtypes)
+    assert live <= 1.001 and pools <= 1.05
+
+
+def test_steps_in_the_backward_take_less() -> None:
+    """Reduced gradients of all units but one are gone."""
+    case, policy = CASES["blocks"], POLICIES["bf16"]
+    usual = measure(case, ours=True, policy=policy)
+    stepped = measure(case, ours=True, policy=policy, optimizer=stepped_in_backward)
+    unit = sum(
+        numel_of(param.shape) for param in Decoder(replace(case.shape, num_layers=1)).layers.parameters()
+    )
+    assert usual.peak - stepped.peak >= 0.9 * 4 * unit / 16
+
+
+def test_gradients_written_at_once_are_seen() -> None:
+    """A buffer that is there from a unit's first gradient on lies beside its full parameters."""
+    with mock.patch.object(UnshardedGrads, "take", write_at_once):
+        live, _ = ratios("blocks", "bf16 wide")
+    assert live > 1.15
+
+
+def test_memory_is_counted_by_pool() -> None:
+    """What a stream allocates is its own, and a peak is of all of them at one time."""
+    use = MemoryUse()
+    side = use.new()
+    use.take(5)
+    with use.on(side):
+        pool = use.take(7)
+        use.give_back(7, pool)
+    use.take(3)
+    assert (use.live, use.peak, use.reserved) == (8, 12, 15)
+    assert use.at_peak == {"compute": 5, side.name: 7}

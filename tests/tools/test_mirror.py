@@ -1,0 +1,67 @@
+"""One device as 8 and as 64 ranks: training on the accelerator's branch has the bits of a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from tools.mirror import Case, check, mirrored, train
+from vescale_fsdp import collectives
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
+
+
+@pytest.fixture(autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Slices are received in several pieces."""
+    with mock.patch.object(collectives, "_RECEIVED_BYTES", 1 << 13):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        (8, "bf16"),
+        (8, "bf16 widened"),
+        (8, "fp32"),
+        (8, "bf16 sums"),
+        (8, "recompute"),
+        (8, "accumulate"),
+        (64, "bf16"),
+        (64, "fp32"),
+    ],
+)
+def test_bits_of_a_plain_model(world_size: int, name: str) -> None:
+    """Whatever travels, in whichever dtype."""
+    with mirrored(world_size) as group:
+        assert check(name, "cpu") == {"training moves parameters": True, "plain model": True}
+        # All parameters of a block are one gather; a forward and a backward of 5 units take 9.
+        assert group.calls["all_gather"] + group.calls["all_gather in place"] >= 27
+        assert (group.calls["all_to_all"] > 50) == (name in ("bf16", "recompute"))
+        assert (group.calls["reduce_scatter"] == 15) == (name not in ("bf16", "recompute"))
+
+
+def test_a_gradient_that_is_lost_is_seen() -> None:
+    """The plain model tells what the mirror has trained on."""
+
+    def lose(grads: UnshardedGrads, dtype: torch.dtype) -> None:
+        grads._kept.pop("down.bias", None)
+        write(grads, dtype)
+
+    write = UnshardedGrads.write_kept
+    with mirrored(8), mock.patch.object(UnshardedGrads, "write_kept", lose):
+        assert not check("fp32", "cpu")["plain model"]
+
+
+def test_the_group_holds_callers_to_its_contract() -> None:
+    """A buffer that starts between packs of 16 bytes is refused, and one of another size."""
+    with mirrored(8) as group:
+        room = torch.zeros(8 * 512 + 1)
+        with pytest.raises(AssertionError, match="between packs"):
+            group._allgather_base(room[1:], torch.zeros(512))
+        with pytest.raises(AssertionError):
+            group._allgather_base(room[:-2], torch.zeros(512))
+        outcome, _, _ = train(Case(steps=1), "cpu")
+        assert outcome.moved

@@ -1,0 +1,162 @@
+"""Peak memory of a training step on an accelerator, by simulation: ours beside FSDP2, one rank of 64.
+
+    python tools/bench/memory.py                              the whole table, minutes
+    python tools/bench/memory.py --cases blocks --json memory.json
+
+Nothing runs on a GPU, and no GPU is needed: `tools/bench/parts/simulated_accelerator.py` says what is counted and how.
+Sequences are short, so that weights and gradients make the peak, but for the last case: where activations make it,
+there is nothing to win. Rivals compute as ours does and reduce in fp32; what FSDP2 takes when it reduces in bf16,
+which rounds its sums, stands beside it without a target.
+
+    bf16            bf16 compute; gradients travel in bf16 and are summed in fp32
+    bf16 wide       the same, with `set_narrow_reduction(False)`: gradients travel in fp32
+    fp32            fp32 all through
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.bench.parts.simulated_accelerator import (
+    Decoder,
+    DecoderShape,
+    MemoryUse,
+    fake_group,
+    simulated_training,
+)
+from tools.bench.rows import Row, print_table, write_json
+from vescale_fsdp import fully_shard
+from vescale_fsdp.optim import FlatOptimizer
+
+WORLD_SIZE = 64
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is cut into units."""
+
+    shape: DecoderShape
+    tokens: int
+    ends_are_units: bool = False  # embedding and head, else they are the root's
+    by_activations: bool = False  # whether these make the peak
+
+
+CASES = {
+    "blocks": Case(DecoderShape(6, 4096, 1024, 14336, 256), 64),
+    "ends as units": Case(DecoderShape(4, 4096, 1024, 14336, 128_256), 128, ends_are_units=True),
+    "ends in root": Case(DecoderShape(4, 4096, 1024, 14336, 128_256), 128),
+    "step's dense": Case(DecoderShape(8, 2048, 512, 5632, 32_000), 128),
+    "long sequence": Case(
+        DecoderShape(4, 4096, 1024, 14336, 128_256), 4096, ends_are_units=True, by_activations=True
+    ),
+}
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "bf16 wide": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "fp32": MixedPrecisionPolicy(),
+}
+ROUNDED = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+TARGETS = {
+    "bf16": ("<= 0.9", "<= 0.9"),
+    "bf16 wide": ("<= 1.001", "<= 1.05"),
+    "fp32": ("<= 1.001", "<= 1.05"),
+}
+
+
+def measure(
+    case: Case,
+    *,
+    ours: bool,
+    policy: MixedPrecisionPolicy,
+    narrow: bool = True,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> MemoryUse:
+    """Memory of one rank that trains the case; the optimizer is AdamW by default."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    function = cast(Callable[..., Any], fully_shard if ours else torch_fully_shard)
+
+    def shard(model: Decoder) -> None:
+        for layer in model.layers:
+            function(layer, mesh=mesh, mp_policy=policy)
+        if case.ends_are_units:
+            function(model.embed, mesh=mesh, mp_policy=policy)
+            function([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        sharded = function(model, mesh=mesh, mp_policy=policy)
+        if ours:
+            sharded.set_narrow_reduction(narrow)
+
+    return simulated_training(case.shape, shard, tokens=case.tokens, optimizer=optimizer)
+
+
+def stepped_in_backward(model: nn.Module) -> torch.optim.Optimizer:
+    """Our flat AdamW, each unit of it behind the unit's reduction."""
+    optimizer = FlatOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-4, foreach=True)
+    optimizer.step_in_backward(model)
+    return optimizer
+
+
+def rows_of(name: str, dtypes: str) -> list[Row]:
+    """One model under one policy."""
+    case, policy = CASES[name], POLICIES[dtypes]
+    mine = measure(case, ours=True, policy=policy, narrow=dtypes != "bf16 wide")
+    theirs = measure(case, ours=False, policy=policy)
+    live, pools = TARGETS["fp32" if case.by_activations else dtypes]
+    title = f"{name}, {dtypes}"
+    rows = [
+        Row(title, "live peak", "GiB", mine.peak / GIB, theirs.peak / GIB, "FSDP2", live),
+        Row(title, "sum of pools", "GiB", mine.reserved / GIB, theirs.reserved / GIB, "FSDP2", pools),
+    ]
+    if dtypes == "bf16":
+        stepped = measure(case, ours=True, policy=policy, optimizer=stepped_in_backward)
+        rows.append(
+            Row(
+                title,
+                "live peak, steps in backward",
+                "GiB",
+                stepped.peak / GIB,
+                theirs.peak / GIB,
+                "FSDP2",
+                live,
+            )
+        )
+        theirs = measure(case, ours=False, policy=ROUNDED)
+        rival = "FSDP2, bf16 sums"
+        rows += [
+            Row(title, "live peak", "GiB", mine.peak / GIB, theirs.peak / GIB, rival),
+            Row(title, "sum of pools", "GiB", mine.reserved / GIB, theirs.reserved / GIB, rival),
+        ]
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="peak memory on an accelerator, simulated: ours, FSDP2")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated; default: all")
+    parser.add_argument("--dtypes", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    cases = [(name, dtypes) for name in given.cases.split(",") for dtypes in given.dtypes]
+    with fake_group(WORLD_SIZE):
+        rows = [row for case in cases for row in rows_of(*case)]
+    print_table(rows)
+    if given.json:
+        write_json(given.json, rows)
+
+
+if __name__ == "__main__":
+    main()
