@@ -209,18 +209,18 @@ class Execution:
             return self._plan.wrap(file.name, out) if self._plan.wrap else out
 
         limits = self._options.limits
-        copier = Copier(limits, create, self._store.retrying, self._progress, lambda *_: None)
+        copier = Copier(limits, create, self._store.retrying, lambda _: None, lambda *_: None)
         try:
             copier.copy(self._files, in_order=self._in_order)
             self._plan.when_written(self._store.read)
             for closing in self._plan.closing:
                 ComparedFile(self._store, closing.name).write_at(0, [b"".join(closing.pieces())])
         except OtherBytesError:
-            self._progress(0)
             if self._options.overwrite or any(is_journal(name) for name in self._old_files):
                 return False
             raise refuse_other_result(self._url) from None
         prove_rest(self._files, limits.usable_threads)
+        self._progress(sum(file.tensor_nbytes for file in self._files))
         return True
 
     def _prove_room(self, files: Sequence[FilePlan]) -> None:
