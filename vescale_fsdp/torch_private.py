@@ -459,17 +459,13 @@ def foreach_types() -> set[Any]:
     return set(_optim_types) & set(_util_types)
 
 
+foreach_norm_of = torch._foreach_norm  # torch 2.11-2.13: as below
+
+
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors, with casts, in as few kernels as there can be."""
     # torch 2.11-2.13: foreach functions are documented but still spelled as private.
     torch._foreach_copy_(targets, sources)
-
-
-def foreach_norm_of(
-    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
-) -> Sequence[torch.Tensor]:
-    """The norm of each of many tensors in one call (torch 2.11-2.13 spell it with an underscore)."""
-    return torch._foreach_norm(list(tensors), order, dtype) if tensors else ()
 
 
 def foreach_zero_(tensors: list[torch.Tensor]) -> None:
