@@ -181,6 +181,7 @@ REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
+foreach_norm_of = torch._foreach_norm  # torch 2.11-2.13 spell every foreach operator with an underscore
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -457,9 +458,6 @@ def operator_names() -> list[str]:
 def foreach_types() -> set[Any]:
     """Types that both optimizers and gradient clipping treat as plain tensors (for tests)."""
     return set(_optim_types) & set(_util_types)
-
-
-foreach_norm_of = torch._foreach_norm  # torch 2.11-2.13: as below
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
