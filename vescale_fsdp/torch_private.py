@@ -176,6 +176,7 @@ REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
+foreach_norm_of = torch._foreach_norm  # torch 2.11-2.13 spell every foreach operator with an underscore
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -434,13 +435,6 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
     """Copy many tensors, with casts, in as few kernels as there can be."""
     # torch 2.11-2.13: foreach functions are documented but still spelled as private.
     torch._foreach_copy_(targets, sources)
-
-
-def foreach_norm_of(
-    tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
-) -> Sequence[torch.Tensor]:
-    """The norm of each of many tensors in one call (torch 2.11-2.13 spell it with an underscore)."""
-    return torch._foreach_norm(list(tensors), order, dtype) if tensors else ()
 
 
 def foreach_zero_(tensors: list[torch.Tensor]) -> None:

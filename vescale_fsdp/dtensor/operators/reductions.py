@@ -198,7 +198,8 @@ def _local_norms(
     pieces: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     """`_local_norm` of pieces of one dtype, in one kernel for all that are not empty."""
-    found = iter(foreach_norm_of([piece for piece in pieces if piece.numel()], order, dtype))
+    given = [piece for piece in pieces if piece.numel()]
+    found = iter(foreach_norm_of(given, order, dtype) if given else ())
     empty = next((piece for piece in pieces if not piece.numel()), None)
     of_nothing = None if empty is None else _local_norm(empty, order, dtype)
     return [next(found) if piece.numel() or of_nothing is None else of_nothing for piece in pieces]
