@@ -189,14 +189,20 @@ def diff_command(
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no progress.")
 def report_command(
-    src: str, kind: str | None, trust_pickle: bool, against: str | None, out: str, quiet: bool
+    src: str,
+    kind: str | None,
+    trust_pickle: bool,
+    step: int | None,
+    against: str | None,
+    out: str,
+    quiet: bool,
 ) -> None:
     """Write a page that shows what SRC holds: its tensors, their statistics, who holds what, and its history."""
     from vescale_fsdp.checkpoint.storage.open import open_parent
     from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
     from vescale_fsdp.conversion.report.report_page import report_page
 
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle)
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     other = conversion.open_source(against, trust_pickle=trust_pickle) if against is not None else None
     with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
         page = report_page(checkpoint_report(source, other, progress=progress.advance))

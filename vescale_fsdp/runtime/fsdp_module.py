@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -464,17 +464,12 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
-    states = [state_of(module) for module in modules]
-    for module, state in zip(modules, states, strict=True):
-        if state is None:
-            raise ValueError(
-                explain(
-                    "This needs sharded modules.",
-                    expected="modules that fully_shard was called on",
-                    got=type(module).__name__,
-                )
-            )
-    return cast(list[FSDPState], states)
+    states = [state for module in modules if (state := state_of(module)) is not None]
+    if len(states) < len(modules):
+        got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
+        expected = "modules that fully_shard was called on"
+        raise ValueError(explain("This needs sharded modules.", expected=expected, got=got))
+    return states
 
 
 def _unsupported(method: str) -> UnsupportedOpError:

@@ -91,7 +91,7 @@ class PlanReport:
     Examples:
         >>> report = plan_report({"w": (100, 30)}, [4])
         >>> round(report.total(4).padding_ratio, 4), report.layout("(root)", 4).shard_numel
-        (0.0027, 752)
+        (0.024, 768)
     """
 
     shards: tuple[int, ...]
