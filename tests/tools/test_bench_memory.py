@@ -91,9 +91,10 @@ def test_gradients_written_at_once_are_seen() -> None:
 
 def test_an_optimizers_state_is_counted() -> None:
     """What DTensors hold inside, ours and FSDP2's."""
+    mesh = init_device_mesh("cpu", (16,))
     with simulated_accelerator() as use:
         for shard in (fully_shard, torch_fully_shard):
-            model = shard(torch.nn.Linear(64, 64, bias=False), mesh=init_device_mesh("cpu", (16,)))
+            model = shard(torch.nn.Linear(64, 64, bias=False), mesh=mesh)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
             model(torch.zeros(1, 64)).sum().backward()
             before = use.live
