@@ -1,6 +1,6 @@
 """Messages on their way: sent from where they lie, or packed and unpacked a few at a time, in memory that is kept.
 
-    packing    the next message, into one of `IN_FLIGHT` rooms, while those before it are sent
+    packing    the next message, into one of several rooms, while those before it are sent
     unpacking  the oldest that arrived, while those behind it arrive
     in place   messages that need no room are all started as their turn comes, and waited for at the end
 
@@ -35,18 +35,22 @@ class Rooms:
 
     Attributes:
         device: on which it lies.
+        each_way: how many messages may be under way to others, and as many from them.
     """
 
     def __init__(self) -> None:
         self._room_bytes = 0
+        self.each_way = IN_FLIGHT
         self.device = torch.device("cpu")
         self._free: list[torch.Tensor] = []
 
-    def fit(self, room_bytes: int, device: torch.device) -> None:
-        """Have rooms for messages of this size; none may be taken meanwhile."""
+    def fit(self, room_bytes: int, device: torch.device, budget_bytes: int) -> None:
+        """Have rooms for messages of this size, as many as fit a budget; none may be taken meanwhile."""
         if room_bytes > self._room_bytes or device != self.device:
             self._free.clear()
             self._room_bytes, self.device = room_bytes, device
+        # A sender that need not wait for rooms packs on while gloo sends: half the switches between threads.
+        self.each_way = max(IN_FLIGHT, budget_bytes // (2 * max(self._room_bytes, 1)))
 
     def take(self) -> torch.Tensor:
         """1D bytes, for one message."""
@@ -118,7 +122,7 @@ class Exchange:
                 self._in_place.append(self._start(message))
                 continue
             queue = self._in_rooms[message.is_sent]
-            if len(queue) == IN_FLIGHT:
+            if len(queue) == self._rooms.each_way:
                 self._finish(queue.popleft())
             queue.append(self._start(message))
         for queue in self._in_rooms.values():

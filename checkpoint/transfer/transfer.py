@@ -274,5 +274,5 @@ class Transfer:
                 todo="Transfer(..., group=dist.new_group(backend='nccl'))",
             )
         device = devices.pop()
-        self._rooms.fit(self._room_bytes, device)
+        self._rooms.fit(self._room_bytes, device, self.plan.budget_bytes)
         return self._rooms

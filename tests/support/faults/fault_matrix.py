@@ -38,12 +38,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.faults.watched_storage import Call, Fault, Watch, WatchedStorage
-from vescale_fsdp import DCP, HuggingFace
+from vescale_fsdp import DCP, HuggingFace, load_from
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, async_save, load, save
 from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
+from vescale_fsdp.conversion.formats import detect
 from vescale_fsdp.conversion.formats.dcp.read import open_dcp
 from vescale_fsdp.conversion.formats.huggingface.read import open_hf_folder
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -87,7 +88,7 @@ class Setting(NamedTuple):
     """What is done, and where."""
 
     action: str  # save or restore
-    through: str  # a manager of steps, one in nodes' memory, or one path that is overwritten
+    through: str  # a manager of steps, one in nodes' memory, one path that is overwritten, or one that load_from reads
     form: str  # native, zarr, hf or dcp
     mode: str  # a save's: sync or async; a restore's: once or each, as ranks read what both want
     store: str  # local, s3, or far: local, and not in the page cache
@@ -116,6 +117,9 @@ SETTINGS = [
         ("memory", "native", "each", ("local",)),
         ("path", "native", "each", ("local", "s3", "far")),
         ("path", "zarr", "each", ("local", "s3")),  # the zarr form is read by each rank in any case
+        ("live", "hf", "each", ("local", "s3")),  # by load_from, which opens the source itself
+        ("live", "dcp", "each", ("local",)),
+        ("live", "native", "each", ("local",)),
     )
     for store in stores
 ]
@@ -241,6 +245,8 @@ class _Stage:
 
         None for a folder of an object store that readers refuse, as it was not written to its end.
         """
+        if setting.through == "live":
+            return self._loaded_live(setting)
         if setting.form in ("hf", "dcp"):
             try:
                 return _proven_folder(setting.form, self.storage(setting))
@@ -262,6 +268,17 @@ class _Stage:
         else:
             load(self.storage(setting), state, read=_read_of(setting), process_group=self.group)
         return _proven(state)
+
+    def _loaded_live(self, setting: Setting) -> int:
+        state = _state(0, setting.form)
+        state.pop("seed", None)  # values of ranks are for as many ranks, and stay with `load`
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):  # settings are looked for by URL
+                patched.setenv(name, "any")
+            patched.setenv("AWS_ENDPOINT_URL", self._endpoint)
+            patched.setattr(detect, "open_store", lambda url: self.storage(setting))
+            load_from("the source", state, process_group=self.group)
+        return _proven(state, setting.form)
 
     def _memory(self, setting: Setting) -> Path:
         """This rank's memory: each rank is a node of its own."""
@@ -330,16 +347,22 @@ def _proven_folder(form: str, storage: Storage) -> int:
     return step
 
 
-def _proven(state: dict[str, Any]) -> int:
+def _proven(state: dict[str, Any], form: str = "native") -> int:
     """Which state this is, bit for bit."""
-    step = state["step"]
-    wanted = _state(step)
+    step = int(state["plain"][0])
+    wanted = _state(step, form)
     for name in ("ragged", "cut"):
         found = state[name].to_local()
         assert found.numel() and torch.equal(found, wanted[name].to_local()), name
     assert torch.equal(state["plain"], wanted["plain"])
-    assert state["seed"].value == wanted["seed"].value
-    return int(step)
+    for name in ("step", "seed"):
+        if name in state:
+            assert _value(state[name]) == _value(wanted[name]), name
+    return step
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, PerRank) else leaf
 
 
 def record(folder: Path, endpoint: str) -> dict[Setting, list[list[Call]]]:
