@@ -202,7 +202,8 @@ def report_command(
     from vescale_fsdp.conversion.report.checkpoint_report import checkpoint_report
     from vescale_fsdp.conversion.report.report_page import report_page
 
-    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
+    wanted: int | Literal["newest"] = "newest" if step is None else step
+    source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=wanted)
     other = conversion.open_source(against, trust_pickle=trust_pickle) if against is not None else None
     with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
         page = report_page(checkpoint_report(source, other, progress=progress.advance))

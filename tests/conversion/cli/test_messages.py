@@ -106,7 +106,7 @@ def test_unfinished_saves(tmp_path: Path, make: object, told: str) -> None:
 
 
 def test_steps_of_a_run(tmp_path: Path) -> None:
-    """inspect and verify take the newest finished step, all others want to be told which."""
+    """What only looks takes the newest finished step, all others want to be told which."""
     root = tmp_path / "run"
     manager = CheckpointManager(root)
     for step in (3, 20):
@@ -117,6 +117,8 @@ def test_steps_of_a_run(tmp_path: Path) -> None:
     assert found["url"].endswith("step-00000020")
     assert json.loads(_run("inspect", root, "--json", "--step", "3").stdout)["url"].endswith("step-00000003")
     assert _run("verify", root).exit_code == 0
+    assert _run("report", root, "--out", tmp_path / "page.html").exit_code == 0
+    assert "step-00000020" in (tmp_path / "page.html").read_text()
     assert "--step 20" in _error("to-hf", root, tmp_path / "out")
     assert "one of the steps 3, 20" in _error("to-hf", root, tmp_path / "out", "--step", "30")
     assert _run("to-hf", root, tmp_path / "out", "--step", "3").exit_code == 0
