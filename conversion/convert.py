@@ -180,7 +180,7 @@ def plan_conversion(
     if options.merge is not None:
         state = _merged(state, options.merge)
     if options.rules is not None:
-        state = _with_rules(state, kind, options, assets.config or own_config(source.store))
+        state = _with_rules(state, kind, options, _settings(assets, source))
     warnings += state.warnings
     if kind == "hf" and assets.config is not None:
         from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
@@ -217,11 +217,16 @@ def plan_conversion(
     )
 
 
+def _settings(assets: Assets, source: Source) -> dict[str, Any]:
+    """What config.json says: the one that goes along, else the one beside the source."""
+    return assets.config if assets.config is not None else own_config(source.store)
+
+
 def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> frozenset[str]:
     from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
-    return find_quantized(infos, assets.config or own_config(source.store))
+    return find_quantized(infos, _settings(assets, source))
 
 
 def _require_model(source: Source) -> None:
@@ -254,7 +259,7 @@ def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source)
 
     dtype = CastRules.parse([text]).default
     assert dtype is not None
-    found = dequantized(state, assets.config or own_config(source.store), dtype)
+    found = dequantized(state, _settings(assets, source), dtype)
     assets.set_weights_dtype(dtype.name)
     assets.set_quantization(None)
     return found
@@ -266,7 +271,7 @@ def _newly_quantized(
     """The state with weights as codes and scales, and the settings told."""
     from vescale_fsdp.conversion.state.newly_quantized import newly_quantized
 
-    found, settings = newly_quantized(state, schemes, assets.settings or own_config(source.store))
+    found, settings = newly_quantized(state, schemes, assets.settings or _settings(assets, source))
     assets.set_quantization(settings)
     return found
 

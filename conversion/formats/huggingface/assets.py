@@ -75,22 +75,7 @@ class Assets:
         self.left = tuple(file for file in candidates if file not in taken)
         refuse_pointers(self._store, self.files)
         if CONFIG_FILE in self.files:
-            self.config = self._parse_config(url)
-
-    def _parse_config(self, url: str) -> dict[str, Any]:
-        try:
-            loaded = parse_json(self._store.read(CONFIG_FILE))
-        except ValueError as error:
-            loaded = f"{type(error).__name__}: {error}"
-        if not isinstance(loaded, dict):
-            raise ConversionError(
-                "The settings in config.json cannot be read.",
-                expected="a JSON object",
-                got=loaded,
-                where=f"{url}/{CONFIG_FILE}",
-                todo="correct the file, or leave it out of --assets",
-            )
-        return loaded
+            self.config = _config_in(self._store)
 
     def set_weights_dtype(self, name: str) -> None:
         """Keep config.json in step with weights that were cast: loaders believe the config, not the files."""
@@ -144,7 +129,23 @@ def own_config(store: Storage) -> dict[str, Any]:
     Raises:
         ConversionError: if it is not JSON.
     """
-    return Assets(store.where).config or {} if store.size(CONFIG_FILE) is not None else {}
+    return _config_in(store) if store.size(CONFIG_FILE) is not None else {}
+
+
+def _config_in(store: Storage) -> dict[str, Any]:
+    try:
+        loaded = parse_json(store.read(CONFIG_FILE))
+    except ValueError as error:
+        loaded = f"{type(error).__name__}: {error}"
+    if not isinstance(loaded, dict):
+        raise ConversionError(
+            "The settings in config.json cannot be read.",
+            expected="a JSON object",
+            got=loaded,
+            where=f"{store.where}/{CONFIG_FILE}",
+            todo="correct the file, or leave it out of --assets",
+        )
+    return loaded
 
 
 def _no_match(pattern: str, files: Sequence[str], url: str) -> ConversionError:
