@@ -145,7 +145,7 @@ def _stack_shards(model: nn.Sequential) -> nn.Sequential:
 
 class _Encoder(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 10), nn.Linear(10, 6))
+        super().__init__(nn.Linear(6, 26), nn.Linear(26, 6))
         self.scale = nn.Parameter(torch.randn(6))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_a_stack_finds_ours() -> None:
     """Sharding, registered methods, distribution and full states go to ours, all else to torch."""
     for rank in run_ranks(2, _on_ranks):
         assert rank["is_ours"] and rank["kinds"] == {RaggedDTensor}
-        assert rank["cut_at"] == (4, 1)  # of 2 rows: blocks of 4 rows, the last of 2
+        assert rank["cut_at"] == (8, 5)  # of 2 rows: blocks of 4 rows, the last of 2
         assert torch.equal(rank["again"], _model()[0].weight.detach())
         assert rank["stock"] == (DTensor, (Shard(0),))
         assert rank["same"]
@@ -213,9 +213,9 @@ def _first_rank_counts() -> list[bool]:
     with as_fsdp2():
         placements = _stack_shards(_model())[0].weight.placements
         mesh = cpu_mesh()
-        mine = torch.full((10, 6), float(dist.get_rank()))
+        mine = torch.full((26, 6), float(dist.get_rank()))
         got = [torch_tensor.distribute_tensor(mine, mesh, kind) for kind in (placements, [Replicate()])]
-    return [torch.equal(each.full_tensor(), torch.zeros(10, 6)) for each in got]
+    return [torch.equal(each.full_tensor(), torch.zeros(26, 6)) for each in got]
 
 
 def _with_patterns(pattern: str) -> None:

@@ -165,7 +165,7 @@ def placement_functions() -> None:
     fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(models.build(), mesh=mesh, shard_placement_fn=lambda p: None)
     for wrong in (Shard(2), "rows", RaggedShard((0,), (1, 1))):
-        with pytest.raises(ValueError, match="Shard of one of the 2 dims, RaggedShard with 1 units"):
+        with pytest.raises(AssertionError, match="Shard of one of the 2 dims, RaggedShard with 1 units"):
             fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda p, wrong=wrong: wrong)
     with pytest.raises(ValueError, match="DataParallelMeshDims"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="x")

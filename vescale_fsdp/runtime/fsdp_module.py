@@ -467,8 +467,7 @@ def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
-        expected = "modules that fully_shard was called on"
-        raise ValueError(explain("This needs sharded modules.", expected=expected, got=got))
+        raise ValueError(explain("This needs sharded modules.", expected="by fully_shard", got=got))
     return states
 
 

@@ -23,10 +23,10 @@ from tests.support.faults.fault_matrix import (
     Setting,
     all_cells,
     judged,
-    pairwise,
     record,
     run_cells,
 )
+from tests.support.faults.pairwise import pairwise
 from tests.support.faults.watched_storage import Call
 from tests.support.s3_server import Weather, s3_server
 

@@ -135,6 +135,7 @@ def test_no_space_is_one_message_and_leaves_no_final_name(source: str, tmp_path:
 FLAGS = {
     "inspect": "--from --json --layout --step --svg --trust-pickle",
     "verify": "--from --json --quick --quiet --step --trust-pickle",
+    "report": "--against --from --out --quiet --step --trust-pickle",
     "diff": "--atol --ignore-dtype --json --model-only --model-prefix --quiet --rtol",
 }
 CONVERT = (

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import itertools
-import random
 import shutil
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +58,6 @@ __all__ = [
     "Setting",
     "all_cells",
     "judged",
-    "pairwise",
     "record",
     "run_cells",
 ]
@@ -158,24 +155,6 @@ def all_cells(calls: dict[Setting, list[list[Call]]]) -> list[Cell]:
         for after in (False, True)
         for error in ERRORS
     ]
-
-
-def pairwise(cells: Sequence[Cell], limit: int, seed: int) -> list[Cell]:
-    """At most ``limit`` cells in which every two values of factors meet that meet in any; the rest at random."""
-    drawn = random.Random(seed)
-    pool = list(cells)
-    drawn.shuffle(pool)
-    pairs = {cell: set(itertools.combinations(cell.factors, 2)) for cell in pool}
-    missing = set().union(*pairs.values())
-    chosen: list[Cell] = []
-    while missing and len(chosen) < limit:
-        best = max(drawn.sample(pool, min(len(pool), 400)), key=lambda cell: len(pairs[cell] & missing))
-        if not pairs[best] & missing:
-            best = next(cell for cell in pool if pairs[cell] & missing)
-        missing -= pairs[best]
-        chosen.append(best)
-    assert not missing, f"{len(missing)} pairs do not fit into {limit} cells"
-    return chosen
 
 
 class _Stage:
