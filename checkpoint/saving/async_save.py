@@ -149,7 +149,7 @@ class AsyncSaver:
                 for place, form, replace in targets
             ]
             with torch.no_grad():
-                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
+                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers)
             user = plain_json(user)
         except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
             error = caught
@@ -181,10 +181,11 @@ class AsyncSaver:
         if self._last is not None:
             wait([self._last])
 
-    def _stage(self, taken: TakenState) -> TakenState:
-        names = list(taken.locals_by_name)
+    def _stage(self, taken: TakenState, savers: Sequence[Saver]) -> TakenState:
+        left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
+        names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
-        staged = self._stager.stage([*taken.locals_by_name.values(), *per_rank])
+        staged = self._stager.stage([*(taken.locals_by_name[name] for name in names), *per_rank])
         rest = iter(staged[len(names) :])
         copies = {
             name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
