@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,18 +137,9 @@ class AsyncSaver:
             self.drain()
             storage = open_storage(path, neighbours=num_neighbours())
             meter = meter_for(progress, self._coordinator.rank)
-            targets = [(storage, format, overwrite), *((place, form, True) for place, form in copies)]
-            savers = [
-                Saver(
-                    place,
-                    self._coordinator,
-                    overwrite=replace,
-                    format=form,
-                    save_id=save_id,
-                    meter=meter,
-                )
-                for place, form, replace in targets
-            ]
+            saver = partial(Saver, coordinator=self._coordinator, save_id=save_id, meter=meter)
+            savers = [saver(storage, overwrite=overwrite, format=format)]
+            savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             with torch.no_grad():
                 taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers)
             user = plain_json(user)

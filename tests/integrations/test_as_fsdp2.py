@@ -95,7 +95,7 @@ def test_threads_share_the_count() -> None:
     seen: list[bool] = []
 
     def come_and_go() -> None:
-        for _ in range(50):
+        for _ in range(10):
             with as_fsdp2():
                 seen.append(any(_are_torchs()))
 
@@ -105,7 +105,7 @@ def test_threads_share_the_count() -> None:
     for thread in threads:
         thread.join()
 
-    assert len(seen) == 400 and not any(seen)
+    assert len(seen) == 80 and not any(seen)
     assert all(_are_torchs())
 
 
