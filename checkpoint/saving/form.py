@@ -98,7 +98,7 @@ class Form(ABC):
             held: gets the lock; closed after the commit.
         """
 
-    def left_out(self, structure: Structure, storage: Storage) -> Collection[str]:
+    def left_out(self, structure: Structure) -> Collection[str]:
         """Names of tensors whose values `write` never reads, so that nobody need copy them."""
         return ()
 

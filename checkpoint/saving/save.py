@@ -134,7 +134,7 @@ class Saver:
 
     def left_out(self, structure: Structure) -> Collection[str]:
         """Names of tensors whose values no file will hold."""
-        return self._form.left_out(structure, self.storage)
+        return self._form.left_out(structure)
 
     def save(self, state: Any, user: Json = None) -> Saved:
         """All steps in turn."""

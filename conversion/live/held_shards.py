@@ -23,37 +23,15 @@ from vescale_fsdp.checkpoint.manifest.region import Region, SharedRun, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.conversion.formats.native.read import NativeLeaves
-from vescale_fsdp.conversion.source.source import BoxReader, Source
+from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 
-__all__ = ["HeldShards", "live_source"]
+__all__ = ["HeldShards"]
 
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB
-
-
-def live_source(
-    leaves: NativeLeaves, storage: Storage, readers: Mapping[str, BoxReader] | None = None
-) -> Source:
-    """A live state as a source; without readers nothing of it can be read."""
-    firsts: dict[int, str] = {}
-    aliases = {name: firsts.setdefault(place, name) for name, place in leaves.tensors.items()}
-    # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
-    return Source(
-        "live",
-        storage,
-        {
-            name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, 0),))
-            for name, i in leaves.infos.items()
-        },
-        leaves.values,
-        leaves.paths,
-        readers=readers or {},
-        aliases={name: first for name, first in aliases.items() if name != first},
-        omitted=tuple(leaves.per_rank),
-    )
 
 
 class HeldShards:
@@ -80,8 +58,23 @@ class HeldShards:
         self._regions: dict[int, Region | None] = {}
         leaves = NativeLeaves(manifest.structure, storage.where)
         self.places = leaves.tensors
-        readers = {name: partial(self._read, place) for name, place in self.places.items()}
-        self.source = live_source(leaves, storage, readers)
+        firsts: dict[int, str] = {}
+        for name, place in self.places.items():
+            firsts.setdefault(place, name)
+        # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
+        self.source = Source(
+            "live",
+            storage,
+            {
+                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, 0),))
+                for name, i in leaves.infos.items()
+            },
+            leaves.values,
+            leaves.paths,
+            readers={name: partial(self._read, place) for name, place in self.places.items()},
+            aliases={name: firsts[place] for name, place in self.places.items() if firsts[place] != name},
+            omitted=tuple(leaves.per_rank),
+        )
 
     def place_of(self, leaf: SourceView) -> int:
         """The number that a stored tensor has in the manifest."""

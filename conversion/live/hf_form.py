@@ -30,11 +30,11 @@ from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
 from vescale_fsdp.conversion.formats.native.read import NativeLeaves
-from vescale_fsdp.conversion.live.held_shards import HeldShards, live_source
+from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.model_names import find_model
+from vescale_fsdp.conversion.state.model_names import find_model, optimizer_names
 from vescale_fsdp.conversion.views.casting import CastRules
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, some
@@ -161,11 +161,11 @@ class HuggingFace(Form):
         """All that was written."""
         _folder(storage).clear_away()
 
-    def left_out(self, structure: Structure, storage: Storage) -> Collection[str]:
-        """All but the model."""
-        leaves = NativeLeaves(structure, storage.where)
-        model = find_model(live_source(leaves, storage), self.model_prefix)
-        kept = {leaves.tensors[name] for name in model.names}
+    def left_out(self, structure: Structure) -> Collection[str]:
+        """The optimizer's. What else is left out only all ranks together know."""
+        leaves = NativeLeaves(structure, "the state")
+        optimizer = set(optimizer_names(leaves.paths))
+        kept = {place for name, place in leaves.tensors.items() if name not in optimizer}
         return [entry.name for place, entry in enumerate(structure.entries) if place not in kept]
 
     def _planned(self, shards: HeldShards, ties: _Ties) -> ConvertReport:

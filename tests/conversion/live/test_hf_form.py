@@ -21,6 +21,7 @@ from vescale_fsdp import DCP, HuggingFace
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver
+from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion import open_source
@@ -131,7 +132,7 @@ def test_misuse(tmp_path: Path) -> None:
         save(tmp_path / "file", {"a": torch.ones(1)}, format=HuggingFace(assets=tmp_path / "assets-False"))
 
 
-def test_only_the_model_is_staged(tmp_path: Path) -> None:
+def test_no_optimizer_is_staged(tmp_path: Path) -> None:
     """`async_save` copies no optimizer for a repository, and all of it where another form holds it too."""
     settings(tmp_path)
     weight, moments = torch.arange(4096.0), torch.ones(4096)
@@ -149,6 +150,8 @@ def test_only_the_model_is_staged(tmp_path: Path) -> None:
     assert torch.equal(read_state(tmp_path / "native")["optimizer/state/w/exp_avg_sq"].read(), moments + 1)
     (written,) = (tmp_path / "hf").glob("*.safetensors")
     assert torch.equal(load_file(written)["w"], weight)
+    alone = take_state({"optimizer": state["optimizer"]}).structure  # a rank without a part of the model
+    assert len(repository.left_out(alone)) == 2
 
 
 class _Counts:
