@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, own_config
+from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config, own_settings
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
@@ -142,9 +142,10 @@ def convert(
 
 
 def _own_assets(source: Source, kind: str) -> str | None:
-    """A Hugging Face folder that becomes another takes its settings along without being asked."""
-    is_repository = source.kind in ("hf", "bin", "shards") and source.store.size(CONFIG_FILE) is not None
-    return source.store.where if kind == "hf" and is_repository else None
+    """A folder that has a model's settings takes them along into a Hugging Face folder without being asked."""
+    has_some = kind == "hf" and source.kind in ("hf", "bin", "shards", "deepspeed", "ranks")
+    found = own_settings(source.store) if has_some else None
+    return None if found is None else found.where
 
 
 def plan_conversion(
