@@ -11,9 +11,10 @@ All N ranks hold the same shard, so the slices of every parameter are tied, and 
     all-reduce        nothing, replicas are equal
 
 The group asserts what NCCL asks for: sizes, dtypes, alignment, a shard that lies in the full buffer in its place; and
-that it is asked for work of the stream that is current, which has the priority that was chosen for it. On a GPU its collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the
-model. A wait that is missing then gives other numbers: with delays on either side, on both and on none training must
-have the bits of a run that synchronises after every collective, and those of the plain model.
+that it is asked for work of the stream that is current, which has the priority that was chosen for it. On a GPU its
+collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the model. A wait
+that is missing then gives other numbers: with delays on either side, on both and on none training must have the bits of
+a run that synchronises after every collective, and those of the plain model.
 """
 
 from __future__ import annotations

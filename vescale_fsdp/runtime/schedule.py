@@ -8,7 +8,7 @@ What overlaps with what, on an accelerator (c = compute stream, g = gather strea
                c           | compute 3       | compute 2 ..
                r                             | reduce 3 ..       1 reduction in flight at most
 
-With replicas their all-reduces have a stream of their own beside r; with offload copies from the host have one beside g.
+With replicas their all-reduces have a stream of their own beside r; with offload copies from the host have one too.
 The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
 that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
 units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.
