@@ -12,7 +12,7 @@ can hold one only asks which: `ModelNames.require_one`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -122,19 +122,15 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
 
 def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
     """Those of a state's entries that belong to an optimizer. With more entries beside them they still do."""
-    homes = _optimizer_homes(paths.values())
-    return [name for name, path in paths.items() if _is_optimizer(path, homes)]
-
-
-def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
-    """Containers that are an optimizer's state by what is in them, whatever they are called."""
     groups = re.compile(r"param_groups(\.|$)")
-    return frozenset(
+    # Containers that are an optimizer's state by what is in them, whatever they are called.
+    homes = frozenset(
         path[:depth]
-        for path in paths
+        for path in paths.values()
         for depth, part in enumerate(path)
         if depth and type(part) is str and groups.match(part)
     )
+    return [name for name, path in paths.items() if _is_optimizer(path, homes)]
 
 
 def _is_optimizer(path: Path, homes: Collection[Path]) -> bool:
