@@ -12,14 +12,14 @@ can hold one only asks which: `ModelNames.require_one`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model", "optimizer_names"]
+__all__ = ["ModelNames", "find_model", "is_optimizer", "optimizer_homes"]
 
 _OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)(_?\d+|_state_dict)?$")
 _MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?)$")
@@ -93,7 +93,8 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
-    optimizer = dict.fromkeys(optimizer_names(paths))
+    homes = optimizer_homes(paths.values())
+    optimizer = dict.fromkeys(name for name, path in paths.items() if is_optimizer(path, homes))
     rest = [name for name in shapes if name not in optimizer]
     rivals: tuple[str, ...] = ()
     if prefix is None:
@@ -120,20 +121,18 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
 
 
-def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
-    """Those of a state's entries that belong to an optimizer. With more entries beside them they still do."""
+def optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
+    """Containers that are an optimizer's state by what is in them, whatever they are called. More paths, no fewer."""
     groups = re.compile(r"param_groups(\.|$)")
-    # Containers that are an optimizer's state by what is in them, whatever they are called.
-    homes = frozenset(
+    return frozenset(
         path[:depth]
-        for path in paths.values()
+        for path in paths
         for depth, part in enumerate(path)
         if depth and type(part) is str and groups.match(part)
     )
-    return [name for name, path in paths.items() if _is_optimizer(path, homes)]
 
 
-def _is_optimizer(path: Path, homes: Collection[Path]) -> bool:
+def is_optimizer(path: Path, homes: Collection[Path]) -> bool:
     """Whether an entry is optimizer state: under a container of that name or kind, or named so at the root."""
     if len(path) == 1:  # no nesting known: a flattened name
         return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
