@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 
 from vescale_fsdp.checkpoint.state.host_copies import (
+    CopyPoint,
     CopyStream,
     DeferredCopy,
-    Event,
     copy_stream_of,
     host_memory,
 )
@@ -99,7 +99,7 @@ class Stager:
 
 def _copy(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: dict[torch.device, CopyStream | None]
-) -> list[tuple[CopyStream, Event]]:
+) -> list[tuple[CopyStream, CopyPoint]]:
     """Start to copy the second of each pair into the first; where copies go on, and the points behind them."""
     used: dict[CopyStream, None] = {}
     for place, tensor in pairs:
