@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,20 +145,11 @@ class AsyncSaver:
             self.drain()
             storage = open_storage(path, neighbours=num_neighbours())
             meter = meter_for(progress, self._coordinator.rank)
-            targets = [(storage, format, overwrite), *((place, form, True) for place, form in copies)]
-            savers = [
-                Saver(
-                    place,
-                    self._coordinator,
-                    overwrite=replace,
-                    format=form,
-                    save_id=save_id,
-                    meter=meter,
-                )
-                for place, form, replace in targets
-            ]
+            saver = partial(Saver, coordinator=self._coordinator, save_id=save_id, meter=meter)
+            savers = [saver(storage, overwrite=overwrite, format=format)]
+            savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             with torch.no_grad():
-                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), optimizer)
+                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
             user = plain_json(user)
         except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
             error = caught
@@ -195,12 +187,16 @@ class AsyncSaver:
         if self._last is not None:
             wait([self._last])
 
-    def _stage(self, taken: TakenState, optimizer: Optimizers) -> tuple[TakenState, DeferredCopy]:
+    def _stage(
+        self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
+    ) -> tuple[TakenState, DeferredCopy]:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        names = list(taken.locals_by_name)
+        left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
+        names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
         staged, copying = self._stager.stage(
-            [*taken.locals_by_name.values(), *per_rank], can_wait=frozenset(memory_of(optimizers))
+            [*(taken.locals_by_name[name] for name in names), *per_rank],
+            can_wait=frozenset(memory_of(optimizers)),
         )
         rest = iter(staged[len(names) :])
         copies = {

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from vescale_fsdp.checkpoint.state.host_copies import (
-    CopyPoint,
+    CopyEvent,
     CopyStream,
     DeferredCopy,
     copy_stream_of,
@@ -99,7 +99,7 @@ class Stager:
 
 def _copy(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], streams: dict[torch.device, CopyStream | None]
-) -> list[tuple[CopyStream, CopyPoint]]:
+) -> list[tuple[CopyStream, CopyEvent]]:
     """Start to copy the second of each pair into the first; where copies go on, and the points behind them."""
     used: dict[CopyStream, None] = {}
     for place, tensor in pairs:

@@ -25,7 +25,7 @@ from vescale_fsdp.torch_private import local_of, storage_id, version_of
 __all__ = ["CopyStream", "DeferredCopy", "PinnedSlots", "copy_stream_of", "host_memory", "memory_of"]
 
 
-class CopyPoint(Protocol):
+class CopyEvent(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
@@ -48,7 +48,7 @@ class CopyStream:
         """Copies that follow see what the caller's current stream was given so far."""
         self._stream.wait_stream(self._module.current_stream(self._device))
 
-    def hold_compute(self, event: CopyPoint | None = None) -> None:
+    def hold_compute(self, event: CopyEvent | None = None) -> None:
         """What the caller's current stream is given next starts behind the copies, or behind an event of theirs."""
         current = self._module.current_stream(self._device)
         if event is None:
@@ -60,7 +60,7 @@ class CopyStream:
         """Copies inside are work of this stream."""
         return self._module.stream(self._stream)  # type: ignore[no-any-return]
 
-    def record(self) -> CopyPoint:
+    def record(self) -> CopyEvent:
         """The point behind all copies so far."""
         return self._stream.record_event()  # type: ignore[no-any-return]
 
@@ -83,7 +83,7 @@ class PinnedSlots(threading.local):
     """Two pieces of pinned memory for each thread, so that one is filled while the other is copied from."""
 
     def __init__(self) -> None:
-        self._slots: list[tuple[torch.Tensor, CopyPoint | None]] = [
+        self._slots: list[tuple[torch.Tensor, CopyEvent | None]] = [
             (torch.empty(0, dtype=torch.uint8), None)
         ] * 2
 
@@ -97,7 +97,7 @@ class PinnedSlots(threading.local):
         self._slots.append((slot, None))
         return slot[:num_bytes]
 
-    def busy_until(self, event: CopyPoint) -> None:
+    def busy_until(self, event: CopyEvent) -> None:
         """What was lent last is in use until then."""
         slot, _ = self._slots[-1]
         self._slots[-1] = slot, event
@@ -137,7 +137,7 @@ class DeferredCopy:
     """
 
     def __init__(
-        self, sources: Sequence[torch.Tensor], copied: Sequence[tuple[CopyStream, CopyPoint]]
+        self, sources: Sequence[torch.Tensor], copied: Sequence[tuple[CopyStream, CopyEvent]]
     ) -> None:
         self._sources = list(sources)
         self._versions = [version_of(each) for each in sources]

@@ -50,6 +50,16 @@ def asked_by_torch() -> None:
     with pytest.raises(AssertionError, match="fully_shard"):
         fsdp.fully_shard(model, mesh=cpu_mesh())
 
+    # Who uses a block before the root's first forward says so with this: the block becomes no root.
+    for _ in range(2):
+        model._get_fsdp_state()._lazy_init()
+    model.blocks[0](torch.ones(2, 7)).sum().backward()
+    model(models.batch(0, dist.get_rank())).sum().backward()
+    other = sharded()
+    other.blocks[0](torch.ones(2, 7))
+    with pytest.raises(LifecycleError, match="ran before its root"):
+        other._get_fsdp_state()._lazy_init()
+
     # _apply finds our state, not torch's.
     with torch.device("meta"):
         meta = models.build()

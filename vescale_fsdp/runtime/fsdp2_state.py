@@ -8,6 +8,7 @@ torch reaches behind the public methods of its FSDPModule in a few places, and t
                                                      ``post_backward``, then ``_root_post_backward_final_callback``
                                                      (torch 2.15 calls finalize_backward, and asks which stages share
                                                      a ``_comm_ctx``)
+    .._lazy_init()                                   trainers that unshard or train a head before the first forward
 
 A unit's answer to both is one of these, which knows no more than that. What torch's class can and ours cannot is
 refused by name (`refuse_unknown`).
@@ -38,6 +39,9 @@ class Answering(Protocol):
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after it."""
+
+    def lazy_init(self) -> None:
+        """Become the root, unless there is one."""
 
     def units_below(self) -> list[Any]:
         """This unit and those of the modules below its own."""
@@ -83,6 +87,9 @@ class Fsdp2State:
         self._unit = unit
         self._state_ctx = _StateContext(unit)
         self._fsdp_param_groups = [_ParamGroups(unit)]
+
+    def _lazy_init(self) -> None:
+        self._unit.lazy_init()
 
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
