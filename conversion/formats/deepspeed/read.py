@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import runs_of_parameters
-from vescale_fsdp.conversion.formats.deepspeed.found_entries import FoundEntries
 from vescale_fsdp.conversion.formats.deepspeed.model_file import ModelFile
 from vescale_fsdp.conversion.formats.deepspeed.universal_folder import UniversalFolder
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.conversion.formats.deepspeed.zero_shards import ZeroShards, tensor_of_runs
+from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
