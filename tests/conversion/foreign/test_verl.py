@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType, fully_shard
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 
 from tests.conversion.foreign.zero_folders import some_state, write_zero
 from tests.support.distributed import cpu_mesh, run_ranks
