@@ -80,6 +80,8 @@ class ZeroFiles:
         model: files of the model: one, or of ZeRO-3 one per rank.
         optim: one rank's masters and moments each, in order of rank; none without ZeRO, and in universal checkpoints.
         parameters: files of a universal checkpoint by parameter.
+        is_stage3: whether ranks have a file of the model each.
+        is_spread: whether there are files of the model's other parts, as a universal checkpoint may have.
     """
 
     folder: str
@@ -87,6 +89,7 @@ class ZeroFiles:
     optim: tuple[str, ...]
     parameters: dict[str, tuple[str, ...]]
     is_stage3: bool
+    is_spread: bool = False
 
     @classmethod
     def find(cls, store: Storage) -> ZeroFiles:
@@ -117,6 +120,7 @@ class ZeroFiles:
             tuple(folder + optim[rank] for rank in sorted(optim)) if not parameters else (),
             parameters,
             is_stage3,
+            any(int(match[2]) for match in map(_MODEL.fullmatch, files) if match),
         )
 
     def require_all(self, ranks: int, where: str) -> None:
