@@ -70,7 +70,7 @@ test-stacks:
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
 	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch_checkpointing,torchtitan,torchdata]"
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
-	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0
+	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 jax==0.10.2 orbax-checkpoint==0.12.8
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
 gpu: venv

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         [CarriedState, ConvertOptions, Assets, str], OutputPlan
     ]  # the text is the target's file name
 
-__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "Format", "Target"]
+__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "TRAINED", "Format", "Target"]
 
 OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
@@ -73,6 +73,7 @@ _plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.write", "plan_dcp
 _has_manifest = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "has_manifest")
 _open_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "open_zarr")
 _plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_zarr")
+_open_orbax = lazy_function("vescale_fsdp.conversion.formats.orbax.read", "open_orbax")
 _open_shards = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_shards")
 _open_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_hf_folder")
 _open_safetensors = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_safetensors")
@@ -106,7 +107,7 @@ FORMATS = {
         ),
     ),
     "zarr": Format(
-        re.escape(ZARR_NAME),
+        rf"{re.escape(ZARR_NAME)}|\.z(group|array|metadata)",
         lambda store, _, trust: (_open_native if _has_manifest(store) else _open_zarr)(store),
         Target(
             "to-zarr",
@@ -114,6 +115,7 @@ FORMATS = {
             lambda state, *_: _plan_zarr(state),
         ),
     ),
+    "orbax": Format(r"([^/]+/)?_METADATA", lambda store, *_: _open_orbax(store)),
     # A model beside its adapter is the model; see `detect`.
     "adapter": Format(
         r"adapter_model\.safetensors",
@@ -136,7 +138,7 @@ FORMATS = {
         ),
     ),
     "bin": Format(
-        r"pytorch_model\.bin(\.index\.json)?",
+        r"pytorch_model(_fsdp)?\.bin(\.index\.json)?",
         lambda store, _, trust: _open_bin(store, lambda file: _open_torch(store, file, trust_pickle=trust)),
     ),
     "ranks": Format(
@@ -158,4 +160,11 @@ FORMATS = {
     ),
 }
 KINDS = tuple(FORMATS)
+TRAINED = (
+    "dcp",
+    "shards",
+    "hf",
+    "bin",
+    "ranks",
+)  # folders in which trainers leave more than the format's own files
 TARGETS = {kind: form.target for kind, form in FORMATS.items() if form.target is not None}

@@ -56,7 +56,14 @@ LEVELS = (
         "conversion.formats.torch_save",
         "conversion.formats.zarr",
     ),
-    ("optim.muon", "optim.shampoo", "conversion.formats.dcp", "conversion.checks"),
+    (
+        "optim.muon",
+        "optim.shampoo",
+        "conversion.formats.dcp",
+        "conversion.formats.trainers",
+        "conversion.formats.orbax",
+        "conversion.checks",
+    ),
     ("conversion.adapters",),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
