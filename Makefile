@@ -1,8 +1,8 @@
 # make test   the gate and all tests
 # make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
 #                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
-# make test-faults   every fault of saves and restores, and twenty killed ranks, of which make test meets a sample (half an
-#                    hour or more)
+# make test-faults   every fault of saves and restores, twenty killed ranks, every sample of torch's operator database, of
+#                    which make test meets some (an hour or more)
 # make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
 # make gpu    all that half an hour on a machine with GPUs can show: gpu_report/gpu.md and gpu.json
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
@@ -37,7 +37,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 
 # Two tests at a time: one alone waits much (for ranks, processes, disks), and most need one core. A file's tests
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
-TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 .PHONY: venv test test-torch test-faults test-stacks gpu demo docs release-check check clean
 
@@ -61,7 +61,8 @@ test-torch:
 	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) -p tools.docs.compatibility --compatibility torch
 
 test-faults: venv
-	FAULTS=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py tests/checkpoint/elastic/test_kills.py
+	FAULTS=all OP_DB=all $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py \
+	    tests/checkpoint/elastic/test_kills.py tests/dtensor/test_op_db.py
 
 # Automodel without what it needs besides: it pins another transformers, and kernels for GPUs. Its parallelizers, which are
 # what is tried, need neither.

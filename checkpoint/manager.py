@@ -25,7 +25,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, SaveHandle
+from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
 from vescale_fsdp.checkpoint.step_search import StepSearch
@@ -70,6 +70,7 @@ class CheckpointManager:
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
             caches can bring about for as long as they are kept; then it raises.
         progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
+        optimizer: for ``async_`` on an accelerator, see `async_save`.
 
     Raises:
         ValueError: for limits below 1, or a negative patience.
@@ -104,6 +105,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         patience_s: float = 30.0,
         progress: Tell = False,
+        optimizer: Optimizers = (),
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
         limits["export_every"] = export_every
@@ -118,7 +120,7 @@ class CheckpointManager:
             )
         rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
-        self._patience_s, self._progress = patience_s, progress
+        self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
         best = dict.fromkeys(rule for rule in (keep_best, *rules) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
         self._export = None if export is None else form_of(export)
@@ -285,6 +287,7 @@ class CheckpointManager:
             copies=copies,
             progress=self._progress,
             save_id=save_id,
+            optimizer=self._optimizer,
         )
 
     @contextmanager

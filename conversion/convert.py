@@ -12,7 +12,7 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, own_config
+from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config, own_settings
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
@@ -142,9 +142,10 @@ def convert(
 
 
 def _own_assets(source: Source, kind: str) -> str | None:
-    """A Hugging Face folder that becomes another takes its settings along without being asked."""
-    is_repository = source.kind in ("hf", "bin", "shards") and source.store.size(CONFIG_FILE) is not None
-    return source.store.where if kind == "hf" and is_repository else None
+    """A folder that has a model's settings takes them along into a Hugging Face folder without being asked."""
+    has_some = kind == "hf" and source.kind in ("hf", "bin", "shards", "deepspeed", "ranks")
+    found = own_settings(source.store) if has_some else None
+    return None if found is None else found.where
 
 
 def plan_conversion(
@@ -161,39 +162,16 @@ def plan_conversion(
         )
     own = None if options.no_assets else _own_assets(source, kind)
     assets = Assets(options.assets or own if kind != "adapter" else None, options.include_asset)
-    warnings = list(source.warnings)
-    tied: dict[str, str] = {}
-    if kind == "hf":
-        _require_model(source)
-        state = model_state(source, options.model_prefix)
-    elif kind == "adapter":
-        from vescale_fsdp.conversion.adapters.peft_folder import adapter_state
-
-        state = adapter_state(source, options.model_prefix, options.adapter_name, options.assets)
-    else:
-        from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
-
-        state = whole_state(source, options.model_prefix, options.prefix)
-        state = with_optimizer_form(state, options.optimizer)
+    state = _state_for(kind, source, options)
     if options.dequantize is not None:
         state = _dequantized(state, options.dequantize, assets, source)
     if options.merge is not None:
         state = _merged(state, options.merge)
     if options.rules is not None:
         state = _with_rules(state, kind, options, _settings(assets, source))
-    warnings += state.warnings
-    if kind == "hf" and assets.config is not None:
-        from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
-
-        tied, denied = find_tied_twins(state.views, assets.config, is_equal)
-        warnings += denied
-        state = state.without(tied)
-    elif kind not in ("hf", "adapter"):
-        from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
-
-        twins, unsaid = left_out_by(source, state.views)
-        warnings += unsaid
-        state = state.with_names_of(twins)
+    warnings = [*source.warnings, *state.warnings]
+    state, tied, unlike_config = _with_ties(state, kind, source, assets, is_equal)
+    warnings += unlike_config
     if options.quantize:
         state = _newly_quantized(state, options.quantize, assets, source)
     changed: dict[str, tuple[str, str]] = {}
@@ -215,6 +193,39 @@ def plan_conversion(
     return ConvertReport(
         source, target, plan, state, Outcome(), tied, changed, uncast, left, told, run.dry_run, run.part
     )
+
+
+def _state_for(kind: str, source: Source, options: ConvertOptions) -> CarriedState:
+    """What a target takes of a source, under the names it has there."""
+    if kind == "hf":
+        _require_model(source)
+        return model_state(source, options.model_prefix)
+    if kind == "adapter":
+        from vescale_fsdp.conversion.adapters.peft_folder import adapter_state
+
+        return adapter_state(source, options.model_prefix, options.adapter_name, options.assets)
+    from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
+
+    state = whole_state(source, options.model_prefix, options.prefix)
+    return with_optimizer_form(state, options.optimizer)
+
+
+def _with_ties(
+    state: CarriedState, kind: str, source: Source, assets: Assets, is_equal: Compare | None
+) -> tuple[CarriedState, dict[str, str], Sequence[str]]:
+    """A state with tied weights as its target wants them; the names that are left out, with what they are tied to; and
+    warnings where config.json says otherwise than the weights."""
+    if kind == "hf" and assets.config is not None:
+        from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
+
+        tied, denied = find_tied_twins(state.views, assets.config, is_equal)
+        return state.without(tied), tied, denied
+    if kind in ("hf", "adapter"):
+        return state, {}, ()
+    from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+
+    twins, unsaid = left_out_by(source, state.views)
+    return state.with_names_of(twins), {}, unsaid
 
 
 def _settings(assets: Assets, source: Source) -> dict[str, Any]:

@@ -10,10 +10,11 @@ All N ranks hold the same shard, so the slices of every parameter are tied, and 
     all-to-all        rank r sends what this rank's buffer holds for it; the sum of all is what it was above
     all-reduce        nothing, replicas are equal
 
-The group asserts what NCCL asks for: sizes, dtypes, alignment, a shard that lies in the full buffer in its place. On
-a GPU its collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the
-model. A wait that is missing then gives other numbers: with delays on either side, on both and on none training must
-have the bits of a run that synchronises after every collective, and those of the plain model.
+The group asserts what NCCL asks for: sizes, dtypes, alignment, a shard that lies in the full buffer in its place; and
+that it is asked for work of the stream that is current, which has the priority that was chosen for it. On a GPU its
+collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the model. A wait
+that is missing then gives other numbers: with delays on either side, on both and on none training must have the bits of
+a run that synchronises after every collective, and those of the plain model.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
     def _allgather_base(self, full: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> Work:
         _require(full, shard, self._size)
+        _require_current(opts)
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         assert not in_place or shard.data_ptr() == full.data_ptr(), "the slice of rank 0"
 
@@ -144,6 +146,7 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
     def _reduce_scatter_base(self, shard: torch.Tensor, full: torch.Tensor, opts: Any = None) -> Work:
         _require(full, shard, self._size)
+        _require_current(opts)
         averages = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
 
         def work() -> None:
@@ -159,6 +162,7 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
     def alltoall(self, received: list[torch.Tensor], sent: list[torch.Tensor], opts: Any = None) -> Work:
         assert len(received) == len(sent) == self._size
+        _require_current(opts)
         for into, of in zip(received, sent, strict=True):
             _require(into, of, 1)
 
@@ -186,6 +190,10 @@ def _require(full: torch.Tensor, shard: torch.Tensor, size: int) -> None:
     if full.numel() * full.element_size() > 1024:  # messages of state are small, and need not be fast
         for tensor in (full, shard):
             assert tensor.data_ptr() % ALIGN_BYTES == 0, "a buffer that starts between packs of 16 bytes"
+
+
+def _require_current(opts: Any) -> None:
+    assert opts is None or not opts.asyncOp, "a collective that would run on the communicator's own stream"
 
 
 @contextmanager
@@ -230,8 +238,12 @@ def _streams() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    streams = MemoryUse()
-    with mock.patch("vescale_fsdp.runtime.fsdp_state.streams_of", return_value=streams):
+    beside = mock.Mock(return_value=False)
+    with (
+        mock.patch("vescale_fsdp.runtime.fsdp_state.streams_of", return_value=MemoryUse()),
+        mock.patch("vescale_fsdp.collectives.runs_beside", beside),
+        mock.patch("vescale_fsdp.runtime.comm.group_comm.runs_beside", beside),
+    ):
         yield
 
 

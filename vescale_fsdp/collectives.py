@@ -27,6 +27,7 @@ from vescale_fsdp.torch_private import (
 __all__ = [
     "Work",
     "all_gather_into",
+    "all_reduce_at_once",
     "all_reduce_in_place",
     "all_to_all_into",
     "broadcast_in_place",
@@ -35,6 +36,7 @@ __all__ = [
     "receive_async",
     "reduce_in_place",
     "reduce_scatter_into",
+    "runs_beside",
     "send_async",
     "sums_in_wider",
     "wait_for",
@@ -85,8 +87,8 @@ def _new_name(ranks: Sequence[int]) -> str:
 
 _WIDENED_NUMEL = 1 << 16  # elements that are widened at a time, small enough for a cache
 _RECEIVED_BYTES = (
-    128 << 20
-)  # on an accelerator, that wait to be summed at most: two pieces of slices of all ranks
+    64 << 20
+)  # on an accelerator, that wait to be summed at most: a piece of the slices of all ranks
 _ALIGN_NUMEL = (
     64  # pieces start at multiples of so many elements, so that copies of them are as fast as of the whole
 )
@@ -142,17 +144,26 @@ def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return storage_id(one) == storage_id(other)
 
 
+def runs_beside(tensor: torch.Tensor) -> bool:
+    """Whether a collective on this tensor is started as one to be waited for.
+
+    On an accelerator it becomes work of the stream that the caller has chosen, one of high priority: asked to run
+    beside it, NCCL's would go to the communicator's own, of normal priority, with a pair of events around it.
+    """
+    return tensor.device.type in ("cpu", "meta")
+
+
 class _Native:
     """A backend that gathers into and reduces from the buffers it is given, on streams: NCCL."""
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
-        return all_gather_single(_movable(full), _movable(shard), group=group, async_op=True)
+        return all_gather_single(_movable(full), _movable(shard), group=group, async_op=runs_beside(full))
 
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     ) -> Work | None:
         if full.dtype is shard.dtype:
-            return reduce_scatter_single(shard, full, op=op, group=group, async_op=True)
+            return reduce_scatter_single(shard, full, op=op, group=group, async_op=runs_beside(full))
         _sum_in_pieces(shard, full, group)
         if op == dist.ReduceOp.AVG:
             shard.div_(group.size())
@@ -229,33 +240,24 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
 
 
 def _sum_in_pieces(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """`_sum_slices` for streams: the current one waits, not the host, and what is received is bounded.
+    """`_sum_slices` as work of the current stream: the host waits for nothing, and what is received is bounded.
 
-    Piece by piece every rank gets what all ranks have of its slice, and sums that in one kernel, while the next piece
-    travels. Half the bytes of a reduction in fp32, and a buffer half as large.
+    Piece by piece every rank gets what all ranks have of its slice, and sums that in one kernel. Half the bytes of a
+    reduction in fp32, and a buffer half as large.
     """
     size, numel = group.size(), shard.numel()
-    received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 2))
-    piece_numel = received_bytes // (2 * size * full.element_size())
+    received_bytes = min(_RECEIVED_BYTES, max(_RECEIVED_BYTES // 8, full.numel() * full.element_size() // 4))
+    piece_numel = received_bytes // (size * full.element_size())
     piece_numel = max(_ALIGN_NUMEL, piece_numel - piece_numel % _ALIGN_NUMEL)
     slices = full.view(size, numel)
-    rooms = [full.new_empty(size, min(piece_numel, numel)) for _ in range(2 if numel > piece_numel else 1)]
-    pieces = [(start, min(start + piece_numel, numel)) for start in range(0, numel, piece_numel)]
-    under_way: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None = None
-    for number, (start, stop) in enumerate(pieces):
-        # The room is that of the piece before the last, which the current stream, so this exchange too, is behind.
-        room = rooms[number % 2][:, : stop - start]
-        sent = slices[:, start:stop]
-        work = dist.all_to_all(list(room.unbind()), list(sent.unbind()), group=group, async_op=True)
-        _sum_received(under_way)
-        under_way = (work, room, shard[start:stop])
-    _sum_received(under_way)
-
-
-def _sum_received(under_way: tuple[dist.Work | None, torch.Tensor, torch.Tensor] | None) -> None:
-    if under_way is not None:
-        work, room, into = under_way
-        wait_for(work)
+    received = full.new_empty(size, min(piece_numel, numel))
+    for start in range(0, numel, piece_numel):
+        stop = min(start + piece_numel, numel)
+        room, sent = received[:, : stop - start], slices[:, start:stop]
+        wait_for(
+            dist.all_to_all(list(room.unbind()), list(sent.unbind()), group=group, async_op=runs_beside(full))
+        )
+        into = shard[start:stop]
         torch.sum(room, dim=0, dtype=into.dtype, out=into)
 
 
@@ -335,8 +337,13 @@ def all_to_all_into(
 def all_reduce_in_place(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work | None:
-    """Reduce a tensor of equal shape over the ranks, in place."""
+    """Reduce a tensor of equal shape over the ranks, in place; wherever the current stream is, beside it."""
     return dist.all_reduce(tensor, op, group=group, async_op=True)
+
+
+def all_reduce_at_once(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    """The same as work of the current stream (on the CPU: the caller waits)."""
+    dist.all_reduce(tensor, op, group=group)
 
 
 def reduce_in_place(

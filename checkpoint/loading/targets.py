@@ -3,7 +3,7 @@
 A `LoadTarget` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
 
     direct      contiguous in the file and in CPU memory: a file can be read into the tensor itself
-    copied      contiguous in both, but on a device
+    copied      contiguous in both, but on a device: by way of pinned memory of the thread that reads
     patch       a box that is strided on either side: copied box by box
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from vescale_fsdp.checkpoint.loading.locate import FileShare
 from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
+from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
 
 __all__ = ["Bytes", "LoadTarget", "Sink", "sinks_of"]
@@ -28,13 +30,15 @@ __all__ = ["Bytes", "LoadTarget", "Sink", "sinks_of"]
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]
 
+_PINNED_BYTES = 4 << 20  # at a time: a thread has two pieces of it on their way
+_slots = PinnedSlots()
+
 
 class LoadTarget:
     """A tensor to be filled in place, whatever its device and strides.
 
     Args:
         tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
-
         alone: whether no other rank is likely to read the same bytes.
 
     Attributes:
@@ -52,7 +56,10 @@ class LoadTarget:
         )
         self.itemsize = tensor.dtype.itemsize
         self.memory: Bytes | None = None  # 1D [nbytes], None on a device
-        if tensor.device.type == "cpu":
+        self.stream = copy_stream_of(tensor.device)
+        if self.stream is not None:
+            self.stream.wait_for_compute()  # here: threads that read have current streams of their own
+        elif tensor.device.type == "cpu":
             self.memory = bytes_of(self._filled).numpy()
 
     @cached_property
@@ -67,6 +74,8 @@ class LoadTarget:
     def finish(self) -> None:
         """Bring what was read to where it belongs, once all of it is there."""
         self.is_overwritten = self._filled.numel() > 0
+        if self.stream is not None:
+            self.stream.hold_compute()
         if self._is_lazy:
             self._tensor.copy_(self._filled)
         elif self._filled is not self._tensor:
@@ -129,8 +138,17 @@ def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
 def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) -> None:
     """Bytes from file position ``at`` into the target, whose element ``place`` comes from ``start``."""
     first = place + (at - start) // target.itemsize
-    elements = _elements(target, data)
-    target.flat[first : first + elements.numel()].copy_(elements)
+    elements, stream = _elements(target, data), target.stream
+    if stream is None:
+        target.flat[first : first + elements.numel()].copy_(elements)
+        return
+    for piece in elements.split(_PINNED_BYTES // target.itemsize):
+        pinned = _slots.lend(piece.numel() * target.itemsize).view(piece.dtype)
+        pinned.copy_(piece)
+        with stream.on():
+            target.flat[first : first + piece.numel()].copy_(pinned, non_blocking=True)
+        _slots.busy_until(stream.record())
+        first += piece.numel()
 
 
 def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
@@ -145,4 +163,6 @@ def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data
             continue
         values = run.view(box.sizes)[shared.slices(box.offsets)]
         moved = zip(shared.offsets, patch.source_box.offsets, patch.target_box.offsets, strict=True)
-        into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()].copy_(values)
+        place = into[Box(tuple(a - b + c for a, b, c in moved), shared.sizes).slices()]
+        with nullcontext() if target.stream is None else target.stream.on():
+            place.copy_(values)

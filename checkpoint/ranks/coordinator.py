@@ -183,11 +183,19 @@ class Coordinator:
         all of them have begun. A collective."""
         return lambda: list(numbers)
 
+    def begin_exchange(
+        self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
+    ) -> Callable[[], None]:
+        """Start to send and receive contiguous CPU tensors, each to or from the rank beside it; what is returned waits
+        until they have gone and come. Those of the same two ranks meet in the order in which they were begun."""
+        assert not outgoing and not incoming, "one process alone has no partners"
+        return lambda: None
+
     def exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        """Send and receive contiguous CPU tensors at the same time, each to or from the rank beside it."""
-        assert not outgoing and not incoming, "one process alone has no partners"
+        """The same, and wait."""
+        self.begin_exchange(outgoing, incoming)()
 
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
@@ -322,15 +330,21 @@ class GroupCoordinator(Coordinator):
 
         return arrive
 
-    def exchange(
+    def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
-    ) -> None:
-        with self._reaching("exchanging files with other ranks"):
+    ) -> Callable[[], None]:
+        doing = "exchanging files with other ranks"
+        with self._reaching(doing):
             works = [dist.irecv(tensor, group=self.group, group_src=rank) for tensor, rank in incoming]
             works += [dist.isend(tensor, group=self.group, group_dst=rank) for tensor, rank in outgoing]
-            for work in works:
-                assert work is not None  # this rank is in the group
-                work.wait()
+
+        def finish() -> None:
+            with self._reaching(doing):
+                for work in works:
+                    assert work is not None  # this rank is in the group
+                    work.wait()
+
+        return finish
 
     def everyone(self, item: T) -> list[T]:
         digest = xxhash.xxh3_64_intdigest(repr(item).encode()) >> 2

@@ -1,8 +1,9 @@
 """Files that go from one rank's storage to another's, over the ranks' own group, in bounded memory.
 
 Each rank sends at most one file and receives at most one at a time. Such a set of moves is a *wave*; the two ranks of
-each move go through the file in step, piece by piece: its size, its bytes, and whether all went well. All ranks know
-all moves, and walk the waves in the same order.
+each move go through the file in step, piece by piece: its size, its bytes, and whether all went well. While one piece
+travels the sender reads the next and the receiver writes the last. All ranks know all moves, and walk the waves in the
+same order.
 
 A file appears under its name when all of it has come. Whoever cannot read or write goes on sending and receiving, so
 that nobody waits for it, and says what it met when all are done.
@@ -10,7 +11,8 @@ that nobody waits for it, and says what it met when all are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
 __all__ = ["FROM_DISK", "FileMove", "move_files", "waves_of"]
 
-_PIECE_BYTES = 8 << 20  # 8 MiB, for each file that a rank sends or receives
+_PIECE_BYTES = 4 << 20  # 4 MiB, twice for each file that a rank sends or receives
 
 
 FROM_DISK = -1  # in place of a sender, of a file that no rank had
@@ -69,11 +71,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
                 _Receiver(storage, move) for move in wave if move.receiver == coordinator.rank
             ]
             ends += [_Sender(storage, move) for move in wave if move.sender == coordinator.rank]
-            try:
-                _run_in_step(coordinator, ends)
-            finally:
-                for end in ends:
-                    end.close()
+            _run_in_step(coordinator, ends)
             error = error or next((end.error for end in ends if end.error), None)
             num_bytes += sum(end.num_bytes for end in ends if isinstance(end, _Receiver))
         if error is not None:
@@ -82,7 +80,7 @@ def move_files(coordinator: Coordinator, storage: Storage, moves: Sequence[FileM
 
 
 class _End:
-    """A rank's part in a move: buffers to send or to fill, one after another, each used until the next is asked for."""
+    """A rank's part in a move: pieces of the file, read or written in two buffers in turn."""
 
     def __init__(self, storage: Storage, move: FileMove) -> None:
         self.storage, self.move = storage, move
@@ -97,18 +95,39 @@ class _End:
             except BaseException as error:  # noqa: BLE001  the other end must not wait: `move_files` raises it
                 self.error = error
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """The file's buffers."""
-        scratch = torch.empty(min(_PIECE_BYTES, self.num_bytes), dtype=torch.uint8)
-        for start in range(0, self.num_bytes, _PIECE_BYTES):
-            yield from self.piece(start, scratch[: self.num_bytes - start])
+    @property
+    def num_pieces(self) -> int:
+        """Of the file, once both ends know its size."""
+        return -(-self.num_bytes // _PIECE_BYTES)
 
-    def piece(self, start: int, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The buffer from byte ``start`` of the file on."""
+    @cached_property
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        nbytes = min(_PIECE_BYTES, self.num_bytes)
+        return torch.empty(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+
+    def _memory(self, number: int) -> torch.Tensor:
+        return self._buffers[number % 2][: self.num_bytes - number * _PIECE_BYTES]
+
+    def size(self) -> torch.Tensor:
+        """What travels first."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Leave nothing open, and nothing half done."""
+    def began(self, size: torch.Tensor) -> None:
+        """The size has travelled."""
+
+    def piece(self, number: int) -> torch.Tensor:
+        """The buffer of a piece, which is not on its way yet."""
+        return self._memory(number)
+
+    def travelled(self, number: int) -> None:
+        """A piece has."""
+
+    def verdict(self) -> torch.Tensor:
+        """What travels last: whether the sender could read all."""
+        raise NotImplementedError
+
+    def close(self, verdict: torch.Tensor | None) -> None:
+        """Leave nothing open, and nothing half done; without a verdict the move has been broken off."""
         raise NotImplementedError
 
 
@@ -119,25 +138,26 @@ class _Sender(_End):
         self._file = self.storage.open_file(self.move.name)
         self.num_bytes = self._file.size_bytes
 
-    def pieces(self) -> Iterator[torch.Tensor]:
+    def size(self) -> torch.Tensor:
         self.attempt(self._open)
-        yield torch.tensor([self.num_bytes])
-        yield from super().pieces()
-        yield torch.tensor([self.error is None])
+        return torch.tensor([self.num_bytes])
 
-    def piece(self, start: int, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    def piece(self, number: int) -> torch.Tensor:
+        memory = self._memory(number)
         if (file := self._file) is not None:
-            self.attempt(lambda: file.read_at(start, [memory.numpy()]))
-        yield memory
+            self.attempt(lambda: file.read_at(number * _PIECE_BYTES, [memory.numpy()]))
+        return memory
 
-    def close(self) -> None:
+    def verdict(self) -> torch.Tensor:
+        return torch.tensor([self.error is None])
+
+    def close(self, verdict: torch.Tensor | None) -> None:
         if self._file is not None:
             self._file.close()
 
 
 class _Receiver(_End):
     _file: FileWriter | None = None
-    _is_whole = False
 
     @property
     def _working_name(self) -> str:
@@ -147,35 +167,67 @@ class _Receiver(_End):
         self.storage.remove(self._working_name)  # of a run that was killed
         self._file = self.storage.create(self._working_name, self.num_bytes)
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        size, verdict = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
-        yield size
+    def size(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    def began(self, size: torch.Tensor) -> None:
         self.num_bytes = int(size)
         self.attempt(self._open)
-        yield from super().pieces()
-        yield verdict
-        self._is_whole = bool(verdict)
 
-    def piece(self, start: int, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield memory
+    def travelled(self, number: int) -> None:
         if (file := self._file) is not None:
-            self.attempt(lambda: file.write_at(start, [memory.numpy()]))
+            memory = self._memory(number).numpy()
+            self.attempt(lambda: file.write_at(number * _PIECE_BYTES, [memory]))
 
-    def close(self) -> None:
-        if self._file is not None and self._is_whole:
+    def verdict(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.bool)
+
+    def close(self, verdict: torch.Tensor | None) -> None:
+        is_whole = verdict is not None and bool(verdict)
+        if self._file is not None and is_whole:
             self.attempt(self._file.close)
             self.attempt(lambda: self.storage.rename(self._working_name, self.move.name))
-        if self._file is not None and (self.error or not self._is_whole):
+        if self._file is not None and (self.error or not is_whole):
             self._file.abort()
 
 
 def _run_in_step(coordinator: Coordinator, ends: Sequence[_End]) -> None:
-    """Send and receive the buffers of a rank's moves of one wave, the n-th ones together."""
-    walks = [(end, end.pieces()) for end in ends]
-    while walks:
-        pieces = [(end, piece, walk) for end, walk in walks if (piece := next(walk, None)) is not None]
-        coordinator.exchange(
-            [(piece, end.move.receiver) for end, piece, _ in pieces if isinstance(end, _Sender)],
-            [(piece, end.move.sender) for end, piece, _ in pieces if isinstance(end, _Receiver)],
-        )
-        walks = [(end, walk) for end, _, walk in pieces]
+    """Do this rank's moves of one wave, the n-th pieces together; while a piece is on its way, the one before it is
+    written, and the one behind it read."""
+    verdicts: list[torch.Tensor] | None = None
+    try:
+        sizes = [end.size() for end in ends]
+        _begin(coordinator, ends, sizes)()
+        for end, size in zip(ends, sizes, strict=True):
+            end.began(size)
+        finish: Callable[[], None] | None = None
+        for number in range(max((end.num_pieces for end in ends), default=0)):
+            moving = [end for end in ends if number < end.num_pieces]
+            begun = _begin(coordinator, moving, [end.piece(number) for end in moving])
+            if finish is not None:
+                finish()
+            finish = partial(_finish, begun, moving, number)
+        if finish is not None:
+            finish()
+        verdicts = [end.verdict() for end in ends]
+        _begin(coordinator, ends, verdicts)()
+    finally:
+        for number, end in enumerate(ends):
+            end.close(None if verdicts is None else verdicts[number])
+
+
+def _begin(
+    coordinator: Coordinator, ends: Sequence[_End], memories: Sequence[torch.Tensor]
+) -> Callable[[], None]:
+    """Let each end's memory travel."""
+    pairs = list(zip(ends, memories, strict=True))
+    return coordinator.begin_exchange(
+        [(memory, end.move.receiver) for end, memory in pairs if isinstance(end, _Sender)],
+        [(memory, end.move.sender) for end, memory in pairs if isinstance(end, _Receiver)],
+    )
+
+
+def _finish(begun: Callable[[], None], ends: Sequence[_End], number: int) -> None:
+    begun()
+    for end in ends:
+        end.travelled(number)

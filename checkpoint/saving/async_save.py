@@ -7,6 +7,9 @@
     train on                                  ->   agree, hash, write, meet, commit (see `save`)
     handle.wait()                             <-   done, or the error
 
+On an accelerator the copy is work of a stream of its own. What the given optimizers alone write is copied while the
+trainer goes on: their next step waits for it, on the device. All else is there when the call returns.
+
 The buffer (see `staging`) belongs to the save until it ends, so a second save
 waits for the first: back-pressure instead of unbounded memory. All saves of a process run on one worker
 thread, in the order in which they were started, which is the same on all ranks.
@@ -21,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +36,14 @@ from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
+from vescale_fsdp.checkpoint.state.host_copies import DeferredCopy, memory_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 
 __all__ = ["AsyncSaver", "SaveHandle", "async_save"]
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _HEAD_START_S = 0.005
 _worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
@@ -122,34 +129,27 @@ class AsyncSaver:
         copies: Sequence[tuple[Storage, Format]] = (),
         progress: Tell = False,
         save_id: str | None = None,
+        optimizer: Optimizers = (),
     ) -> SaveHandle:
         """Copy the state and return; the save goes on.
 
         Args:
+            optimizer: see `async_save`.
             after: called when it is committed.
             copies: where the same state goes next, and in which form; what is there is replaced.
         """
         savers: list[Saver] = []
-        taken: TakenState | None = None
+        taken: tuple[TakenState, DeferredCopy] | None = None
         error: BaseException | None = None
         try:
             self.drain()
             storage = open_storage(path, neighbours=num_neighbours())
             meter = meter_for(progress, self._coordinator.rank)
-            targets = [(storage, format, overwrite), *((place, form, True) for place, form in copies)]
-            savers = [
-                Saver(
-                    place,
-                    self._coordinator,
-                    overwrite=replace,
-                    format=form,
-                    save_id=save_id,
-                    meter=meter,
-                )
-                for place, form, replace in targets
-            ]
+            saver = partial(Saver, coordinator=self._coordinator, save_id=save_id, meter=meter)
+            savers = [saver(storage, overwrite=overwrite, format=format)]
+            savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             with torch.no_grad():
-                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of))
+                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
             user = plain_json(user)
         except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
             error = caught
@@ -158,11 +158,17 @@ class AsyncSaver:
             if error is not None:
                 raise error
             assert taken is not None
-            return taken
+            return taken[0]
 
         def work() -> None:
+            nonlocal error
             # The trainer goes on first: a thread that wakes up holding the interpreter would make it wait.
             time.sleep(_HEAD_START_S)
+            try:
+                if taken is not None:
+                    taken[1].finish()
+            except Exception as caught:  # noqa: BLE001  all ranks must hear of it
+                error = error or caught
             if not savers:
                 self._coordinator.agree(None, 0, error)
                 return
@@ -181,15 +187,22 @@ class AsyncSaver:
         if self._last is not None:
             wait([self._last])
 
-    def _stage(self, taken: TakenState) -> TakenState:
-        names = list(taken.locals_by_name)
+    def _stage(
+        self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
+    ) -> tuple[TakenState, DeferredCopy]:
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        left_out = set.intersection(*(set(saver.left_out(taken.structure)) for saver in savers))
+        names = [name for name in taken.locals_by_name if name not in left_out]
         per_rank = [tensor for _, tensors in taken.per_rank.values() for tensor in tensors]
-        staged = self._stager.stage([*taken.locals_by_name.values(), *per_rank])
+        staged, copying = self._stager.stage(
+            [*(taken.locals_by_name[name] for name in names), *per_rank],
+            can_wait=frozenset(memory_of(optimizers)),
+        )
         rest = iter(staged[len(names) :])
         copies = {
             name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
         }
-        return TakenState(taken.structure, dict(zip(names, staged, strict=False)), copies)
+        return TakenState(taken.structure, dict(zip(names, staged, strict=False)), copies), copying
 
 
 _solo_saver = AsyncSaver(SoloCoordinator())
@@ -206,10 +219,16 @@ def async_save(
     format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
     progress: Tell = False,
+    optimizer: Optimizers = (),
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
 
-    If the previous call's save still runs, this one waits for it first. Arguments as for `save`.
+    If the previous call's save still runs, this one waits for it first. Other arguments as for `save`.
+
+    Args:
+        optimizer: one or several of torch's kind, which alone write the parameters and the state that they step, until
+            their next step. On an accelerator these are then copied while the trainer goes on, and that step waits for
+            the copy; any other write to them before fails the save.
 
     Returns:
         A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
@@ -222,7 +241,9 @@ def async_save(
         True
     """
     saver = _saver_for(process_group)
-    return saver.start(path, state, user=user, overwrite=overwrite, format=format, progress=progress)
+    return saver.start(
+        path, state, user=user, overwrite=overwrite, format=format, progress=progress, optimizer=optimizer
+    )
 
 
 def _saver_for(process_group: dist.ProcessGroup | None) -> AsyncSaver:

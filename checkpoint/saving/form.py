@@ -10,7 +10,7 @@ business of whoever knows the format: `checkpoint.loading` for forms with a mani
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
@@ -44,7 +45,8 @@ class RankShare(NamedTuple):
     """What one rank brings to a save, and where to.
 
     Attributes:
-        locals_by_name: this rank's tensors; each holds the elements of the rank's whole region.
+        locals_by_name: this rank's tensors, but perhaps those that the form leaves out; each holds the elements of the
+            rank's whole region.
         blob: its per-rank values, packed.
         replace: whether a folder that is there already may be replaced.
         every_node: whether the storage is each node's own.
@@ -95,6 +97,10 @@ class Form(ABC):
         Args:
             held: gets the lock; closed after the commit.
         """
+
+    def left_out(self, structure: Structure) -> Collection[str]:
+        """Names of tensors whose values `write` never reads, so that nobody need copy them."""
+        return ()
 
     @abstractmethod
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     build_manifest,
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
-from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
@@ -131,6 +131,10 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._form = form_of(self.format)
+
+    def left_out(self, structure: Structure) -> Collection[str]:
+        """Names of tensors whose values no file will hold."""
+        return self._form.left_out(structure)
 
     def save(self, state: Any, user: Json = None) -> Saved:
         """All steps in turn."""

@@ -12,7 +12,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file
 from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
-from vescale_fsdp.conversion.formats.run_steps import step_url, steps_in
+from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
 from vescale_fsdp.conversion.formats.table import FORMATS, TRAINED
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
@@ -52,8 +52,9 @@ def open_source(
     """
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
-    steps = steps_in(folder.list_files()) if kind is None or step is not None else {}
-    if steps or isinstance(step, int):
+    files = folder.list_files()
+    steps = steps_in(files) if kind is None or step is not None else {}
+    if isinstance(step, int) or (steps and not says_which(files)):
         url = step_url(url, steps, step)
         folder = open_store(url)
     try:
@@ -137,11 +138,6 @@ def _detect(folder: Storage, url: str) -> str:
 
 # Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.
 _FOREIGN = (
-    (
-        r"(.*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states|mp_rank_\d+_model_states)\.pt",
-        "DeepSpeed's per-rank files",
-        "run the zero_to_fp32.py that DeepSpeed put beside them, and convert what it writes",
-    ),
     (
         r"(.*/)?mp_rank_\d+(_\d+)*/model_(optim_rng|rng)\.pt",
         "Megatron-LM's per-rank files, which do not say what part of a tensor each holds",

@@ -4,7 +4,8 @@
     run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
     run/500/default/_METADATA              Orbax's manager
 
-Nobody but the one who asks for "newest" means the newest: two runs of a command may find different ones.
+Nobody but the one who asks for "newest" means the newest: two runs of a command may find different ones. DeepSpeed's
+file ``latest`` is an answer too, since its own tools go by it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 from vescale_fsdp.conversion.formats.table import FORMATS
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["step_url", "steps_in"]
+__all__ = ["says_which", "step_url", "steps_in"]
 
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _MOST = 8  # that an error lists
@@ -37,6 +38,11 @@ def steps_in(files: Collection[str]) -> dict[int, str]:
         if match and inner and deciding.fullmatch(inner):
             found[int(match[2])] = folder
     return dict(sorted(found.items()))
+
+
+def says_which(files: Collection[str]) -> bool:
+    """Whether a file beside the steps says which is meant, as DeepSpeed leaves it; its reader goes by it."""
+    return "latest" in files
 
 
 def step_url(url: str, steps: Mapping[int, str], step: int | Literal["newest"] | None) -> str:

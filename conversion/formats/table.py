@@ -71,6 +71,7 @@ _plan_native = lazy_function("vescale_fsdp.conversion.formats.native.write", "pl
 _open_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.read", "open_dcp")
 _plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.write", "plan_dcp")
 _has_manifest = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "has_manifest")
+_open_deepspeed = lazy_function("vescale_fsdp.conversion.formats.deepspeed.read", "open_deepspeed")
 _open_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "open_zarr")
 _plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_zarr")
 _open_orbax = lazy_function("vescale_fsdp.conversion.formats.orbax.read", "open_orbax")
@@ -140,6 +141,13 @@ FORMATS = {
     "bin": Format(
         r"pytorch_model(_fsdp)?\.bin(\.index\.json)?",
         lambda store, _, trust: _open_bin(store, lambda file: _open_torch(store, file, trust_pickle=trust)),
+    ),
+    # Its folder, or the one around it, where `latest` is. Behind those of Hugging Face: what a Trainer has gathered
+    # beside it is a model, and what it left in a model's folder may be old.
+    "deepspeed": Format(
+        r"([^/]+/)?((zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt|\w*zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+        r"|layer_\d+-model_\d+-model_states\.pt|zero/.+/fp32\.pt)",
+        lambda store, *_: _open_deepspeed(store),
     ),
     "ranks": Format(
         r"[^/]+_rank_?\d+\.(bin|pt|pth)",

@@ -6,7 +6,7 @@ of all ranks follows from the manifest, so that rank 0 writes ``.metadata``, las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -65,15 +65,17 @@ class DCP(Form):
                     todo="leave them out, or save in the native form",
                 )
             state = whole_state(shards.source, "")
-            share.prove_room(shards.source.nbytes)
-            output = plan_dcp_by_rank(state, partial(_boxes, shards), world_size, coordinator.rank)
+            nbytes = sum(view.info.nbytes for name, view in state.views.items() if name not in state.twins)
+            share.prove_room(nbytes)
+            boxes = partial(_boxes, shards, state.twins)
+            output = plan_dcp_by_rank(state, boxes, world_size, coordinator.rank)
         with coordinator.together(f"making {storage.where}"):
             if coordinator.rank == 0:
                 folder.begin()
         with coordinator.together(f"writing to {storage.where}"):
             _write(folder.working, output)
         names = [file_of_rank(rank) for rank in range(world_size)]
-        return Commit(shards.source.nbytes, partial(folder.commit, output.closing, names))
+        return Commit(nbytes, partial(folder.commit, output.closing, names))
 
     def clear_away(self, storage: Storage, save_id: str) -> None:
         """All that was written."""
@@ -89,11 +91,11 @@ def _folder(storage: Storage) -> WrittenFolder:
     )
 
 
-def _boxes(shards: HeldShards, rank: int) -> Iterator[tuple[str, Box]]:
-    """(name, box) of all that a rank writes."""
+def _boxes(shards: HeldShards, twins: Collection[str], rank: int) -> Iterator[tuple[str, Box]]:
+    """(name, box) of all that a rank writes, each tensor under its first name."""
     file = shards.file if rank == shards.rank else RankFile(shards.manifest, rank)
     for name, place in shards.places.items():
-        piece = file.piece_of.get(place)
+        piece = file.piece_of.get(place) if name not in twins else None
         for box, _ in piece.region.pieces() if piece is not None else ():
             yield name, box
 

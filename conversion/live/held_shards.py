@@ -56,8 +56,11 @@ class HeldShards:
         self._locals_by_name = locals_by_name
         self._last: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
         self._regions: dict[int, Region | None] = {}
-        leaves = NativeLeaves(manifest, storage.where)
+        leaves = NativeLeaves(manifest.structure, storage.where)
         self.places = leaves.tensors
+        firsts: dict[int, str] = {}
+        for name, place in self.places.items():
+            firsts.setdefault(place, name)
         # One chunk, whoever holds what: where bytes lie is asked of the readers alone.
         self.source = Source(
             "live",
@@ -69,6 +72,7 @@ class HeldShards:
             leaves.values,
             leaves.paths,
             readers={name: partial(self._read, place) for name, place in self.places.items()},
+            aliases={name: firsts[place] for name, place in self.places.items() if firsts[place] != name},
             omitted=tuple(leaves.per_rank),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.manifest.structure import dump_json
+from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
@@ -29,10 +29,12 @@ from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, Assets, is_setting
 from vescale_fsdp.conversion.formats.huggingface.repository import BEING_WRITTEN, is_weight_file
+from vescale_fsdp.conversion.formats.native.read import NativeLeaves
 from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.state.model_names import find_model, optimizer_names
 from vescale_fsdp.conversion.views.casting import CastRules
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, some
@@ -159,13 +161,18 @@ class HuggingFace(Form):
         """All that was written."""
         _folder(storage).clear_away()
 
+    def left_out(self, structure: Structure) -> Collection[str]:
+        """The optimizer's. What else is left out only all ranks together know."""
+        leaves = NativeLeaves(structure, "the state")
+        optimizer = set(optimizer_names(leaves.paths))
+        kept = {place for name, place in leaves.tensors.items() if name not in optimizer}
+        return [entry.name for place, entry in enumerate(structure.entries) if place not in kept]
+
     def _planned(self, shards: HeldShards, ties: _Ties) -> ConvertReport:
         return plan_conversion(shards.source, shards.source.url, "hf", self._options, ties.is_equal)
 
     def _refuse_others(self, shards: HeldShards) -> None:
         """Refuse leaves that are neither of the model nor of its optimizer, unless the model was named."""
-        from vescale_fsdp.conversion.state.model_names import find_model
-
         others = (*find_model(shards.source, self.model_prefix).others, *shards.source.omitted)
         if others and self.model_prefix is None:
             raise ConversionError(
@@ -199,8 +206,7 @@ class _Ties:
         """What is known by now; what is not is asked for, and is no until it is known."""
         if (one.info.shape, one.info.dtype) != (other.info.shape, other.info.dtype):
             return False
-        stored = [self._shards.place_of(view.stored) for view in (one, other) if view.stored is not None]
-        if len(stored) == 2 and stored[0] == stored[1]:
+        if one.identity() == other.identity():
             return True  # one tensor under two names
         names = (one.info.name, other.info.name)
         if names not in self._known:

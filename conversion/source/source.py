@@ -86,6 +86,8 @@ class Source:
         values: everything else, by flattened name.
         paths: where a flattened name sits in the nested state it came from; absent names are at the root.
         readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
+        aliases: names of tensors that are an earlier one, where their bytes are not in files that would show it -> its
+            name.
         file: name of the one file that is the whole checkpoint; empty for a folder.
         omitted: entries that this package cannot carry over (values that differ per rank).
         layouts: how groups of tensors were sharded, where the format knows.
@@ -111,6 +113,7 @@ class Source:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     readers: Mapping[str, BoxReader] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     file: str = ""
     omitted: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
@@ -132,7 +135,7 @@ class Source:
         """Names of tensors that are the very bytes of an earlier one -> the name of that."""
         starts: dict[tuple[str, int], str] = {}
         first: dict[object, str] = {}
-        found = {}
+        found = dict(self.aliases)
         for name, tensor in self.tensors.items():
             if tensor.info.numel and name not in self.readers:
                 other = starts.setdefault((tensor.chunks[0].file, tensor.chunks[0].offset), name)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model"]
+__all__ = ["ModelNames", "find_model", "optimizer_names"]
 
 # opt_state: of JAX's train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
@@ -100,8 +100,7 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
-    homes = _optimizer_homes(paths.values())
-    optimizer = dict.fromkeys(name for name, path in paths.items() if _is_optimizer(path, homes))
+    optimizer = dict.fromkeys(optimizer_names(paths))
     rest = [name for name in shapes if name not in optimizer]
     rivals: tuple[str, ...] = ()
     if prefix is None:
@@ -126,6 +125,12 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
         )
     others = tuple(name for name in paths if name not in names and name not in optimizer)
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
+
+
+def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
+    """Those of a state's entries that belong to an optimizer. With more entries beside them they still do."""
+    homes = _optimizer_homes(paths.values())
+    return [name for name, path in paths.items() if _is_optimizer(path, homes)]
 
 
 def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:

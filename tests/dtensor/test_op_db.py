@@ -1,5 +1,6 @@
 """torch's own operator database, walked: every sample on ragged tensors is right or refused, never wrong.
 
+Of an operator with hundreds of samples some are taken, spread evenly; ``OP_DB=all`` takes all (`make test-faults`).
 Each sample is run twice: on plain tensors, and with every tensor of the main shape made ragged and every other
 one a replicated DTensor. The cut alternates: inside a row, between rows, everything on one of the two ranks.
 In-place and ``out=`` forms are run too, where the operator has them.
@@ -7,6 +8,7 @@ In-place and ``out=`` forms are run too, where the operator has them.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +27,9 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
+
+TAKES_ALL = os.environ.get("OP_DB") == "all"
+MOST_SAMPLES = 40
 
 # Values that nobody can predict: memory that was not written, and random numbers of another generator.
 UNPREDICTABLE = {
@@ -160,6 +165,16 @@ def _fails(call: Callable[..., Any], tree: Any, how: type[Exception] = Exception
     return False
 
 
+def samples_of(op: Any) -> Iterator[Any]:
+    """The same on both ranks, whatever random numbers they draw in between. Not by ``op.sample_inputs``, which looks
+    through the call stack at every sample for the test that it serves."""
+    from torch.testing._internal.common_utils import set_rng_seed  # seconds; only here
+
+    set_rng_seed(0)
+    samples = list(op.sample_inputs_func(op, "cpu", torch.float32, False))
+    yield from samples if TAKES_ALL else samples[:: len(samples) // MOST_SAMPLES + 1]
+
+
 def walk(only: tuple[str, ...] | None) -> tuple[Counter[str], list[str], set[str]]:
     """Verdicts over the database, or over the named operators; what was wrong; the names of what was right."""
     warnings.simplefilter("ignore")
@@ -171,8 +186,7 @@ def walk(only: tuple[str, ...] | None) -> tuple[Counter[str], list[str], set[str
     right: set[str] = set()
     ops = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
     for op in ops if only is None else [op for op in ops if op.name in only]:
-        torch.manual_seed(0)
-        for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
+        for number, sample in enumerate(samples_of(op)):
             try:
                 for form, verdict in run_sample(op, sample, number, mesh):
                     verdicts[verdict] += 1
@@ -238,10 +252,10 @@ ESSENTIAL = {
 
 def test_every_sample_is_right_or_refused() -> None:
     """No sample of any operator gives another value than on plain tensors, on either rank."""
-    for verdicts, wrong, right in run_ranks(2, walk, None, timeout_s=400.0):
+    for verdicts, wrong, right in run_ranks(2, walk, None, timeout_s=1000.0):
         assert wrong == []
         assert right >= ESSENTIAL
-        assert verdicts["right"] > 3000 and verdicts["refused"] > 500
+        assert verdicts["right"] > 5000 and verdicts["refused"] > 1500
 
 
 def test_a_wrong_rule_is_found() -> None:

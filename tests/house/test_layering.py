@@ -62,6 +62,7 @@ LEVELS = (
         "conversion.formats.dcp",
         "conversion.formats.trainers",
         "conversion.formats.orbax",
+        "conversion.formats.deepspeed",
         "conversion.checks",
     ),
     ("conversion.adapters",),

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import vescale_fsdp
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import PaddingPolicy, RaggedDTensor, Rows
-from vescale_fsdp.errors import LayoutError, LifecycleError, UnsupportedOpError
+from vescale_fsdp.errors import LayoutError, LifecycleError, PlacementError, UnsupportedOpError
 from vescale_fsdp.integrations import BoundNamesWarning, UntriedVersionWarning, as_fsdp2, install, uninstall
 from vescale_fsdp.integrations.installation import Installation
 
@@ -29,6 +29,7 @@ NAMES = {
     "register_fsdp_forward_method": torch_fsdp,
     "share_comm_ctx": torch_fsdp,
     "distribute_tensor": torch_tensor,
+    "from_local": DTensor,
     "set_model_state_dict": torch_state_dict,
     "set_optimizer_state_dict": torch_state_dict,
     "set_state_dict": torch_state_dict,
@@ -94,7 +95,7 @@ def test_threads_share_the_count() -> None:
     seen: list[bool] = []
 
     def come_and_go() -> None:
-        for _ in range(50):
+        for _ in range(10):
             with as_fsdp2():
                 seen.append(any(_are_torchs()))
 
@@ -104,7 +105,7 @@ def test_threads_share_the_count() -> None:
     for thread in threads:
         thread.join()
 
-    assert len(seen) == 400 and not any(seen)
+    assert len(seen) == 80 and not any(seen)
     assert all(_are_torchs())
 
 
@@ -177,6 +178,12 @@ def _on_ranks() -> dict[str, Any]:
         torch_state_dict.set_model_state_dict(plain, full)  # not ours: torch's own
         torch_fsdp.share_comm_ctx([ours])
         same = torch_tensor.distribute_tensor(weight, mesh, placements) is weight
+        piece: Any = DTensor.from_local(
+            weight.to_local(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        rows = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(PlacementError, match=r"shape=p\.shape"):
+            DTensor.from_local(weight.to_local(), mesh, placements)
     stock_model = _model()
     kept(stock_model)  # bound while it stood, called after it went
     return {
@@ -186,6 +193,7 @@ def _on_ranks() -> dict[str, Any]:
         "again": again.full_tensor(),
         "stock": (type(stock), tuple(stock.placements)),
         "same": same,
+        "from_local": torch.equal(piece.full_tensor(), weight.full_tensor()) and tuple(rows.shape) == (2, 2),
         "loaded": [torch.equal(v.full_tensor(), full[n]) for n, v in ours.state_dict().items()],
         "plain": [torch.equal(v, full[n]) for n, v in plain.state_dict().items()],
         "encode": torch.equal(ours.encode(x), x @ full["scale"]),
@@ -200,7 +208,7 @@ def test_a_stack_finds_ours() -> None:
         assert rank["cut_at"] == (8, 5)  # of 2 rows: blocks of 4 rows, the last of 2
         assert torch.equal(rank["again"], _model()[0].weight.detach())
         assert rank["stock"] == (DTensor, (Shard(0),))
-        assert rank["same"]
+        assert rank["same"] and rank["from_local"]
         assert rank["loaded"] == [True] * 5 and rank["plain"] == [True] * 5
         assert rank["encode"]
         assert rank["kept"] == ({DTensor}, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,6 +45,8 @@ def build(difference: str, odd: bool, mesh: Any) -> nn.Module:
     for block in shards[1:] if odd and difference == "units" else shards:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    if odd and difference in SWITCHES:
+        SWITCHES[difference](model)
     if odd and difference == "replaced":
         model.head.weight = nn.Parameter(torch.zeros(3, 7))  # type: ignore[union-attr]
     if odd and difference == "replaced by what cannot be":
@@ -64,6 +67,24 @@ def first_use(difference: str, shape: tuple[int, ...], odd: int, use: str) -> st
     return ""
 
 
+class OwnGather:
+    """Never called: the comparison comes first."""
+
+
+SWITCHES: dict[str, Callable[[Any], object]] = {
+    "set_narrow_reduction False": lambda model: model.set_narrow_reduction(False),
+    "set_gradient_divide_factor 3.0": lambda model: model.set_gradient_divide_factor(3.0),
+    "set_force_sum_reduction_for_comms True": lambda model: model.set_force_sum_reduction_for_comms(True),
+    "sums of micro-batches True": lambda model: model.set_requires_gradient_sync(False),
+    "custom collectives ['OwnGather', None]": lambda model: model.set_custom_all_gather(OwnGather()),
+    "set_reduce_scatter_unused_params True": lambda model: model.set_reduce_scatter_unused_params(True),
+    "set_unshard_in_backward False": lambda model: model.set_unshard_in_backward(False),
+    "set_reshard_after_backward False": lambda model: model.set_reshard_after_backward(False),
+    "prefetch lists [['blocks.1'], None]": lambda model: model.set_modules_to_forward_prefetch(
+        [model.blocks[1]]
+    ),
+    "prefetch lists [None, []]": lambda model: model.set_modules_to_backward_prefetch([]),
+}
 DIFFERENCES = {
     "granularity": "block",
     "policy": "bfloat16",
@@ -86,6 +107,35 @@ def test_every_rank_hears_of_a_difference(difference: str) -> None:
         assert "sharded different models" in text
         assert "ranks [0, 2] have" in text and "ranks [1] have" in text
         assert DIFFERENCES[difference] in text, text
+
+
+def first_uses(differences: list[str]) -> list[str]:
+    return [first_use(difference, (2,), 1, "forward") for difference in differences]
+
+
+def test_every_rank_hears_of_a_switch_that_one_has_set() -> None:
+    """What decides who sends what in which order: all-to-all here and reduce-scatter there would wait for ever."""
+    for texts in run_ranks(2, first_uses, list(SWITCHES), timeout_s=60.0):
+        for switch, text in zip(SWITCHES, texts, strict=True):
+            here, there = text.split("ranks [1] have: ")
+            assert switch in there and switch not in here, text
+
+
+def set_late() -> None:
+    model: Any = build("none", False, cpu_mesh())
+    model.set_narrow_reduction(False)
+    model.blocks[0].set_narrow_reduction(True, recurse=False)
+    models.loss_of(model, models.batch(0, 0)).backward()
+    for module in (model, model.blocks[0]):
+        with pytest.raises(LifecycleError, match=r"set_narrow_reduction comes too late"):
+            module.set_narrow_reduction(True)
+    narrow = [[group.comm.narrow for group in state_of(each).groups] for each in (*model.blocks, model)]  # type: ignore[union-attr]
+    assert narrow == [[True], [False], [False], [False]], "a refused call changes nothing"
+
+
+def test_what_was_compared_cannot_change_on_a_rank() -> None:
+    """After the first use nobody would hear of it."""
+    run_ranks(1, set_late)
 
 
 @pytest.mark.parametrize("odd", [0, 3])

@@ -16,7 +16,7 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
-from vescale_fsdp.runtime import fsdp_module
+from vescale_fsdp.runtime import fsdp2_state
 from vescale_fsdp.runtime.param_group import GroupState
 
 
@@ -49,6 +49,16 @@ def asked_by_torch() -> None:
     assert fsdp.fully_shard.state(model.embed) is None  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match="fully_shard"):
         fsdp.fully_shard(model, mesh=cpu_mesh())
+
+    # Who uses a block before the root's first forward says so with this: the block becomes no root.
+    for _ in range(2):
+        model._get_fsdp_state()._lazy_init()
+    model.blocks[0](torch.ones(2, 7)).sum().backward()
+    model(models.batch(0, dist.get_rank())).sum().backward()
+    other = sharded()
+    other.blocks[0](torch.ones(2, 7))
+    with pytest.raises(LifecycleError, match="ran before its root"):
+        other._get_fsdp_state()._lazy_init()
 
     # _apply finds our state, not torch's.
     with torch.device("meta"):
@@ -144,6 +154,6 @@ class Newer(fsdp.FSDPModule):
 def test_methods_of_a_newer_torch_are_refused_by_name() -> None:
     """What ours does not have is refused, not run on a state that is not there."""
     ours = type("Ours", (Newer,), {})
-    fsdp_module._refuse_unknown(ours, Newer)
+    fsdp2_state.refuse_unknown(ours, Newer)
     with pytest.raises(UnsupportedOpError, match="set_brand_new_thing"):
         ours.set_brand_new_thing(None, True)

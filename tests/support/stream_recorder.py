@@ -11,12 +11,17 @@ before the next work of s. An access that is not ordered behind what it conflict
     an allocation on s, with every use of memory that was freed into s's pool (the caching allocator may give
     out any of it at once)                a host's access, with work that it has not synchronised with
 
-A collective is work of its communicator's own stream behind the stream that started it, and ``wait`` makes
-the current stream wait for it, as c10d has it for NCCL.
+A collective is work of the stream that starts it, as NCCL has it where the caller asks for none beside. With
+``beside`` it is work of its communicator's own stream, behind the one that started it, and ``wait`` makes the
+current stream wait for it, as a user's own collectives may do it.
+
+Streams are chosen by thread, as a device's are. Memory is seen wherever it comes from and goes: operators, storages
+that end, and storages that are resized.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vescale_fsdp.collectives import all_gather_into, all_reduce_in_place, reduce_scatter_into
+from vescale_fsdp.collectives import all_gather_into, all_reduce_at_once, reduce_scatter_into, wait_for
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext
@@ -112,6 +117,8 @@ class Collective:
     stream: str
     tick: int  # of ``stream``
     behind: int  # compute work that had to be done before it
+    clock: Clock  # all work that had to be done before it, by stream
+    group: int
     needed: int | None = None  # the compute work that first waited for it
 
     @property
@@ -123,14 +130,17 @@ class Collective:
 class StreamRecorder(TorchDispatchMode, Streams):
     """Records work by stream and finds what is not ordered."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: bool = False) -> None:
         super().__init__()
-        self.stream = "compute"
+        self.beside = beside
+        self._current = threading.local()
         self.clocks: dict[str, Clock] = defaultdict(Clock)
         self.hazards: list[str] = []
         self.work: Counter[str] = Counter()  # operators by stream
         self.blocks: dict[int, Block] = {}
         self.pools: dict[str, list[Block]] = defaultdict(list)  # freed, and not yet surely unused
+        self.pool_bytes: Counter[str] = Counter()  # in use, by the stream they were allocated on
+        self.pool_peaks: Counter[str] = Counter()
         self.on_host: set[int] = set()  # storages that live on the host
         self.groups: list[ParamGroup] = []
         self.most_full = 0  # gathered buffers alive at once, those of ``counted`` groups
@@ -140,6 +150,16 @@ class StreamRecorder(TorchDispatchMode, Streams):
         self._num_streams = 0
 
     # -- Streams --------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> str:
+        """Of the calling thread."""
+        name: str = vars(self._current).get("name", "compute")
+        return name
+
+    @stream.setter
+    def stream(self, name: str) -> None:
+        self._current.name = name
 
     def new(self) -> RecordedStream:
         self._num_streams += 1
@@ -169,14 +189,26 @@ class StreamRecorder(TorchDispatchMode, Streams):
 
     def block_of(self, tensor: torch.Tensor, *, born: bool = False) -> Block:
         """The block a tensor lies in; one first seen as an operator's result is an allocation."""
-        storage = tensor.untyped_storage()
+        return self._block_in(tensor.untyped_storage(), born=born)
+
+    def _block_in(self, storage: torch.UntypedStorage, *, born: bool) -> Block:
         block = self.blocks.get(storage._cdata)
         if block is None:
             if born:
                 self._check_allocation(storage.nbytes())
-            block = Block(self.stream, storage.nbytes(), StorageWeakRef(storage))
+            pool = self.stream
+            block = Block(pool, storage.nbytes(), StorageWeakRef(storage))
             self.blocks[storage._cdata] = block
+            self.pool_bytes[pool] += block.nbytes
+            self.pool_peaks[pool] = max(self.pool_peaks[pool], self.pool_bytes[pool])
         return block
+
+    def resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """A storage got or lost its memory, on the current stream."""
+        if before and not storage.nbytes():
+            self.free(storage._cdata)
+        elif storage.nbytes() and not before:
+            self._block_in(storage, born=True)
 
     def _check_allocation(self, nbytes: int) -> None:
         """Any memory in the stream's pool may be given out now."""
@@ -195,8 +227,10 @@ class StreamRecorder(TorchDispatchMode, Streams):
     def free(self, key: int) -> None:
         """A storage's memory goes back to the stream it was allocated on."""
         block = self.blocks.pop(key, None)
-        if block is not None and key not in self.on_host:
-            self.pools[block.pool].append(block)
+        if block is not None:
+            self.pool_bytes[block.pool] -= block.nbytes
+            if key not in self.on_host:
+                self.pools[block.pool].append(block)
         self.on_host.discard(key)
 
     def _collect(self) -> None:
@@ -260,7 +294,7 @@ class StreamRecorder(TorchDispatchMode, Streams):
         hosts = [key in self.on_host for key in known]
         only_host = bool(hosts) and all(hosts)
         if only_host:
-            self.on_host |= {t.untyped_storage()._cdata for t in writes}
+            self.on_host.update(keys)  # what the host copies to and from its memory is memory of its own
         stream = HOST if only_host else self.stream
         self.access(name, stream, reads, writes)
         copies_between = any(hosts) and not only_host and "copy_" in name
@@ -274,18 +308,24 @@ class StreamRecorder(TorchDispatchMode, Streams):
         reads: list[Any],
         writes: list[Any],
         *args: Any,
-    ) -> RecordedWork:
-        """Start a collective on its communicator's stream, behind the current one."""
-        stream = f"communicator{id(group)}"
-        self.clocks[stream] |= self.clocks[self.stream]
+    ) -> RecordedWork | None:
+        """Start a collective, on the current stream or on its communicator's behind it."""
+        stream = self.stream
+        if self.beside:
+            stream = f"communicator{id(group)}"
+            self.clocks[stream] |= self.clocks[self.stream]
         self.access(real.__name__, stream, reads, writes)
         if any(tensor.untyped_storage()._cdata in self.on_host for tensor in (*reads, *writes)):
             self.hazards.append(f"{real.__name__} is given memory of the host")
         clock = self.clocks[stream]
-        self.collectives.append(Collective(real.__name__, stream, clock[stream], clock["compute"]))
+        self.collectives.append(
+            Collective(real.__name__, stream, clock[stream], clock["compute"], clock.copy(), id(group))
+        )
         with self.paused():
             work = real(*args)
-        return RecordedWork(self, work, stream)
+            if not self.beside:
+                wait_for(work)
+        return RecordedWork(self, work, stream) if self.beside else None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -298,10 +338,13 @@ def _is_true(value: Any) -> bool:
 
 @contextmanager
 def recording(
-    *roots: nn.Module, offload: bool = False, context: type[CommContext] = CommContext
+    *roots: nn.Module,
+    offload: bool = False,
+    context: type[CommContext] = CommContext,
+    beside: bool = False,
 ) -> Iterator[StreamRecorder]:
     """Run what is inside as on an accelerator, the roots on a `CommContext` of recorded streams each."""
-    recorder = StreamRecorder()
+    recorder = StreamRecorder(beside=beside)
     for root in roots:
         comm = context(recorder)
         for module in root.modules():
@@ -321,30 +364,29 @@ def recording(
 
 
 def _patches(recorder: StreamRecorder, offload: bool) -> list[Any]:
-    def gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> RecordedWork:
+    def gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> RecordedWork | None:
         return recorder.collective(all_gather_into, group, [shard], [full], full, shard, group)
 
-    def scatter(shard: torch.Tensor, full: torch.Tensor, op: Any, group: dist.ProcessGroup) -> RecordedWork:
+    def scatter(
+        shard: torch.Tensor, full: torch.Tensor, op: Any, group: dist.ProcessGroup
+    ) -> RecordedWork | None:
         return recorder.collective(reduce_scatter_into, group, [full], [shard], shard, full, op, group)
 
-    def reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> RecordedWork:
-        return recorder.collective(all_reduce_in_place, group, [tensor], [tensor], tensor, op, group)
+    def reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+        wait_for(recorder.collective(all_reduce_at_once, group, [tensor], [tensor], tensor, op, group))
 
-    allocate, release = DBuffer.allocate, DBuffer.free
+    allocate, resize = DBuffer.allocate, torch.UntypedStorage.resize_
 
     def allocated(buffer: DBuffer) -> None:
-        was_free = buffer.flat.untyped_storage().nbytes() == 0
         allocate(buffer)
-        if was_free:
-            recorder.block_of(buffer.flat, born=True)
         alive = [g for g in recorder.counted if g.full and g.full.flat.untyped_storage().nbytes()]
         recorder.most_full = max(recorder.most_full, len(alive))
 
-    def freed(buffer: DBuffer) -> None:
-        storages = [t.untyped_storage() for t in (buffer.flat, *buffer._copies.values())]
-        release(buffer)
-        for storage in storages:
-            recorder.free(storage._cdata)
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        before = storage.nbytes()
+        result = resize(storage, nbytes)
+        recorder.resized(storage, before)
+        return result
 
     def room_on_host(group: ParamGroup, shard: torch.Tensor) -> torch.Tensor:
         with recorder.paused():
@@ -356,9 +398,9 @@ def _patches(recorder: StreamRecorder, offload: bool) -> list[Any]:
         mock.patch("vescale_fsdp.runtime.comm.group_comm.all_gather_into", gather),
         mock.patch("vescale_fsdp.quantize.quantized_gather.all_gather_into", gather),
         mock.patch("vescale_fsdp.runtime.comm.group_comm.reduce_scatter_into", scatter),
-        mock.patch("vescale_fsdp.runtime.comm.group_comm.all_reduce_in_place", reduce),
+        mock.patch("vescale_fsdp.runtime.comm.group_comm.all_reduce_at_once", reduce),
         mock.patch.object(DBuffer, "allocate", allocated),
-        mock.patch.object(DBuffer, "free", freed),
+        mock.patch.object(torch.UntypedStorage, "resize_", resized),
     ]
     if offload:
         patches += [

@@ -61,6 +61,11 @@ def test_the_group_holds_callers_to_its_contract() -> None:
         room = torch.zeros(8 * 512 + 1)
         with pytest.raises(AssertionError, match="between packs"):
             group._allgather_base(room[1:], torch.zeros(512))
+        with (
+            mock.patch.object(collectives, "runs_beside", return_value=True),
+            pytest.raises(AssertionError, match="communicator's own stream"),
+        ):
+            train(Case(steps=1), "cpu")
         with pytest.raises(AssertionError):
             group._allgather_base(room[:-2], torch.zeros(512))
         outcome, _, _ = train(Case(steps=1), "cpu")

@@ -137,8 +137,10 @@ def _new_group(
 
 
 def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:
-    """What a user may have set on a group since it was made."""
-    new.sums_grads = old.sums_grads
+    """What a user may have set on a group since it was made.
+
+    Not that gradients of several backwards are summed: ranks that join learn it, with these, from the next that does.
+    """
     new.keeps_full = old.keeps_full
     new.zeros_unused = old.zeros_unused
     new.requires_all_reduce = old.requires_all_reduce

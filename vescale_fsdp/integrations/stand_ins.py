@@ -5,6 +5,7 @@
     register_fsdp_forward_method     the module was sharded by ours
     share_comm_ctx                   all modules were
     distribute_tensor                a placement is a RaggedShard
+    DTensor.from_local               likewise
     set_model_state_dict             a parameter of the model is ragged
     set_optimizer_state_dict         likewise
     set_state_dict                   likewise
@@ -35,9 +36,9 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp.checkpoint.dcp import state_dict as our_state_dict
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, is_ragged
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor as our_distribute_tensor
-from vescale_fsdp.dtensor.ragged_dtensor import is_ragged
-from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
+from vescale_fsdp.errors import LifecycleError, PlacementError, UnsupportedOpError
 from vescale_fsdp.integrations.names.pattern_rule import PatternRule
 from vescale_fsdp.integrations.names.replaced_names import StandIn
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
@@ -75,6 +76,7 @@ _LOADS_BEHIND = (
 _torch_fully_shard = torch_fsdp.fully_shard
 _torch_register = torch_fsdp.register_fsdp_forward_method
 _torch_share = torch_fsdp.share_comm_ctx
+_torch_from_local = vars(DTensor)["from_local"]  # the static method itself, not its function
 _torch_fsdp1_init = torch_fsdp.FullyShardedDataParallel.__init__
 _torch_set_model = torch_state_dict.set_model_state_dict
 _torch_set_optimizer = torch_state_dict.set_optimizer_state_dict
@@ -134,6 +136,33 @@ def distribute_tensor(
     if is_ragged(tensor) and tensor.placements == tuple(placements) and tensor.device_mesh == device_mesh:  # type: ignore[attr-defined]
         return tensor  # type: ignore[return-value]
     return our_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+
+
+@functools.wraps(_torch_from_local.__func__)
+def from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    shape: Sequence[int] | None = None,
+    grad_placements: Sequence[Placement] | None = None,
+    **kwargs: Any,
+) -> DTensor:
+    """Ours if a placement is ragged, of which torch's operators know nothing (since torch 2.15 not even `detach`)."""
+    is_ours = any(isinstance(placement, RaggedShard) for placement in placements or ())
+    if not is_ours or device_mesh is None or placements is None:
+        return _torch_from_local(  # type: ignore[no-any-return]
+            local_tensor, device_mesh, placements, shape=shape, grad_placements=grad_placements, **kwargs
+        )
+    if shape is None or grad_placements is not None:
+        raise PlacementError(
+            "A ragged tensor cannot be made of its piece like this.",
+            expected="shape=, which a piece does not tell, and no grad_placements",
+            got=f"shape={shape}, grad_placements={grad_placements}",
+            where="DTensor.from_local",
+            todo="DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())",
+        )
+    return RaggedDTensor.from_local(local_tensor, device_mesh, placements, shape=shape)
 
 
 @functools.wraps(_torch_set_model)
@@ -223,6 +252,7 @@ STAND_INS = (
             "transformers.distributed.tensor_parallel",
         ),
     ),
+    StandIn(_torch_from_local, staticmethod(from_local), ("torch.distributed.tensor:DTensor",)),
     StandIn(_torch_set_model, set_model_state_dict, _STATE_DICT_HOMES),
     StandIn(_torch_set_optimizer, set_optimizer_state_dict, _STATE_DICT_HOMES),
     StandIn(_torch_set_both, set_state_dict, _STATE_DICT_HOMES),

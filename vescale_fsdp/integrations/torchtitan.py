@@ -7,7 +7,8 @@ The model's own ``parallelize_fn`` does what it does (tensor parallelism, activa
 blocks, and of experts on their own mesh); while it runs, the ``fully_shard`` of torchtitan's modules is ours. The
 checkpoint manager keeps torchtitan's policies (interval, how many steps are kept, what the last one holds, initial
 loads) and writes and reads folders of `vescale_fsdp.checkpoint`; steps that DCP wrote are read as well. Hugging Face
-comes in and goes out by the converter's rules, in bounded memory, on rank 0, by way of a folder beside the steps.
+comes in and goes out by the converter's rules, straight into shards and out of them: each rank reads and writes its
+own parts.
 """
 
 from __future__ import annotations
@@ -32,13 +33,11 @@ from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
-from vescale_fsdp.checkpoint.saving.save import save
+from vescale_fsdp.checkpoint.saving.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.conversion.convert import convert
-from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.run_plan import RunOptions
-from vescale_fsdp.errors import CheckpointError, UnsupportedOpError, explain
+from vescale_fsdp.conversion.live.hf_form import HuggingFace
+from vescale_fsdp.conversion.live.load_from import load_from
+from vescale_fsdp.errors import CheckpointError, UnsupportedOpError, explain, some
 from vescale_fsdp.integrations.plain_values import holds_checkpoint
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.integrations.within_package import ours_within
@@ -194,7 +193,6 @@ class VescaleCheckpoints(TitanCheckpointManager):
         self._hf_rules = config.hf_rules
         if config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM.value:
             self.async_mode = AsyncMode.ASYNC
-        self._between = filesystem.join(self.folder, "huggingface")
 
     def dcp_save(
         self,
@@ -207,12 +205,10 @@ class VescaleCheckpoints(TitanCheckpointManager):
         """Write a step; torchtitan's policies have decided which, and what of it."""
         if async_mode is not AsyncMode.DISABLED:
             return _SaveFuture(async_save(checkpoint_id, state_dict, overwrite=True))
+        form: Format = "native"
         if to_hf:
-            save(self._between, state_dict, overwrite=True)
-            assets = self.sd_adapter.hf_assets_path
-            self._convert(self._between, checkpoint_id, "hf", assets=assets)
-        else:
-            save(checkpoint_id, state_dict, overwrite=True)
+            form = HuggingFace(assets=self.sd_adapter.hf_assets_path, rules=self._hf_rules)
+        save(checkpoint_id, state_dict, overwrite=True, format=form)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None
@@ -236,42 +232,20 @@ class VescaleCheckpoints(TitanCheckpointManager):
         return loader.load(state_dict, strict=strict, include=None)
 
     def _load_hf(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        self._convert(checkpoint_id, self._between, "native", prefix="", remove_source=False)
-        report = self._load_ours(self._between, state_dict, strict=False)
+        report = load_from(checkpoint_id, state_dict, rules=self._hf_rules, dtype="state", strict=False)
         buffers = {name for part in self.states[MODEL].model for name, _ in part.named_buffers()}
-        missing = sorted(set(report.missing) - buffers)
-        if missing:
-            raise CheckpointError(
-                "The Hugging Face checkpoint lacks weights of this model.",
-                expected="all parameters",
-                got=f"without {', '.join(missing[:5])}" + (" .." if len(missing) > 5 else ""),
-                where=checkpoint_id,
-                todo="see that the checkpoint and the model's configuration are of one model",
-            )
-        self._remove_between()
-
-    def _convert(
-        self, source: str, target: str, kind: str, *, remove_source: bool = True, **options: Any
-    ) -> None:
-        """Have rank 0 convert by the model's rules; all ranks hear how it ended."""
-        coordinator = coordinator_for()
-        with coordinator.together(f"converting {source}", f"{target} is not complete"):
-            if coordinator.rank == 0:
-                side = "hf" if kind == "hf" else "ours"
-                chosen = ConvertOptions(
-                    rules=self._hf_rules, rules_to=side, run=RunOptions(overwrite=True), **options
+        misfits = [f"{name}: {stored}, not {held}" for name, (stored, held) in report.mismatched.items()]
+        missing = [f"without {name}" for name in report.missing if name not in buffers]
+        with coordinator_for().together(f"loading {checkpoint_id}", "the model holds what fitted"):
+            if misfits or missing:
+                raise CheckpointError(
+                    "The Hugging Face checkpoint is not of this model.",
+                    expected="all parameters, in their shapes",
+                    got=some([*misfits, *missing], 5),
+                    where=checkpoint_id,
+                    todo="see that the checkpoint and the model's configuration are of one model, and that its weights "
+                    "are not quantised: vescale-convert to-hf --dequantize",
                 )
-                convert(open_source(source), target, kind, chosen)
-        if remove_source:
-            self._remove_between()
-
-    def _remove_between(self) -> None:
-        """Remove the folder between two formats, when all ranks are done with it."""
-        coordinator = coordinator_for()
-        with coordinator.together(f"leaving {self._between}", "it can be removed"):
-            pass
-        if coordinator.rank == 0:
-            filesystem.rmtree(self._between)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest complete step, ours or DCP's, which must be the same for all ranks."""

@@ -8,6 +8,7 @@ this on recorded streams and finds every access and allocation in order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -34,6 +35,14 @@ class _Reduction(NamedTuple):
     group: ParamGroup
     reduced: ReducedShard
     owner: Stream | None  # whose the memory of its gradient buffer is
+    started: Event | None  # behind it, where its collective is work of the reduce stream
+
+
+class _InUse(NamedTuple):
+    """Memory of one stream that another is given to read or write: kept, and then waited for, by its owner."""
+
+    tensors: Sequence[torch.Tensor]
+    event: Event
 
 
 class CommContext:
@@ -47,6 +56,8 @@ class CommContext:
         gradients as autograd makes them                          their stream's; it waits for c, which reads them
         gradient buffers                                          c; freed once c waits for their reduction
         reduced shards, so sharded gradients                      r; r waits for c at the start of a reduction
+        the same with replicas, behind their all-reduce           a; they are kept until it is done, and r waits for it
+        shards from the host, on their way into a gather          h; kept until they are in it, and h waits for that
 
     Args:
         streams: where streams come from; None on the CPU, where a wait is a wait.
@@ -64,6 +75,9 @@ class CommContext:
             ParamGroup
         ] = []  # sharded again, with full buffers that still have their memory
         self._waits_for_event = False  # gathers wait for a user's event, and not for the compute stream
+        self._behind: Event | None = None  # what shards are read behind
+        self._brought: deque[_InUse] = deque()  # shards from the host, that the gather stream reads
+        self._all_reducing: deque[_InUse] = deque()  # reduced shards, that the replicas' stream reads
 
     # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
     @cached_property
@@ -76,6 +90,16 @@ class CommContext:
         """Where reductions start, and what is done with a reduced shard runs."""
         return self.streams.new() if self.streams is not None else None
 
+    @cached_property
+    def replica_stream(self) -> Stream | None:
+        """Where replicas are all-reduced: beside the next unit's reduction over shards."""
+        return self.streams.new() if self.streams is not None else None
+
+    @cached_property
+    def copy_stream(self) -> Stream | None:
+        """Where shards come from the host: beside the all-gather of the unit before."""
+        return self.streams.new() if self.streams is not None else None
+
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
         return self.streams.on(stream) if self.streams is not None and stream is not None else nullcontext()
 
@@ -84,16 +108,23 @@ class CommContext:
             self.streams.current().wait_stream(stream)
 
     def wait_for_compute(self) -> None:
-        """Let the gather stream wait for what the compute stream has been given (the optimizer's step)."""
+        """Let gathers, and copies from the host, wait for what the compute stream was given (the optimizer's step)."""
+        if self.streams is not None:
+            self._behind = self.streams.current().record_event()
+        self._gathers_wait_for_frees()
+
+    def wait_for_event(self, event: Event) -> None:
+        """Let them wait for a user's event instead of the whole compute stream."""
+        self._waits_for_event = True
+        self._behind = event
+        if self.gather_stream is not None:
+            self.gather_stream.wait_event(event)
+
+    def _gathers_wait_for_frees(self) -> None:
+        """Let gathers, and not copies from the host, wait for the compute stream, which was done with some memory."""
         self._waits_for_event = False
         if self.streams is not None and self.gather_stream is not None:
             self.gather_stream.wait_stream(self.streams.current())
-
-    def wait_for_event(self, event: Event) -> None:
-        """Let the gather stream wait for a user's event instead of the whole compute stream."""
-        self._waits_for_event = True
-        if self.gather_stream is not None:
-            self.gather_stream.wait_event(event)
 
     # -- gather ---------------------------------------------------------------------------------------
 
@@ -110,7 +141,7 @@ class CommContext:
             with outside_modes():
                 for group in groups:
                     group.allocate_full()
-            self.wait_for_compute()
+            self._gathers_wait_for_frees()
         if any(group in self._lingering for group in groups):
             self.free_lingering()
         with self._on(self.gather_stream), outside_modes():
@@ -118,13 +149,35 @@ class CommContext:
                 if group.state.is_sharded:
                     self._ahead.add(group)
                     settle(group)
+        brought = self._bring(groups)
+        with self._on(self.gather_stream), outside_modes():
+            for group in groups:
                 group.unshard()
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
                     # What decodes or copies out behind the collective uses memory of this stream: here, now.
                     group.finish_gather()
                     group.gathered = self.gather_stream.record_event()
-        self._note_host_copy(self.gather_stream, groups)
+        if brought and self.gather_stream is not None:
+            self._brought.append(_InUse(brought, self.gather_stream.record_event()))
         self.free_lingering()
+
+    def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+        """Copy shards from the host, beside the gathers that the gather stream has; it waits for the copies.
+
+        No more than two units' are there: the one before the last has been gathered once the next is copied.
+        """
+        offloaded = [group for group in groups if group.is_offloaded and group.state is GroupState.SHARDED]
+        if not offloaded or self.copy_stream is None or self.gather_stream is None:
+            return []
+        while len(self._brought) > 1:
+            self.copy_stream.wait_event(self._brought.popleft().event)
+        if self._behind is not None:
+            self.copy_stream.wait_event(self._behind)
+        with self._on(self.copy_stream), outside_modes():
+            brought = [shard for group in offloaded for shard in group.bring_shard()]
+        self._note_host_copy(self.copy_stream, offloaded)
+        self.gather_stream.wait_stream(self.copy_stream)
+        return brought
 
     def free_lingering(self) -> None:
         """Free what `reshard` has left; later gathers wait until the compute stream is done with it."""
@@ -133,7 +186,7 @@ class CommContext:
             with outside_modes():
                 for group in lingering:
                     group.free_full()
-            self.wait_for_compute()
+            self._gathers_wait_for_frees()
 
     def wait(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
@@ -175,7 +228,7 @@ class CommContext:
             self._lingering = list(groups)
             return
         # Here, not at the next gather: another stream may compute as well, and free what it has used before then.
-        self.wait_for_compute()
+        self._gathers_wait_for_frees()
 
     # -- gradient buffers -------------------------------------------------------------------------------
 
@@ -230,42 +283,68 @@ class CommContext:
         source = group.complete_grads()
         self._let_go()  # nobody took it: the root's gradients, for one, have their memory since the loss
         owner = self.streams.current() if self.streams is not None else None
+        started = None
         if owner is not None and self.reduce_stream is not None:
             self.reduce_stream.wait_stream(owner)
+            while len(self._all_reducing) > 1:  # the last one may be under way beside this reduction
+                self.reduce_stream.wait_event(self._all_reducing.popleft().event)
         with self._on(self.reduce_stream):
-            self.in_flight.append(_Reduction(group, group.start_reduce(source), owner))
+            reduced = group.start_reduce(source)
+            if self.reduce_stream is not None:
+                started = self.reduce_stream.record_event()
+        self.in_flight.append(_Reduction(group, reduced, owner, started))
 
     def finish_reduction(self) -> None:
         """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
-        group, reduced, owner = self.in_flight.pop(0)
-        with self._on(self.reduce_stream):
-            reduced.wait()
-        # Only now may the stream that owns the gradient buffer use its memory again. What follows (the
-        # replicas' all-reduce, casts) need not be waited for before the next reduction has run.
-        if owner is not None:
-            owner.wait_stream(self.reduce_stream)
+        reduction = self.in_flight.pop(0)
+        group, reduced = reduction.group, reduction.reduced
+        stream = self._wait_until_reduced(reduction)
         self._recycle(group, reduced.source)
-        with self._on(self.reduce_stream):
+        kept = [reduced.shard, *group.unreplicated_sums()]
+        with self._on(stream):
             group.finish_reduce(reduced)
-        self._note_host_copy(self.reduce_stream, [group])
+        if stream is not None and stream is not self.reduce_stream:
+            self._all_reducing.append(_InUse(kept, stream.record_event()))
+        self._note_host_copy(stream, [group])
+
+    def _wait_until_reduced(self, reduction: _Reduction) -> Stream | None:
+        """Let streams wait for a reduction over shards: the one that goes on with it, which is returned, and the owner.
+
+        Only now may the stream that owns the gradient buffer use its memory again. What follows (the replicas'
+        all-reduce, casts) need not be waited for before the next reduction has run.
+        """
+        group, reduced, owner, started = reduction
+        stream = self.reduce_stream if group.comm.replicate_group is None else self.replica_stream
+        with self._on(stream):
+            if stream is not None and started is not None:
+                stream.wait_event(started)
+            reduced.wait()
+        if owner is not None and stream is not None and started is not None:
+            # Where there is something to wait for, it is not the work of the stream that started it.
+            owner.wait_event(started if reduced.work is None else stream.record_event())
+        return stream
 
     def finish_reductions(self) -> None:
         """Finish all of them; the compute stream may read the sharded gradients behind this."""
         while self.in_flight:
             self.finish_reduction()
         self._let_go()
-        self._compute_waits_for(self.reduce_stream)
+        self._join_streams()
 
     def drop_reductions(self) -> None:
         """Forget all reductions in flight, once they no longer touch their buffers."""
-        with self._on(self.reduce_stream):
-            for reduction in self.in_flight:
-                reduction.reduced.wait()
         for reduction in self.in_flight:
-            if reduction.owner is not None:
-                reduction.owner.wait_stream(self.reduce_stream)
-        self._compute_waits_for(self.reduce_stream)
+            self._wait_until_reduced(reduction)
         self.in_flight.clear()
+        self._join_streams()
+
+    def _join_streams(self) -> None:
+        """Let the compute stream wait for what became of reductions, and let go of what was kept for other streams."""
+        while self._all_reducing and self.reduce_stream is not None:
+            self.reduce_stream.wait_event(self._all_reducing.popleft().event)
+        while self._brought and self.copy_stream is not None:
+            self.copy_stream.wait_event(self._brought.popleft().event)
+        self._compute_waits_for(self.reduce_stream)
 
     def run_beside(self, stream: Stream | None, work: Callable[[], None]) -> None:
         """Do a user's work on a stream of theirs (None: where we are), in order with what is before and after."""

@@ -8,13 +8,15 @@ text of all that must agree, and the ranks of a mesh compare one digest of them:
     a difference   each rank learns of it by the same all-reduce; then they exchange hashes of their lines, and the
                    text of the first line that differs, for the error that all of them raise
 
-Units are compared within their own mesh: pipeline stages and other experts may differ.
+Units are compared within their own mesh: pipeline stages and other experts may differ. What decides which collectives
+a rank issues, in which order and on what, is compared as it is set then; `require_uncompared` is for switches that
+cannot change any more.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Protocol, TypeVar
 
@@ -28,7 +30,7 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_modes import is_fake, outside_modes
 
-__all__ = ["Member", "reach_consensus"]
+__all__ = ["Member", "reach_consensus", "require_uncompared"]
 
 ValueT = TypeVar("ValueT")
 _NOTHING = "nothing: its model ends here"
@@ -38,8 +40,15 @@ class Member(Protocol):
     """What is compared of a unit (`vescale_fsdp.runtime.fsdp_state.FSDPState` is the only one)."""
 
     groups: list[ParamGroup]
+    label: str  # its name in the model, once its root knows it
     reshard_after_forward: bool | None
+    reshard_after_backward: bool
+    unshard_in_backward: bool
     agreed: bool
+
+    @property
+    def prefetches(self) -> tuple[Sequence[Member] | None, Sequence[Member] | None]:
+        """Units that the user wants gathered ahead in forwards, and in backwards."""
 
 
 def reach_consensus(units: Sequence[tuple[str, Member]]) -> None:
@@ -55,10 +64,12 @@ def reach_consensus(units: Sequence[tuple[str, Member]]) -> None:
     if all(unit.agreed for _, unit in units):
         return
     trouble = _settled(units)
-    by_mesh: dict[DeviceMesh, list[tuple[str, str, str]]] = {}
+    by_mesh: dict[DeviceMesh, list[tuple[str, ...]]] = {}
+    names = {id(unit): name for name, unit in units}
     for name, unit in units:
         for number, group in enumerate(unit.groups):
-            by_mesh.setdefault(group.data.mesh, []).append(_lines(name, number, unit, group))
+            lines_of_group = _lines(f"unit {name!r}, group {number}", unit, group, names)
+            by_mesh.setdefault(group.data.mesh, []).append(lines_of_group)
     differing = False
     # The widest first: of ranks that disagree on further meshes at least these all meet here.
     for mesh in sorted(by_mesh, key=lambda mesh: (-mesh.size(), mesh.ndim, ranks_in(mesh))):
@@ -84,11 +95,26 @@ def _settled(units: Sequence[tuple[str, Member]]) -> LifecycleError | None:
     return None
 
 
-def _lines(name: str, number: int, unit: Member, group: ParamGroup) -> tuple[str, str, str]:
+def require_uncompared(units: Iterable[Member], switch: str) -> None:
+    """Refuse to change, on this rank, what was compared with the others': they would not hear of it.
+
+    Raises:
+        LifecycleError: if a unit was compared, on this rank and so on all.
+    """
+    for unit in units:
+        if unit.agreed:
+            raise LifecycleError(
+                f"{switch} comes too late: ranks have compared what they reduce, and would wait for each other.",
+                expected="a call before the model's first use, on every rank",
+                got=f"a call after the first use of {unit.label}",
+                todo=f"call {switch} right after fully_shard",
+            )
+
+
+def _lines(where: str, unit: Member, group: ParamGroup, names: Mapping[int, str]) -> tuple[str, ...]:
     """What must agree of one group: who is in it, how it is trained, and where everything lies."""
     policy = group.mp_policy
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
-    where = f"unit {name!r}, group {number}"
     members = [(p.slot.fqn, p.slot.shape, f"requires_grad {p.sharded.requires_grad}") for p in group.params]
     return (
         f"{where}: {group.shard.dtype} {members}",
@@ -98,7 +124,26 @@ def _lines(name: str, number: int, unit: Member, group: ParamGroup) -> tuple[str
             f"reshard_after_forward {group.comm.part_size or unit.reshard_after_forward}, "
             f"on meta {group.shard.is_meta}, replaced {group.taken_over}"
         ),
+        f"{where}: {_switches(unit, group, names)}",
         f"{where}: {group.layout.shard_numel} elements per rank, {group.layout.slots}",
+    )
+
+
+def _switches(unit: Member, group: ParamGroup, names: Mapping[int, str]) -> str:
+    """What users set after sharding, and ranks must set alike."""
+    comm = group.comm
+    ahead = [
+        None if units is None else [names.get(id(each), "a unit elsewhere") for each in units]
+        for units in unit.prefetches
+    ]
+    own = (comm.custom_all_gather, comm.custom_reduce_scatter)
+    customs = [None if each is None else type(each).__name__ for each in own]
+    return (
+        f"set_narrow_reduction {comm.narrow}, set_gradient_divide_factor {comm.divide_factor}, "
+        f"set_force_sum_reduction_for_comms {comm.force_sum}, sums of micro-batches {group.sums_grads}, "
+        f"own communicator {comm.reduce_group is not None}, custom collectives {customs}, "
+        f"set_reduce_scatter_unused_params {group.zeros_unused}, set_unshard_in_backward {unit.unshard_in_backward}, "
+        f"set_reshard_after_backward {unit.reshard_after_backward}, prefetch lists {ahead}"
     )
 
 

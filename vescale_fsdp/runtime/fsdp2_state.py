@@ -8,17 +8,22 @@ torch reaches behind the public methods of its FSDPModule in a few places, and t
                                                      ``post_backward``, then ``_root_post_backward_final_callback``
                                                      (torch 2.15 calls finalize_backward, and asks which stages share
                                                      a ``_comm_ctx``)
+    .._lazy_init()                                   trainers that unshard or train a head before the first forward
 
-A unit's answer to both is one of these, which knows no more than that.
+A unit's answer to both is one of these, which knows no more than that. What torch's class can and ours cannot is
+refused by name (`refuse_unknown`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-__all__ = ["Fsdp2State"]
+from vescale_fsdp.errors import UnsupportedOpError
+
+__all__ = ["Fsdp2State", "refuse_unknown", "unsupported"]
 
 
 class Answering(Protocol):
@@ -34,6 +39,9 @@ class Answering(Protocol):
 
     def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after it."""
+
+    def lazy_init(self) -> None:
+        """Become the root, unless there is one."""
 
     def units_below(self) -> list[Any]:
         """This unit and those of the modules below its own."""
@@ -80,6 +88,9 @@ class Fsdp2State:
         self._state_ctx = _StateContext(unit)
         self._fsdp_param_groups = [_ParamGroups(unit)]
 
+    def _lazy_init(self) -> None:
+        self._unit.lazy_init()
+
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -94,3 +105,26 @@ class Fsdp2State:
 
     def _root_post_backward_final_callback(self) -> None:
         self._unit.finalize_backward()
+
+
+def refuse_unknown(ours: type, torchs: type) -> None:
+    """Refuse by name what torch's class can and ours cannot: inherited, it would work on a state that is not there."""
+    for name, member in vars(torchs).items():
+        if callable(member) and not name.startswith("__") and name not in vars(ours):
+            setattr(ours, name, _refusing(name))
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise unsupported(name)
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Of a newer torch; not supported."
+    return refuse
+
+
+def unsupported(method: str) -> UnsupportedOpError:
+    """The error of a method of torch's class that ours has not."""
+    return UnsupportedOpError(
+        f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
+    )

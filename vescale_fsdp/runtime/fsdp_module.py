@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError, explain
+from vescale_fsdp.errors import LifecycleError, MisuseError, explain
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
+from vescale_fsdp.runtime.consensus import require_uncompared
+from vescale_fsdp.runtime.fsdp2_state import refuse_unknown, unsupported
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
@@ -278,8 +280,14 @@ class FSDPModule(_Base):
 
         So it is by default, since it halves bytes and memory: each rank sends every other one its slice and sums what
         it gets, with the values of a wide reduction. False: gradients are widened before they travel, as FSDP2 does
-        it, and NCCL's own reduce-scatter sums them; on very many ranks that may be faster. The same on all ranks.
+        it, and NCCL's own reduce-scatter sums them; on very many ranks that may be faster.
+
+        Before the model's first use, and the same on all ranks, which compare it then.
+
+        Raises:
+            LifecycleError: after the first use.
         """
+        require_uncompared(self._states(recurse), "set_narrow_reduction")
         for group in self._groups(recurse):
             group.comm.narrow = enable
 
@@ -385,11 +393,11 @@ class FSDPModule(_Base):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported: buffers double as parameters. `set_custom_all_gather` can bring its own memory."""
         if enable:
-            raise _unsupported("set_allocate_memory_from_process_group_for_comm")
+            raise unsupported("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not supported: symmetric memory needs NCCL's allocator under buffers that double as parameters."""
-        raise _unsupported("set_symm_mem_for_comm")
+        raise unsupported("set_symm_mem_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
@@ -447,34 +455,12 @@ class FSDPModule(_Base):
         return result
 
 
-def _refuse_unknown(ours: type, torchs: type) -> None:
-    """Refuse by name what torch's class can and ours cannot: inherited, it would work on a state that is not there."""
-    for name, member in vars(torchs).items():
-        if callable(member) and not name.startswith("__") and name not in vars(ours):
-            setattr(ours, name, _refusing(name))
-
-
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
-        raise _unsupported(name)
-
-    refuse.__name__ = name
-    refuse.__doc__ = "Of a newer torch; not supported."
-    return refuse
-
-
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
         raise ValueError(explain("This needs sharded modules.", expected="by fully_shard", got=got))
     return states
-
-
-def _unsupported(method: str) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
-    )
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
@@ -497,4 +483,4 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
                 state.schedule.comm = states[0].comm
 
 
-_refuse_unknown(FSDPModule, TorchFSDPModule)
+refuse_unknown(FSDPModule, TorchFSDPModule)

@@ -171,6 +171,11 @@ class FSDPState:
         """Before a first use that is no forward: compare this unit and those below it with the other ranks'."""
         reach_consensus([(name, state) for state, name in self._named_below().items()])
 
+    @property
+    def prefetches(self) -> tuple[list[FSDPState] | None, list[FSDPState] | None]:
+        """The user's lists of what to gather ahead, in forwards and in backwards."""
+        return self.forward_prefetch, self.backward_prefetch
+
     def units_below(self) -> list[FSDPState]:
         """This unit and those of the modules below its own."""
         return list(self._named_below())

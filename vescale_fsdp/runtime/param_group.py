@@ -107,6 +107,7 @@ class ParamGroup:
         self.on_delivery: Callable[[list[nn.Parameter]], None] | None = (
             None  # an optimizer that steps at once
         )
+        self._brought: torch.Tensor | None = None  # of an offloaded shard, the copy that the gather reads
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
         self.zeros_unused = False  # whether what no rank used gets gradients of zeros
@@ -233,18 +234,31 @@ class ParamGroup:
         assert self.full is not None
         self.full.allocate()
 
+    def bring_shard(self) -> list[torch.Tensor]:
+        """Copy an offloaded shard to where the unit computes, on the current stream, for the gather that follows.
+
+        Returns:
+            What the gather will read, to be kept until it has.
+        """
+        self._check_shard()
+        self._brought = torch.empty(self.shard.shape, dtype=self.shard.dtype, device=self.device)
+        self._brought.copy_(self.shard, non_blocking=True)
+        return [self._brought]
+
     def _start_gather(self) -> None:
         self.allocate_full()
         assert self.full is not None
+        shard = self.shard if self._brought is None else self._brought
         if self.state is GroupState.PARTLY_SHARDED:
             assert self._part is not None
             self.full.start_gather(self._part, self.comm.gather_parts)
         elif self.policy_gather is not None:
-            self.full.start_gather(self.shard, self.policy_gather)
+            self.full.start_gather(shard, self.policy_gather)
         else:
-            must_move = self.is_offloaded or self.shard.dtype != self.compute_dtype
+            must_move = shard.dtype != self.compute_dtype or (shard is self.shard and self.is_offloaded)
             at = self.layout.shard_range(self.comm.rank) if must_move else None
-            self.full.start_gather(self.shard, self.comm.gather, copy_to=at)
+            self.full.start_gather(shard, self.comm.gather, copy_to=at)
+        self._brought = None
 
     def _check_shard(self) -> None:
         if self.shard.is_meta:
@@ -412,6 +426,10 @@ class ParamGroup:
                 known = self._doubtful.get(param.slot.fqn)
                 piece = shard[param.local]
                 self._doubtful[param.slot.fqn] = piece if known is None else known.add_(piece)
+
+    def unreplicated_sums(self) -> list[torch.Tensor]:
+        """What earlier reductions have left and the next one adds to."""
+        return [] if self._unreplicated is None else [self._unreplicated.shard]
 
     @property
     def _delivers(self) -> bool:

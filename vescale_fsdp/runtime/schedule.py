@@ -1,7 +1,6 @@
 """Schedule: when units gather, reshard and reduce. One per tree of sharded modules, shared by its units.
 
-What overlaps with what, on an accelerator (c = compute stream, g = gather stream, r = reduce stream; the
-collectives themselves run on the process groups' own streams)::
+What overlaps with what, on an accelerator (c = compute stream, g = gather stream, r = reduce stream)::
 
     forward    g  gather 1 | gather 2        | gather 3 ..
                c           | compute 1       | compute 2 ..      2 buffers alive at most
@@ -9,6 +8,7 @@ collectives themselves run on the process groups' own streams)::
                c           | compute 3       | compute 2 ..
                r                             | reduce 3 ..       1 reduction in flight at most
 
+With replicas their all-reduces have a stream of their own beside r; with offload copies from the host have one too.
 The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
 that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
 units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.

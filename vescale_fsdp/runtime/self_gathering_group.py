@@ -79,6 +79,10 @@ class SelfGatheringGroup(ParamGroup):
         """Nothing: how much memory there must be is known once the hooks have made what travels."""
 
     @torch.no_grad()
+    def bring_shard(self) -> list[torch.Tensor]:
+        return [hooked.bring_rows(self.device) for hooked in self._hooked]
+
+    @torch.no_grad()
     def _start_gather(self) -> None:
         if self._hooked[0].outputs is None:
             self._check_shard()
@@ -112,6 +116,7 @@ class _SelfGatheringParam:
         self.outputs: list[torch.Tensor] | None = None  # made at the first gather
         self._like = like
         self._rows: TensorHooks | None = None
+        self._brought: Any = None  # a copy of offloaded rows, until they are encoded
         self._sizes: list[torch.Size] = []  # of this gather's inputs
         self._metadata: Any = None
         self._inner: list[tuple[torch.Tensor, int]] = []  # what `post` made, each with its version
@@ -128,6 +133,12 @@ class _SelfGatheringParam:
         self.param.unsharded, self.param.watched = None, False
 
     # -- gather ---------------------------------------------------------------------------------------
+
+    def bring_rows(self, device: torch.device) -> torch.Tensor:
+        """Copy offloaded rows to where they are encoded; the memory of the copy."""
+        rows: Any = self._rows
+        self._brought = rows.to(device, non_blocking=True)
+        return inner_of(self._brought)
 
     def start_gather(
         self, comm: GroupComm, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, device: torch.device
@@ -149,9 +160,10 @@ class _SelfGatheringParam:
     def _call_before(
         self, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, device: torch.device
     ) -> tuple[Sequence[torch.Tensor], Any]:
-        rows: Any = self._rows
+        rows: Any = self._rows if self._brought is None else self._brought
+        self._brought = None
         if rows.device != device:
-            rows = rows.to(device, non_blocking=True)  # offloaded
+            rows = rows.to(device, non_blocking=True)  # offloaded, and nobody has brought them
         if takes_mesh_only(rows):
             return rows.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
         size = torch.Size(self.param.slot.shape)

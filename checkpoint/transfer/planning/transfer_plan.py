@@ -59,7 +59,7 @@ class TransferPlan:
         >>> import torch
         >>> from vescale_fsdp import describe_states
         >>> plan = plan_transfer(*describe_states({"w": torch.ones(4)}, {"w": torch.zeros(4)}))
-        >>> TransferPlan.from_json(plan.to_json()).digest == plan.digest
+        >>> TransferPlan.from_json(plan.to_json()) == plan
         True
     """
 
@@ -69,6 +69,12 @@ class TransferPlan:
     cast: bool = False
     budget_bytes: int = BUDGET_BYTES
     shares: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TransferPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @property
     def message_bytes(self) -> int:

@@ -67,8 +67,6 @@ def plan_dcp(state: CarriedState, max_shard_bytes: int) -> OutputPlan:
     for name, read in state.values.items():
         files.add_value(name, read())
     plans = files.finish()
-    for twin, kept in state.twins.items():  # two names of the same bytes: stock DCP reads where it is told
-        files.items += [item._replace(name=twin) for item in files.items if item.name == kept]
 
     def metadata() -> tuple[bytes]:
         return (dump_pickle(_metadata(state, files.items), where=METADATA_FILE),)
@@ -88,7 +86,7 @@ def plan_dcp_by_rank(
     """One data file per rank, of which one rank's is in the plan, and ``.metadata`` of all.
 
     Args:
-        boxes: by rank, the boxes of tensors that it writes.
+        boxes: by rank, the boxes of tensors that it writes; of a tensor with several names, those of its first.
     """
 
     def of_rank(number: int) -> _Files:
@@ -192,7 +190,12 @@ class _Files:
         return tuple(self._done)
 
 
-def _metadata(state: CarriedState, items: list[_Item]) -> New:
+def _metadata(state: CarriedState, written: list[_Item]) -> New:
+    # Two names of the same bytes: stock DCP reads where it is told.
+    names: dict[str, list[str]] = {}
+    for twin, kept in state.twins.items():
+        names.setdefault(kept, [kept]).append(twin)
+    items = [item._replace(name=name) for item in written for name in names.get(item.name, [item.name])]
     entries: dict[str, Any] = {}
     chunks: dict[str, list[New]] = {name: [] for name in state.views}
     storage: dict[Any, Any] = {}

@@ -22,7 +22,7 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["CONFIG_FILE", "QUANTIZATION_KEYS", "Assets", "is_setting", "own_config"]
+__all__ = ["CONFIG_FILE", "QUANTIZATION_KEYS", "Assets", "is_setting", "own_config", "own_settings"]
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
@@ -123,13 +123,20 @@ class Assets:
         return [(json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()]
 
 
+def own_settings(store: Storage) -> Storage | None:
+    """The folder of settings beside a checkpoint's weights, or in it, as verl leaves them; None if there is none."""
+    folders = (store, store.child("huggingface"))
+    return next((folder for folder in folders if folder.size(CONFIG_FILE) is not None), None)
+
+
 def own_config(store: Storage) -> dict[str, Any]:
-    """The config.json beside a checkpoint's weights; empty if there is none.
+    """The config.json among a checkpoint's own settings; empty if there is none.
 
     Raises:
         ConversionError: if it is not JSON.
     """
-    return _config_in(store) if store.size(CONFIG_FILE) is not None else {}
+    folder = own_settings(store)
+    return {} if folder is None else _config_in(folder)
 
 
 def _config_in(store: Storage) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
+from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
@@ -53,7 +54,7 @@ def open_native(store: Storage) -> Source:
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
     ranks = {file.name: file.rank for file in files}
     del files  # each has its pieces and its header by now
-    leaves = NativeLeaves(manifest, store.where)
+    leaves = NativeLeaves(manifest.structure, store.where)
     layouts = manifest.structure.layouts
     tensors = {
         name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
@@ -84,24 +85,24 @@ class NativeLeaves:
     """The leaves of a native state by flattened name.
 
     Args:
-        manifest: holds the state's tree.
+        structure: holds the state's tree.
         where: it is from, for messages.
 
     Attributes:
-        tensors: their numbers in the manifest.
+        tensors: their numbers in the structure.
         infos: their shapes and types, under their flattened names.
         values: everything else.
         paths: where each leaf sits in the nested state.
         per_rank: names of values that differ per rank, which nothing else can hold.
     """
 
-    def __init__(self, manifest: Manifest, where: str) -> None:
+    def __init__(self, structure: Structure, where: str) -> None:
         self.tensors: dict[str, int] = {}
         self.infos: dict[str, TensorInfo] = {}
         self.values: dict[str, StoredValue] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.per_rank: list[str] = []
-        state = decode(manifest.structure.tree, _leaf, where)
+        state = decode(structure.tree, _leaf, where)
         nested = state if isinstance(state, Mapping) else {"state": state}
         for path, leaf in flatten(
             nested, lambda value: isinstance(value, (_NumberedTensor, _PerRankLeaf))
@@ -109,7 +110,7 @@ class NativeLeaves:
             name = name_of(path)
             self.paths[name] = path
             if isinstance(leaf, _NumberedTensor):
-                entry = manifest.entries[leaf.place]
+                entry = structure.entries[leaf.place]
                 self.tensors[name] = leaf.place
                 self.infos[name] = TensorInfo(name, entry.shape, dtype_from_torch(entry.dtype))
             elif isinstance(leaf, _PerRankLeaf):

@@ -47,14 +47,18 @@ class _ZipRecord:
 
 
 class TorchArchive:
-    """One torch.save archive of ``nbytes`` bytes, read through ``read(offset, nbytes)``.
+    """One torch.save archive of ``nbytes`` bytes, read through ``read(offset, nbytes)``; ``trust`` and
+    ``stand_ins`` as in `load_tensor_pickle`.
 
     Raises:
         CorruptCheckpointError: from any method, if the bytes are no such archive.
     """
 
-    def __init__(self, read: ReadRange, nbytes: int, *, where: str, trust: bool = False) -> None:
+    def __init__(
+        self, read: ReadRange, nbytes: int, *, where: str, trust: bool = False, stand_ins: bool = False
+    ) -> None:
         self._read_raw, self.nbytes, self._where, self._trust = read, nbytes, where, trust
+        self._stand_ins = stand_ins
         is_small = nbytes <= _HEAD_BYTES + _TAIL_BYTES
         self._tail_offset = 0 if is_small else nbytes - _TAIL_BYTES
         self._tail = self._read_raw(self._tail_offset, nbytes - self._tail_offset)
@@ -62,7 +66,9 @@ class TorchArchive:
     @cached_property
     def content(self) -> Any:
         """The saved object, with a `TensorRef` in place of every tensor."""
-        return load_tensor_pickle(self.pickle, where=self._where, trust=self._trust)
+        return load_tensor_pickle(
+            self.pickle, where=self._where, trust=self._trust, stand_ins=self._stand_ins
+        )
 
     @property
     def pickle(self) -> bytes:

@@ -19,6 +19,7 @@ from vescale_fsdp.conversion.formats.torch_save.numpy_values import (
     NUMBER_NAMES,
     UnheldArrayError,
 )
+from vescale_fsdp.conversion.formats.torch_save.unread_objects import UnreadObject, unread_type
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
 
@@ -206,6 +207,13 @@ def _nested_class(outer: Any, name: str) -> type[Record]:
     return Record
 
 
+def _stand_in_attribute(outer: Any, name: str) -> Any:
+    """The same where classes are stand-ins: members of an enum are, too."""
+    if isinstance(outer, type) and issubclass(outer, UnreadObject):
+        return UnreadObject()
+    return _nested_class(outer, name)
+
+
 _SHARDED_TENSOR = type("ShardedTensor", (Record,), {"ProcessGroupState": Record})
 
 
@@ -357,15 +365,25 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _AllowListUnpickler(pickle.Unpickler):
-    """Knows the given names and no others."""
+    """Knows the given names and no others; with stand-ins, others are `UnreadObject` and nothing is imported."""
 
-    def __init__(self, data: bytes, names: dict[tuple[str, str], Any], where: str, *, trust: bool) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        names: dict[tuple[str, str], Any],
+        where: str,
+        *,
+        trust: bool,
+        stand_ins: bool = False,
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names, self._where, self._trust = names, where, trust
+        self._names, self._where, self._trust, self._stand_ins = names, where, trust, stand_ins
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NOT_DENSE:
             raise _NotDenseError(_NOT_DENSE[module, name])
+        if self._stand_ins and ((module, name) not in self._names or name == "getattr"):
+            return _stand_in_attribute if name == "getattr" else unread_type(module, name)
         if self._trust and ((module, name) not in self._names or name == "getattr"):
             return super().find_class(module, name)
         if (module, name) in self._names:
@@ -431,14 +449,21 @@ def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False) -> Record
     return loaded
 
 
-def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False) -> Any:
+def load_tensor_pickle(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Any:
     """What a torch.save archive's ``data.pkl`` holds, with a `TensorRef` in place of every tensor.
 
+    Args:
+        data: the pickle.
+        where: it is, for messages.
+        trust: import what is outside the allow-list.
+        stand_ins: put an `UnreadObject` in its place, and import nothing.
+
     Raises:
-        ConversionError: if the pickle names anything outside the allow-list and is not trusted.
+        ConversionError: if the pickle names anything outside the allow-list, and neither is asked for.
         CorruptCheckpointError: if it is damaged.
     """
-    return _load(_AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust), "A torch.save pickle", where)
+    unpickler = _AllowListUnpickler(data, _TENSOR_NAMES, where, trust=trust, stand_ins=stand_ins)
+    return _load(unpickler, "A torch.save pickle", where)
 
 
 def load_plain_pickle(data: bytes, *, where: str) -> Any:

@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["StateFile", "is_torch_file", "open_state_file", "open_torch"]
+__all__ = ["StateFile", "is_torch_file", "open_archive", "open_state_file", "open_torch"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ def is_torch_file(store: Storage, file: str) -> bool:
     return size is not None and size >= 4 and store.read(file, 0, 4) == b"PK\x03\x04"
 
 
-def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
-    """Read the directory and the pickle of a torch.save file.
+def open_archive(store: Storage, file: str, *, trust: bool = False, stand_ins: bool = False) -> TorchArchive:
+    """A torch.save file, of which the end is read; ``trust`` and ``stand_ins`` as in `TorchArchive`.
 
     Raises:
-        ConversionError: if it holds no dict, or its pickle names more than tensors need.
-        CorruptCheckpointError: if it is damaged.
+        ConversionError: if it has the format from before zip archives.
+        CorruptCheckpointError: if it is not there.
     """
     where = f"{store.where}/{file}"
     size = store.required_info(file).size_bytes
@@ -54,9 +54,24 @@ def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
             where=where,
             todo="load it with torch and save it again",
         )
-    archive = TorchArchive(
-        lambda offset, nbytes: store.read(file, offset, nbytes), size, where=where, trust=trust
+    return TorchArchive(
+        lambda offset, nbytes: store.read(file, offset, nbytes),
+        size,
+        where=where,
+        trust=trust,
+        stand_ins=stand_ins,
     )
+
+
+def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
+    """Read the directory and the pickle of a torch.save file.
+
+    Raises:
+        ConversionError: if it holds no dict, or its pickle names more than tensors need.
+        CorruptCheckpointError: if it is damaged.
+    """
+    where = f"{store.where}/{file}"
+    archive = open_archive(store, file, trust=trust)
     content = archive.content
     if not isinstance(content, Mapping):
         raise ConversionError(

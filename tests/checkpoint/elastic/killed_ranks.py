@@ -71,15 +71,23 @@ class _Reaper:
     def __init__(self, folder: Path, deaths: Sequence[Death]) -> None:
         self.folder, self.deaths = folder, deaths
         self.job: ElasticJob | None = None
-        self.step = 0
+        self.step = self.first_step = 0  # of all, and of this epoch
 
     def pass_by(self, place: str) -> None:
-        """Die if this is the place, for each death once."""
+        """Die if this is the place, for each death once, together with those who die at the same step."""
         for number, death in enumerate(self.deaths):
             here = self.job is not None and (death.rank, death.world) == (self.job.rank, self.job.num_ranks)
-            due = self.step >= death.step if place == "restore" else self.step == death.step
-            if here and due and death.place == place and self._is_first(number):
+            if here and death.place == place and self._is_due(death) and self._is_first(number):
+                others = [n for n, other in enumerate(self.deaths) if other[1:] == death[1:]]
+                # The first one's end would be an error for the others before they come here.
+                while not all((self.folder / f"death-{n}").exists() for n in others):
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_due(self, death: Death) -> bool:
+        """From the death's step on, once this epoch has done steps whose copies its own cliques keep."""
+        has_copies = self.step >= self.first_step + 2
+        return self.step >= death.step and (has_copies or death.place == "restore")
 
     def _is_first(self, number: int) -> bool:
         try:
@@ -91,7 +99,8 @@ class _Reaper:
     def lacks_ranks(self) -> bool:
         """Whether a death comes in a few steps, before which those who are to die have steps to save."""
         return self.job is not None and any(
-            0 < death.step - self.step <= 4
+            death.step - self.step <= 4
+            and death.place != "restore"
             and death.world > self.job.num_ranks
             and not (self.folder / f"death-{number}").exists()
             for number, death in enumerate(self.deaths)
@@ -194,8 +203,8 @@ def rank(folder: Path, port: int, num_first: int, num_steps: int, deaths: Sequen
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None
-        reaper.step = step
         epoch = job.epochs[-1]
+        reaper.step, reaper.first_step = step, epoch.step
         begun = {"epoch": epoch.number, "begun": step, "from": epoch.step, "tier": epoch.tier}
         log.write(json.dumps({**begun, "world": job.num_ranks}) + "\n")
         reaper.pass_later(step)

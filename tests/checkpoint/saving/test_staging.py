@@ -39,7 +39,7 @@ def test_memory_is_asked_for_once() -> None:
     stager = Stager(allocate)
     for size in (100, 100, 50, 200, 100):
         tensors = _tensors(size)
-        staged = stager.stage(tensors)
+        staged, _ = stager.stage(tensors)
         for tensor, copy in zip(tensors, staged, strict=True):
             assert (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype) and copy.is_contiguous()
             assert _values(tensor) == _values(copy)
@@ -57,10 +57,10 @@ def test_equal_shapes_of_other_dtypes() -> None:
 
     stager = Stager(allocate)
     for dtype in (torch.float32, torch.int32, torch.float32):
-        assert stager.stage([torch.ones(5, dtype=dtype)])[0].dtype == dtype
+        assert stager.stage([torch.ones(5, dtype=dtype)])[0][0].dtype == dtype
     with pytest.raises(MemoryError):
         stager.stage([torch.ones(1 << 10)])
-    assert stager.stage([torch.full((5,), 3.0)])[0].tolist() == [3.0] * 5
+    assert stager.stage([torch.full((5,), 3.0)])[0][0].tolist() == [3.0] * 5
 
 
 @pytest.mark.gpu

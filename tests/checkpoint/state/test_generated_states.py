@@ -43,7 +43,8 @@ def test_every_state_comes_back(form: str, world: int, tmp_path: Path) -> None:
     """Random nestings of every kind of leaf, under odd keys, on one to four ranks."""
     seeds = range(100 * world, 100 * world + 12)
     for leaves, states in run_ranks(world, _round_trips, tmp_path, form, seeds):
-        assert states == len(seeds) and leaves > 100
+        # What is drawn depends on how many dtypes this torch has.
+        assert states == len(seeds) and leaves > 6 * len(seeds)
 
 
 class Odd(tuple[int, int]):

@@ -235,7 +235,8 @@ def test_codes_are_half_the_bytes() -> None:
 
     assert 1 << 20 < plan.demand.sent.sum() <= 0.51 * (2 << 20)
     again = TransferPlan.from_json(json.loads(json.dumps(plan.to_json())), {"Fp8Blocks": Fp8Blocks})
-    assert again.digest == plan.digest and again.leaves[0].source.codec == codec
+    assert again == plan and hash(again) == hash(plan) and again.leaves[0].source.codec == codec
+    assert plan != plan_transfer(source, source)
 
 
 def test_the_report_is_what_ranks_do() -> None:

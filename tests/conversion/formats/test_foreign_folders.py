@@ -198,7 +198,6 @@ def test_plain_tensors_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32"),
         ("mp_rank_00/model_optim_rng.pt", "torch_dist"),
         ("model.gguf", "llama.cpp"),
         ("tf_model.h5", "from torch"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -21,6 +21,8 @@ from vescale_fsdp import DCP
 from vescale_fsdp.checkpoint import PerRank, async_save, save
 from vescale_fsdp.errors import CheckpointError, ConversionError
 
+FIRST = next(iter(SHAPES))
+
 
 def _state() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -28,6 +30,7 @@ def _state() -> dict[str, Any]:
     state = mixed_state()
     del state["stock"]["empty"]  # DCP cannot load a tensor without elements
     state["inside rows"] = ragged(mesh, torch.randn(4, 5, 6))
+    state["model"]["tied"] = state["model"][FIRST]
     return state
 
 
@@ -59,18 +62,31 @@ def _load_elsewhere(path: Path) -> None:
     assert model and all(torch.equal(t.full_tensor(), full(name, SHAPES[name])) for name, t in model.items())
 
 
+def _places(metadata: Metadata, name: str) -> list[tuple[str, int]]:
+    """Where the bytes of a tensor lie."""
+    found = [place for index, place in metadata.storage_data.items() if index.fqn == name]
+    return sorted((place.relative_path, place.offset) for place in found)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stock_torch_loads_it(tmp_path: Path) -> None:
     """Every kind of cut, values, and tensors of an optimizer; onto the same ranks, fewer, and one process alone."""
     assert min(run_ranks(3, _save_and_load, tmp_path)) > 60_000
     run_ranks(2, _load_elsewhere, tmp_path / "live")
-    alone: dict[str, Any] = {"stock": {"shard1": torch.zeros(6, 9)}, "inside rows": torch.zeros(4, 5, 6)}
+    alone: dict[str, Any] = {
+        "stock": {"shard1": torch.zeros(6, 9)},
+        "inside rows": torch.zeros(4, 5, 6),
+        "model": {"tied": torch.zeros(SHAPES[FIRST])},
+    }
     dcp.load(alone, checkpoint_id=tmp_path / "live")
 
     assert torch.equal(alone["stock"]["shard1"], full("shard1", (6, 9)))
     metadata = dcp.FileSystemReader(tmp_path / "live").read_metadata()
     rows = metadata.state_dict_metadata["inside rows"]
     assert isinstance(rows, TensorStorageMetadata) and len(rows.chunks) > 3  # pieces that are no boxes
+    assert torch.equal(alone["model"]["tied"], full(FIRST, SHAPES[FIRST]))
+    places = _places(metadata, f"model.{FIRST}")
+    assert _places(metadata, "model.tied") == places != _places(metadata, "inside rows")
     names = {path.name for path in (tmp_path / "live").iterdir()}
     assert names == {".metadata", *(f"__{rank}_0.distcp" for rank in range(3))}
     assert bytes_of_folder(tmp_path / "live") == bytes_of_folder(tmp_path / "streams")

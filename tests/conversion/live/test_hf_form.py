@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conversion.live.live_models import CASES, bytes_of_folder, converted, form, model, ragged, settings
 from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp import DCP, HuggingFace
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, save
-from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, read_state, save
+from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
+from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver
+from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion import open_source
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError, ConversionError
@@ -126,6 +130,28 @@ def test_misuse(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="a file"):
         save(tmp_path / "file", {"a": torch.ones(1)}, format=HuggingFace(assets=tmp_path / "assets-False"))
+
+
+def test_no_optimizer_is_staged(tmp_path: Path) -> None:
+    """`async_save` copies no optimizer for a repository, and all of it where another form holds it too."""
+    settings(tmp_path)
+    weight, moments = torch.arange(4096.0), torch.ones(4096)
+    state = {
+        "model": {"w": weight},
+        "optimizer": {"state": {"w": {"exp_avg": moments, "exp_avg_sq": moments + 1}}},
+    }
+    saver, repository = AsyncSaver(SoloCoordinator()), HuggingFace(assets=tmp_path / "assets-False")
+    saver.start(tmp_path / "hf", state, format=repository).wait()
+
+    assert saver._stager.num_bytes == weight.nbytes
+    copies = [(open_storage(tmp_path / "native"), "native")]
+    saver.start(tmp_path / "hf", state, format=repository, overwrite=True, copies=copies).wait()
+    assert saver._stager.num_bytes == 3 * weight.nbytes
+    assert torch.equal(read_state(tmp_path / "native")["optimizer/state/w/exp_avg_sq"].read(), moments + 1)
+    (written,) = (tmp_path / "hf").glob("*.safetensors")
+    assert torch.equal(load_file(written)["w"], weight)
+    alone = take_state({"optimizer": state["optimizer"]}).structure  # a rank without a part of the model
+    assert len(repository.left_out(alone)) == 2
 
 
 class _Counts:

@@ -26,7 +26,7 @@ class RemembersTheLastFree(CommContext):
     last: Any = None
 
     def reshard(self, groups: Sequence[ParamGroup], **options: bool) -> None:
-        with mock.patch.object(self, "wait_for_compute"):
+        with mock.patch.object(self, "_gathers_wait_for_frees"):
             super().reshard(groups, **options)
         self.last = self.streams.current().record_event()  # type: ignore[union-attr]
 

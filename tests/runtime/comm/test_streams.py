@@ -26,7 +26,6 @@ from vescale_fsdp import Rows, fully_shard, share_comm_ctx
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 from vescale_fsdp.runtime.comm.streams import Streams, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
-from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -87,7 +86,7 @@ def separate_group(recorder: StreamRecorder, model: models.Stack) -> None:
     model.set_separate_reduce_scatter_group()
     model.set_reduce_scatter_max_input_buffers(2)
     plain(recorder, model)
-    assert len([name for name in recorder.work if name.startswith("communicator")]) == 2
+    assert len({started.group for started in recorder.collectives}) == 2
 
 
 def optimizer_in_backward(recorder: StreamRecorder, model: models.Stack) -> None:
@@ -199,28 +198,32 @@ CASES: dict[str, tuple[Callable[[StreamRecorder, models.Stack], None], dict[str,
 }
 
 
-def run_case(name: str, mesh_shape: Sequence[int] = (), **options: Any) -> list[str]:
+def run_case(name: str, mesh_shape: Sequence[int] = (), *, beside: bool = False, **options: Any) -> list[str]:
     body, given = CASES[name]
     options = {**given, **options}
     offload = options.pop("offload", False)
     model = shard(cpu_mesh(*mesh_shape), **options)
-    with recording(model, offload=offload) as recorder:
+    with recording(model, offload=offload, beside=beside) as recorder:
         body(recorder, model)
     assert any(group.policy_gather is not None for group in recorder.groups) == (name == "quantized")
     assert (recorder.work["host"] > 0) == offload
     assert recorder.work["compute"] > 100
     assert recorder.work["stream1"] + recorder.work["stream2"] > 10
-    assert sum(n for s, n in recorder.work.items() if s.startswith("communicator")) > 10
+    assert len(recorder.collectives) > 10
+    assert any(stream.startswith("communicator") for stream in recorder.work) == beside
     return recorder.hazards
 
 
-def run_cases(names: Sequence[str], *args: Any) -> dict[str, list[str]]:
-    return {name: found for name in names if (found := run_case(name, *args))}
+def run_cases() -> dict[str, list[str]]:
+    found = {name: run_case(name) for name in CASES}
+    for name in ("plain", "accumulate", "offload", "exceptions"):
+        found[f"{name}, collectives beside"] = run_case(name, beside=True)
+    return {name: hazards for name, hazards in found.items() if hazards}
 
 
 def test_no_hazard_under_any_switch() -> None:
     """Nothing is read, written or given out again before the work that uses it is done."""
-    assert run_ranks(1, run_cases, list(CASES)) == [{}]
+    assert run_ranks(1, run_cases) == [{}]
 
 
 def scattered() -> list[str]:
@@ -234,7 +237,8 @@ def scattered() -> list[str]:
 
 
 def run_hybrid() -> dict[str, list[str]]:
-    found = {name: run_case(name, (2, 2)) for name in ("plain", "accumulate", "exceptions")}
+    found = {name: run_case(name, (2, 2)) for name in ("plain", "accumulate", "exceptions", "offload")}
+    found["collectives beside"] = run_case("accumulate", (2, 2), beside=True)
     for reshard in (2, 4):
         found[f"part of {reshard}"] = run_case("plain", reshard_after_forward=reshard)
         found[f"event, part of {reshard}"] = run_case("optimizer event", reshard_after_forward=reshard)
@@ -287,17 +291,48 @@ def test_no_hazard_where_classes_gather_themselves() -> None:
 
 class GathersDoNotWaitForFrees(CommContext):
     def reshard(self, groups: Sequence[ParamGroup], **options: bool) -> None:
-        with mock.patch.object(self, "wait_for_compute"):
+        with mock.patch.object(self, "_gathers_wait_for_frees"):
             super().reshard(groups, **options)
 
     def free_lingering(self) -> None:
-        with mock.patch.object(self, "wait_for_compute"):
+        with mock.patch.object(self, "_gathers_wait_for_frees"):
             super().free_lingering()
 
 
 class GathersDoNotWaitForTheOptimizer(CommContext):
-    def wait_for_compute(self) -> None:
+    def _gathers_wait_for_frees(self) -> None:
         pass
+
+
+class CopiesDoNotWaitForTheOptimizer(CommContext):
+    def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+        self._behind = None
+        return super()._bring(groups)
+
+
+class GathersDoNotWaitForCopies(CommContext):
+    def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+        assert self.gather_stream is not None
+        with mock.patch.object(RecordedStream, "wait_stream"):
+            return super()._bring(groups)
+
+
+class CopiesAreNotKept(CommContext):
+    def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
+        super()._bring(groups)
+        return []
+
+
+class ReducedShardsAreNotKept(CommContext):
+    def finish_reduction(self) -> None:
+        super().finish_reduction()
+        self._all_reducing.clear()
+
+
+class ReplicasDoNotWaitForReductions(CommContext):
+    def _wait_until_reduced(self, reduction: Any) -> Any:
+        with mock.patch.object(RecordedStream, "wait_event"):
+            return super()._wait_until_reduced(reduction)
 
 
 class ComputeDoesNotWaitForGathers(CommContext):
@@ -314,6 +349,9 @@ class _Deaf:
         self.name, self.record_event = stream.name, stream.record_event
 
     def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
         pass
 
 
@@ -339,11 +377,23 @@ class HostDoesNotWait(CommContext):
         pass
 
 
-def hazards_without(context: type[CommContext], case: str) -> list[str]:
+def written_by_the_device(recorder: StreamRecorder, model: models.Stack) -> None:
+    """Shards on the host are written by a copy that the host does not wait for."""
+    for number in range(2):
+        step(model, number)
+        for group in recorder.groups:
+            group.shard.copy_(torch.ones(group.shard.shape), non_blocking=True)
+    step(model, 2)
+
+
+CASES["offload, written by the device"] = (written_by_the_device, {"offload": True})
+
+
+def hazards_without(context: type[CommContext], case: str, mesh_shape: Sequence[int] = ()) -> list[str]:
     body, options = CASES[case]
     options = dict(options)
     offload = options.pop("offload", False)
-    model = shard(**options)
+    model = shard(cpu_mesh(*mesh_shape), **options)
     with recording(model, offload=offload, context=context) as recorder:
         body(recorder, model)
     return sorted({text.split(" [")[0].split(" bytes ")[-1] for text in recorder.hazards})
@@ -354,12 +404,19 @@ def hazards_without(context: type[CommContext], case: str) -> list[str]:
     [
         (GathersDoNotWaitForFrees, "plain", "freed to stream1 are still used by"),
         (GathersDoNotWaitForTheOptimizer, "plain", "aten.copy_.default on stream1 reads what compute may"),
-        (ComputeDoesNotWaitForGathers, "plain", "on compute reads what communicator"),
-        (ReductionsDoNotWaitForCompute, "plain", "reduce_scatter_into on communicator"),
+        (ComputeDoesNotWaitForGathers, "plain", "on compute reads what stream1"),
+        (ReductionsDoNotWaitForCompute, "plain", "reduce_scatter_into on stream1"),
         (ComputeDoesNotWaitForReductions, "plain", "on compute reads what stream2 may"),
         (BuffersAreFreedBeforeTheyAreReduced, "plain", "freed to compute are still used by"),
         (HostDoesNotWait, "offload", "on host reads what stream"),
-        (HostDoesNotWait, "offload partly used", "on host writes what stream1 may"),
+        (HostDoesNotWait, "offload partly used", "on host writes what stream2 may"),
+        (
+            CopiesDoNotWaitForTheOptimizer,
+            "offload, written by the device",
+            "on stream2 reads what compute may",
+        ),
+        (GathersDoNotWaitForCopies, "offload", "on stream1 reads what stream2 may"),
+        (CopiesAreNotKept, "offload", "freed to stream2 are still used by"),
     ],
 )
 def test_every_wait_is_needed(context: type[CommContext], case: str, hazard: str) -> None:
@@ -368,54 +425,17 @@ def test_every_wait_is_needed(context: type[CommContext], case: str, hazard: str
         assert any(hazard in text for text in found), found
 
 
-def overlap() -> tuple[list[int], list[list[int]], list[int]]:
-    """Of two steps: most blocks gathered at once in each forward, slack of gathers in each half; of reductions."""
-    model = shard()
-    blocks = [group for block in model.blocks for group in state_of(block).groups]  # type: ignore[union-attr]
-    gathers, most_full = [], []
-    with recording(model) as recorder:
-        for number in range(2):
-            recorder.collectives.clear()
-            recorder.counted, recorder.most_full = blocks, 0
-            out = models.loss_of(model, models.batch(number, 0))
-            most_full.append(recorder.most_full)
-            num_forward = len(recorder.collectives)
-            recorder.counted = []
-            out.backward()
-            forward, backward = recorder.collectives[:num_forward], recorder.collectives[num_forward:]
-            assert [c.name for c in forward] == ["all_gather_into"] * 5
-            gathers += [
-                [c.slack for c in part if c.name == "all_gather_into"] for part in (forward, backward)
-            ]
-    return most_full, gathers, [c.slack for c in backward if c.name == "reduce_scatter_into"]
-
-
-def test_communication_overlaps_and_memory_is_bounded() -> None:
-    """Two gathered blocks at most; gathers and reductions can run beside a block's compute, in a first step too."""
-    for most_full, gathers, reductions in run_ranks(1, overlap):
-        assert most_full == [2, 2]
-        assert [len(part) for part in gathers] == [5, 4, 5, 4]
-        for forward, backward in (gathers[:2], gathers[2:]):
-            # The root's and the first block's gather have nothing before them, the last block's in the backward
-            # only the loss; all others a whole block.
-            assert min(forward[2:]) >= 8, gathers
-            assert min(backward[1:]) >= 8, gathers
-        assert len(reductions) == 5
-        assert min(reductions[:3]) >= 8, reductions  # the last block is reduced at the very end
-
-
-def slack_of_replicas() -> list[int]:
-    model = shard(cpu_mesh(2, 1))
-    with recording(model) as recorder:
-        models.loss_of(model, models.batch(0, 0)).backward()
-    return [c.slack for c in recorder.collectives if c.name == "all_reduce_in_place"]
-
-
-def test_replicas_are_reduced_beside_the_next_block() -> None:
-    """HSDP: compute does not wait for a unit's all-reduce before the next unit's backward is over."""
-    for slack in run_ranks(2, slack_of_replicas):
-        assert len(slack) == 5
-        assert min(slack[:2]) >= 8, slack
+@pytest.mark.parametrize(
+    ("context", "case", "hazard"),
+    [
+        (ReducedShardsAreNotKept, "accumulate", "freed to stream2 are still used by"),
+        (ReplicasDoNotWaitForReductions, "plain", "on stream3 reads what stream2 may"),
+    ],
+)
+def test_every_wait_of_replicas_is_needed(context: type[CommContext], case: str, hazard: str) -> None:
+    """The same with replicas, whose all-reduce has a stream of its own."""
+    for found in run_ranks(2, hazards_without, context, case, (2, 1)):
+        assert any(hazard in text for text in found), found
 
 
 def test_the_host_has_no_streams() -> None:

@@ -84,9 +84,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def run_fabric(out: Path) -> None:
     """A step in Fabric's own way, and a save."""
     sizes = {"data_parallel_size": int(os.environ["WORLD_SIZE"]), "tensor_parallel_size": 1}
-    fabric = Fabric(
-        "cpu", FabricModelParallelStrategy(parallelize, **sizes), devices=int(os.environ["WORLD_SIZE"])
-    )
+    strategy = FabricModelParallelStrategy(parallelize, **sizes)
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
     model = fabric.setup_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))

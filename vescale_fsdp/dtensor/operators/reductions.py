@@ -197,7 +197,9 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
 def _local_norms(
     pieces: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """`_local_norm` of pieces of one dtype, in one kernel for all that are not empty."""
+    """`_local_norm` of pieces of one dtype, in one kernel."""
+    if not math.isinf(order):
+        return list(foreach_norm_of(list(pieces), order, dtype))
     given = [piece for piece in pieces if piece.numel()]
     found = iter(foreach_norm_of(given, order, dtype) if given else ())
     empty = next((piece for piece in pieces if not piece.numel()), None)
@@ -228,18 +230,23 @@ def _unreduced_norm(tensor: RaggedDTensor, order: float, dtype: torch.dtype | No
     torch's NormPartial of a finite order is brought to Replicate by every operator that needs it (seen for
     adding scalars, powers, logarithms and reductions on torch 2.13), unlike a Partial sum.
     """
-    placements = [p if p.is_replicate() else NormPartial(order) for p in tensor.placements]
     local = torch.linalg.vector_norm(tensor._local_tensor, order, dtype=dtype)
-    spec = make_spec(tensor.device_mesh, placements, local.shape, local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return _unreduced([local], tensor, order)[0]
+
+
+def _unreduced(norms: Sequence[torch.Tensor], like: RaggedDTensor, order: float) -> list[DTensor]:
+    """Local norms of tensors that are all cut like this one."""
+    placements = [p if p.is_replicate() else NormPartial(order) for p in like.placements]
+    spec = make_spec(like.device_mesh, placements, norms[0].shape, norms[0].dtype)
+    return [DTensor(norm, spec, requires_grad=False) for norm in norms]  # type: ignore[call-arg]
 
 
 def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Norms of a list of tensors. Tensors cut over the same mesh axes share one collective.
+    """Norms of a list of tensors. Where all are cut over the same mesh axes, the collective waits as for one.
 
-    All norms come back on the mesh of the first ragged tensor, where they are as replicated as on their own:
-    tensors beside and without tensor parallelism can then be clipped together, which torch's stack of DTensors
-    on different meshes refuses.
+    Otherwise those cut alike share one collective, and all norms come back on the mesh of the first ragged tensor,
+    where they are as replicated as on their own: tensors beside and without tensor parallelism can then be clipped
+    together, which torch's stack of DTensors on different meshes refuses.
     """
     named = bind(func, args, kwargs)
     tensors, order, dtype = named["self"], _order(named), named.get("dtype")
@@ -258,7 +265,10 @@ def foreach_norm(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
             together.setdefault((tensor.device_mesh, cut, dtype or tensor.dtype), []).append(index)
     home = first_ragged(tensors)
     for indices in together.values():
-        own = torch.stack(_local_norms([tensors[i]._local_tensor for i in indices], order, dtype))
+        local_norms = _local_norms([tensors[i]._local_tensor for i in indices], order, dtype)
+        if len(indices) == len(tensors) and 0 < order < math.inf:
+            return _unreduced(local_norms, tensors[0], order)
+        own = torch.stack(local_norms)
         whole = _norm_of_norms(_gather_answers(own, tensors[indices[0]]), order).unbind()
         assert home is not None
         first = _replicated(whole[0], home)

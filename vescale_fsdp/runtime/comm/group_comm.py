@@ -25,9 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_fsdp.collectives import (
     Work,
     all_gather_into,
-    all_reduce_in_place,
+    all_reduce_at_once,
     new_group,
     reduce_scatter_into,
+    runs_beside,
     sums_in_wider,
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -132,7 +133,7 @@ class GroupComm:
         """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
         if self.custom_all_gather is not None:
             return self.custom_all_gather(
-                output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=True
+                output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=runs_beside(full)
             )
         return all_gather_into(full, shard, self.shard_group)
 
@@ -162,7 +163,7 @@ class GroupComm:
         op = self._op(shard.dtype, self.num_shards)
         if self.custom_reduce_scatter is not None:
             return self.custom_reduce_scatter(
-                output_tensor=shard, input_tensor=full, group=group, op=op, async_op=True
+                output_tensor=shard, input_tensor=full, group=group, op=op, async_op=runs_beside(full)
             )
         return reduce_scatter_into(shard, full, op, group)
 
@@ -175,9 +176,7 @@ class GroupComm:
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Reduce over the replicating axis, in place (nothing without one)."""
         if self.replicate_group is not None:
-            work = all_reduce_in_place(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
-            if work is not None:
-                work.wait()
+            all_reduce_at_once(shard, self._op(shard.dtype, self.mesh.size(0)), self.replicate_group)
 
     def finish_division(self, shard: torch.Tensor) -> None:
         """Divide a summed shard, in place, where the collective did not average."""

@@ -1,0 +1,161 @@
+"""Reading the checkpoints of DeepSpeed's ZeRO-1, 2 and 3, and its universal ones, by range and without DeepSpeed.
+
+The model is what DeepSpeed's own ``zero_to_fp32.py`` makes of a checkpoint, and more: of parameters that are trained
+the fp32 masters (their 16-bit copies, which differ by rounding alone, are not read); buffers, and parameters that are
+not trained, in the type in which they were saved; ties as ties. The optimizer's moments, steps and options are named
+after the parameters, as torch names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import runs_of_parameters
+from vescale_fsdp.conversion.formats.deepspeed.found_entries import FoundEntries
+from vescale_fsdp.conversion.formats.deepspeed.model_file import ModelFile
+from vescale_fsdp.conversion.formats.deepspeed.universal_folder import UniversalFolder
+from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
+from vescale_fsdp.conversion.formats.deepspeed.zero_shards import ZeroShards, tensor_of_runs
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
+from vescale_fsdp.conversion.state.nesting import Path
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+
+__all__ = ["open_deepspeed"]
+
+# What a file that lacks a key, or has another thing there, may raise while it is read.
+_DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+
+
+def open_deepspeed(store: Storage) -> Source:
+    """Open a checkpoint of DeepSpeed's, or the folder around it with a file ``latest``; reads directories and pickles
+    of the files. What their pickles name besides tensors and plain values is not imported, and left out.
+
+    Raises:
+        ConversionError: for one that is spread over more than data-parallel ranks, or lacks the optimizer's files.
+        CorruptCheckpointError: if files are missing, damaged or from different saves.
+    """
+    files = ZeroFiles.find(store)
+    with _reading(f"{store.where}/{files.folder}"):
+        models = [ModelFile.read(store, file) for file in files.model]
+        reader = _Reader(store, files, models)
+        return reader.source()
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConversionError, CorruptCheckpointError):
+        raise
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(
+            "The files of this checkpoint are not what DeepSpeed writes.",
+            expected="states as DeepSpeed's engine saves them",
+            got=f"{type(error).__name__}: {error}",
+            where=where.rstrip("/"),
+            todo="copy the checkpoint again, or make a universal checkpoint with DeepSpeed's ds_to_universal.py",
+        ) from error
+
+
+class _Reader:
+    """One checkpoint on its way into a source."""
+
+    def __init__(self, store: Storage, files: ZeroFiles, models: list[ModelFile]) -> None:
+        self._store, self._files, self._models = store, files, models
+        self._model = models[0]
+        self._entries = FoundEntries()
+        self._require_one_step()
+
+    def source(self) -> Source:
+        """All of it."""
+        trained = self._trained()
+        self._add_model(trained)
+        if trained is not None:
+            trained.add_optimizer(self._entries)
+        elif self._model.opened.content.get("optimizer") is not None:
+            self._entries.add_all(("optimizer",), self._model.opened.content["optimizer"], self._model.opened)
+        for path, leaf in self._model.rest.items():
+            if path[0] in ("model", "optimizer") or self._model.differs(path, self._models[1:]):
+                self._entries.omitted.append(".".join(map(str, path)))
+            else:
+                self._entries.add_all(path, leaf, self._model.opened)
+        found, ranks = self._entries, len(self._files.optim)
+        kind = "universal" if self._files.parameters else f"{ranks} ranks" if ranks else "no ZeRO"
+        return Source(
+            "deepspeed",
+            self._store,
+            found.tensors,
+            found.values,
+            found.paths,
+            {**self._model.facts, "form": f"ZeRO-3, {kind}" if self._files.is_stage3 else kind},
+            readers=found.readers,
+            omitted=tuple(found.omitted),
+            warnings=tuple(found.warnings),
+        )
+
+    def _require_one_step(self) -> None:
+        said = [model.opened.content.get("global_steps") for model in self._models]
+        for model, step in zip(self._models, said, strict=True):
+            if step != said[0]:
+                todo = "copy the files of one step"
+                raise model.opened.damaged(f"step {said[0]}, as {self._model.opened.file} has", step, todo)
+
+    def _trained(self) -> ZeroShards | UniversalFolder | None:
+        """Who knows the parameters that are trained."""
+        shapes = self._model.shapes
+        if shapes is not None and self._files.parameters:
+            return UniversalFolder(self._store, self._files, shapes)
+        if shapes is not None and self._files.optim:
+            return ZeroShards(self._store, self._files, shapes)
+        if shapes is None and not self._files.optim and not self._files.parameters:
+            return None
+        sixteen_bits = (
+            f"; {self._model.opened.file} alone is a source too, of the weights that it computes with"
+        )
+        raise ConversionError(
+            "The masters of this checkpoint are not there."
+            if shapes is not None
+            else "This checkpoint of DeepSpeed's does not say which parameters its masters are.",
+            expected="files *_model_states.pt with shapes, and *_optim_states.pt of all ranks",
+            got="no *_optim_states.pt" if shapes is not None else "no shapes: it was saved without ZeRO",
+            where=f"{self._store.where}/{self._files.folder}".rstrip("/"),
+            todo=("copy the *_optim_states.pt too" if shapes is not None else "save it with ZeRO-1")
+            + ("" if self._files.is_stage3 else sixteen_bits),
+        )
+
+    def _add_model(self, trained: ZeroShards | UniversalFolder | None) -> None:
+        """Parameters and buffers in the module's order, then what the module does not list."""
+        shapes = [name for group in self._model.shapes or () for name in group]
+        known = dict.fromkeys([*self._model.module, *shapes, *self._model.frozen, *self._model.shared])
+        masters = set(shapes)
+        for name in known:
+            stored = self._model.shared.get(name, name)
+            path: Path = ("model", name)
+            if stored in masters and trained is not None:
+                self._entries.add_tensor(path, trained.weight(stored, path))
+            elif self._files.is_stage3 and stored in self._model.frozen:
+                self._entries.add_tensor(path, self._frozen(stored, path))
+            elif (leaf := self._model.module.get(stored, self._model.fragments.get(stored))) is not None:
+                self._require_whole(stored, leaf)
+                self._entries.add_all(path, leaf, self._model.opened)
+
+    def _frozen(self, name: str, path: Path) -> StoredTensor:
+        """A parameter that is not trained, of which each rank holds a part."""
+        shape = self._model.frozen[name]
+        parts = [[model.opened.flat(model.fragments[name])] for model in self._models]
+        runs = runs_of_parameters([math.prod(shape)], len(parts), [parts[0][0].numel])[0]
+        return tensor_of_runs(path, shape, runs, parts, self._model.opened)
+
+    def _require_whole(self, name: str, leaf: object) -> None:
+        """Refuse the empty tensor that ZeRO-3 leaves of a parameter that nothing else knows."""
+        if self._files.is_stage3 and isinstance(leaf, TensorRef) and 0 in leaf.shape:
+            raise self._model.opened.damaged(
+                f"the shape of {name}, which is cut over ranks",
+                "none",
+                "save again without exclude_frozen_parameters, or with a newer DeepSpeed",
+            )
