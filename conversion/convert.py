@@ -266,10 +266,9 @@ def _merged(state: CarriedState, url: str) -> CarriedState:
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
     from vescale_fsdp.conversion.state.dequantized_weights import dequantized
-    from vescale_fsdp.conversion.views.casting import CastRules
+    from vescale_fsdp.conversion.views.casting import float_type
 
-    dtype = CastRules.parse([text]).default
-    assert dtype is not None
+    dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)
     assets.set_weights_dtype(dtype.name)
     assets.set_quantization(None)

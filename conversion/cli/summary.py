@@ -38,7 +38,7 @@ def summary(report: ConvertReport) -> str:
     if report.dropped_optimizer:
         lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:
-        lines.append(f"left out: {some(report.dropped_others, _MOST)}")
+        lines.append(f"left out: {some(_by_container(report), _MOST)}")
     lines += [f"left out: {twin} (tied to {kept})" for twin, kept in report.tied.items()]
     if report.uncast:
         lines.append(f"not cast, since quantised or a scale: {some(report.uncast, _MOST)}")
@@ -48,6 +48,18 @@ def summary(report: ConvertReport) -> str:
         )
     lines += [f"cast: {name} from {old} to {new}" for name, (old, new) in report.casts.items()]
     return "\n".join(lines)
+
+
+def _by_container(report: ConvertReport) -> list[str]:
+    """What was left out, whole containers as such: a trainer's counters and random states are a hundred entries."""
+    homes: dict[str, list[str]] = {}
+    for name in report.dropped_others:
+        root, *inner = map(str, report.source.path(name))
+        is_models = not inner or report.state.model.prefix.startswith(f"{root}.")
+        homes.setdefault(name if is_models else root, []).append(name)
+    return [
+        names[0] if len(names) == 1 else f"{home} ({len(names)} entries)" for home, names in homes.items()
+    ]
 
 
 def _prefixes(model: ModelNames) -> str:

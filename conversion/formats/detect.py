@@ -13,11 +13,14 @@ from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file
 from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
 from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
-from vescale_fsdp.conversion.formats.table import FORMATS
+from vescale_fsdp.conversion.formats.table import FORMATS, TRAINED
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.lazy import lazy_function
 
 __all__ = ["open_source"]
+
+_with_side_files = lazy_function("vescale_fsdp.conversion.formats.trainers.side_files", "with_side_files")
 
 
 def open_source(
@@ -61,6 +64,8 @@ def open_source(
                 raise _unreadable(url, [], f"kind {found}")
             where = open_parent(url) if FORMATS[found].is_file else (folder, "")
             source = FORMATS[found].open(*where, trust_pickle)
+            if found in TRAINED:
+                source = _with_side_files(source, trust_pickle=trust_pickle)
     except RecursionError as error:
         raise CorruptCheckpointError(
             "The checkpoint cannot be read.",
@@ -143,7 +148,6 @@ _FOREIGN = (
         "save with --ckpt-format torch_dist, which is torch.distributed.checkpoint",
     ),
     (r".*\.gguf", "llama.cpp's quantised file", "convert the repository that it was made from"),
-    (r"(.*/)?\.z(group|array|metadata)", "zarr of version 2", "write it again with zarr_format=3"),
     (
         r"(.*/)?(tf_model.*\.h5|flax_model.*\.msgpack)",
         "weights of TensorFlow or Flax",

@@ -2,6 +2,7 @@
 
     run/step-00000010/manifest.json        CheckpointManager        run/step-10/.metadata     torchtitan
     run/checkpoint-500/model.safetensors   transformers' Trainer    run/step-00000020/        unfinished: no step
+    run/500/default/_METADATA              Orbax's manager
 
 Nobody but the one who asks for "newest" means the newest: two runs of a command may find different ones. DeepSpeed's
 file ``latest`` is an answer too, since its own tools go by it.
@@ -18,7 +19,7 @@ from vescale_fsdp.errors import ConversionError
 
 __all__ = ["says_which", "step_url", "steps_in"]
 
-_STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)(\d+)")
+_STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _MOST = 8  # that an error lists
 
 

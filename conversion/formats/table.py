@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         [CarriedState, ConvertOptions, Assets, str], OutputPlan
     ]  # the text is the target's file name
 
-__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "Format", "Target"]
+__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "TRAINED", "Format", "Target"]
 
 OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
@@ -75,6 +75,7 @@ _open_megatron = lazy_function("vescale_fsdp.conversion.formats.megatron.read", 
 _open_deepspeed = lazy_function("vescale_fsdp.conversion.formats.deepspeed.read", "open_deepspeed")
 _open_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "open_zarr")
 _plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_zarr")
+_open_orbax = lazy_function("vescale_fsdp.conversion.formats.orbax.read", "open_orbax")
 _open_shards = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_shards")
 _open_hf = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_hf_folder")
 _open_safetensors = lazy_function("vescale_fsdp.conversion.formats.huggingface.read", "open_safetensors")
@@ -109,7 +110,7 @@ FORMATS = {
         ),
     ),
     "zarr": Format(
-        re.escape(ZARR_NAME),
+        rf"{re.escape(ZARR_NAME)}|\.z(group|array|metadata)",
         lambda store, _, trust: (_open_native if _has_manifest(store) else _open_zarr)(store),
         Target(
             "to-zarr",
@@ -117,6 +118,7 @@ FORMATS = {
             lambda state, *_: _plan_zarr(state),
         ),
     ),
+    "orbax": Format(r"([^/]+/)?_METADATA", lambda store, *_: _open_orbax(store)),
     # A model beside its adapter is the model; see `detect`.
     "adapter": Format(
         r"adapter_model\.safetensors",
@@ -139,7 +141,7 @@ FORMATS = {
         ),
     ),
     "bin": Format(
-        r"pytorch_model\.bin(\.index\.json)?",
+        r"pytorch_model(_fsdp)?\.bin(\.index\.json)?",
         lambda store, _, trust: _open_bin(store, lambda file: _open_torch(store, file, trust_pickle=trust)),
     ),
     # Its folder, or the one around it, where `latest` is. Behind those of Hugging Face: what a Trainer has gathered
@@ -168,4 +170,11 @@ FORMATS = {
     ),
 }
 KINDS = tuple(FORMATS)
+TRAINED = (
+    "dcp",
+    "shards",
+    "hf",
+    "bin",
+    "ranks",
+)  # folders in which trainers leave more than the format's own files
 TARGETS = {kind: form.target for kind, form in FORMATS.items() if form.target is not None}

@@ -72,6 +72,7 @@ def load_from(
     rules: str | None = None,
     rules_to: str = "ours",
     config: str | None = None,
+    dequantize: str | None = None,
     dtype: str | Sequence[str] = (),
     include: str | Sequence[str] | None = None,
     strict: bool = True,
@@ -81,61 +82,45 @@ def load_from(
 ) -> LoadFromReport:
     """Fill a model, sharded in whatever way, from a checkpoint of any format. A collective.
 
-    Each rank reads the bytes that its own parts need, and no others but for small gaps: nothing is converted on disk,
-    and no rank holds more than its own parts and some boxes of 16 MiB. Tied weights stay one: a folder that stores
-    them once fills both names.
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        load_from("Llama-3.2-1B", model, dtype="state", init=model._init_weights)
+    Each rank reads the bytes that its own parts need, in boxes of 16 MiB, and no others but for small gaps: nothing is
+    converted on disk. Tied weights stay one: a folder that stores them once fills both names.
 
     >>> import tempfile
     >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, f"{(folder := tempfile.mkdtemp())}/linear.pt")
     >>> with torch.device("meta"):
     ...     model = nn.Linear(3, 2)
-    >>> load_from(f"{folder}/linear.pt", model).missing
-    ()
-    >>> model.weight.sum().item()
-    6.0
+    >>> load_from(f"{folder}/linear.pt", model).missing, model.weight.sum().item()
+    ((), 6.0)
 
     Args:
-        source: path or URL of a Hugging Face folder, a DCP folder, per-rank files of FSDP1 or FSDP2, a torch.save
-            file, a zarr or native checkpoint; or of peft's folder of an adapter, which fills the adapter of a model
-            that has one (a PeftModel), and leaves its base as it is.
+        source: path or URL of whatever ``vescale-convert`` reads; of peft's folder of an adapter too, which fills the
+            adapter of a model that has one (a PeftModel) and leaves its base as it is.
         state: a module, or a dict such as ``{"model": model, "optimizer": optimizer, "step": 0}`` of modules, their
-            optimizers, tensors, plain values and Stateful objects. Tensors may be sharded in any way. Tensors
-            of modules that are on the meta device get memory.
+            optimizers, tensors, plain values and Stateful objects. Tensors of modules on the meta device get memory.
         rules: key rules, as ``vescale-convert --rules``: a shipped set's name or a TOML file.
         rules_to: whose names the state has, ``"ours"`` or ``"hf"``: the side of the rules that is made.
-        config: folder or URL with the config.json that rules ask for sizes; default: the source's own.
+        config: folder or URL of the config.json that rules and ``dequantize`` go by; default: the source's own.
+        dequantize: the float type that quantised weights become, before rules: ``"bf16"``, as for ``vescale-convert``.
         dtype: ``"state"`` casts floats to the types that the state has. Casts as for ``vescale-convert --dtype``,
             such as ``["bfloat16", "*.gate.bias=float32"]``, come before: types must agree in the end.
         include: name patterns (fnmatch); only leaves of the state that fit one are loaded.
         strict: raise if leaves of the state's models and optimizers are missing, unexpected or mismatched, or a
             pattern fits none; False reports these and loads the rest.
         init: called with each module that has buffers on the meta device which no checkpoint holds, once they have
-            memory and before anything is read.
+            memory and before anything is read; ``model._init_weights`` for models of transformers.
         model_prefix: what the model's names begin with in the source; default: found out.
         process_group: the ranks that load together; default: all.
 
-    Returns:
-        What was not loaded.
-
     Raises:
         CheckpointError: on all ranks, if the source does not fit the state; ranks that met something else raise that.
-        ConversionError: if the source is of no known kind, or rules or casts do not fit it.
+        ConversionError: if the source is of no known kind, or options do not fit it.
         CorruptCheckpointError: if files are missing, truncated or not what was saved.
-        PartialLoadError: on all ranks, in place of any of these, once the first tensor may have been overwritten:
-            names, shapes and sizes of files are compared before, damaged bytes are found when they come.
-            ``error.overwritten`` names this rank's tensors; see `vescale_fsdp.checkpoint.load`. What was on the
-            meta device is there again.
+        PartialLoadError: on all ranks, in place of these, once the first tensor may have been overwritten, as damage
+            found in the data: ``error.overwritten`` names this rank's. What was on the meta device is there again.
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     casts = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    options = LiveOptions(rules, rules_to, config, casts, patterns, strict, init, model_prefix)
+    options = LiveOptions(rules, rules_to, config, dequantize, casts, patterns, strict, init, model_prefix)
     return _LoadFrom(os.fspath(source), options, coordinator_for(process_group)).run(state)
 
 

@@ -21,9 +21,10 @@ from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, whole_state
+from vescale_fsdp.conversion.state.dequantized_weights import dequantized
 from vescale_fsdp.conversion.state.native_tree import native_tree
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-from vescale_fsdp.conversion.views.casting import CastRules, CastView
+from vescale_fsdp.conversion.views.casting import CastRules, CastView, float_type
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
@@ -40,6 +41,7 @@ class LiveOptions:
     rules: str | None = None
     rules_to: str = "ours"
     config: str | None = None
+    dequantize: str | None = None
     casts: tuple[str, ...] = ()
     include: tuple[str, ...] | None = None
     strict: bool = True
@@ -52,6 +54,7 @@ class LiveOptions:
             "rules": self.rules,
             "rules_to": self.rules_to,
             "config": self.config,
+            "dequantize": self.dequantize,
             "dtype": list(self.casts),
             "include": self.include,
             "strict": self.strict,
@@ -144,19 +147,23 @@ def match_source(source: Source, live: LiveState, options: LiveOptions) -> LiveM
         CheckpointError: for leaves that are tensors on one side only.
     """
     carried = _carried(source, options)
+    told = carried.warnings
     made = _match(source, carried, live, options)
     if made.found.missing:
         # What the state has twice, untied, and a folder once. Asked last: transformers is slow to come.
         twins, unsaid = left_out_by(source, carried.views)
-        for text in unsaid:
-            warnings.warn(text, stacklevel=4)
+        told += unsaid
         if twins:
             made = _match(source, carried.with_names_of(twins), live, options)
+    for text in told:
+        warnings.warn(text, stacklevel=4)
     return made
 
 
 def _match(source: Source, carried: CarriedState, live: LiveState, options: LiveOptions) -> LiveMatch:
-    quantized = find_quantized(_model_infos(carried), _config(source, options))
+    # What has been dequantised leaves no codes, whatever config.json says.
+    is_coded = options.dequantize is None
+    quantized = find_quantized(_model_infos(carried), _config(source, options)) if is_coded else frozenset()
     texts = [text for text in options.casts if text != AS_STATE]
     if texts:
         rules = CastRules.parse(texts)
@@ -205,10 +212,12 @@ def _as_trained(carried: CarriedState, places: Places) -> tuple[CarriedState, fr
 def _carried(source: Source, options: LiveOptions) -> CarriedState:
     """The source's state in the names of the live one's side."""
     carried = whole_state(source, options.model_prefix)
-    if options.rules is None:
-        return carried
-    config = _config(source, options)
-    return state_with_rules(carried, load_rules(options.rules), config, to_hf=options.rules_to == "hf")
+    if options.dequantize is not None:
+        carried = dequantized(carried, _config(source, options), float_type(options.dequantize))
+    if options.rules is not None:
+        rules, config = load_rules(options.rules), _config(source, options)
+        carried = state_with_rules(carried, rules, config, to_hf=options.rules_to == "hf")
+    return carried
 
 
 def _config(source: Source, options: LiveOptions) -> dict[str, Any]:

@@ -21,13 +21,20 @@ from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["ModelNames", "find_model", "is_optimizer", "optimizer_homes"]
 
-_OPTIMIZER = re.compile(r"^(optim|optimizer|optimizers)(_?\d+|_state_dict)?$")
-_MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?)$")
+# opt_state: of JAX's train states
+_OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
+# params: of JAX; one beside params_ema is one of two models
+_MODEL = re.compile(r"^(model|model_state_dict|module|state_dict|pytorch_model_fsdp(_\d+)?|params(_\w+)?)$")
 _OPTIMIZER_KEYS = ("state", "param_groups")
 # What lies beside a model at the root and may hold tensors, such as torchtitan's train_state.step.
 _TRAINING = re.compile(
-    r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?)$"
+    r"^(train(er|ing)?(_state)?|progress|data_?loader|sampler|(lr_)?schedulers?|(rng|random)(_states?)?|"
+    r"dl_state_dict(_\d+)?|custom_checkpoint_\d+)$"
 )
+_USERS = re.compile(
+    r"^custom_checkpoint_\d+$"
+)  # what accelerate saves for the user: a model in it is not the model
+_PROGRESS = "loops"  # Lightning's counters, of which some are called after an optimizer
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,8 @@ def is_optimizer(path: Path, homes: Collection[Path]) -> bool:
     """Whether an entry is optimizer state: under a container of that name or kind, or named so at the root."""
     if len(path) == 1:  # no nesting known: a flattened name
         return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None
+    if path[0] == _PROGRESS:
+        return False
     for depth, part in enumerate(path[:-1]):
         if _OPTIMIZER.match(str(part)):
             return True
@@ -154,7 +163,7 @@ def _find_models(paths: Mapping[str, Path], counters: Collection[str]) -> list[P
     Counters at the root beside several containers make no model of the root.
     """
     containers = list(dict.fromkeys(path[:-1] for path in paths.values()))
-    if named := [c for c in containers if c and _MODEL.match(str(c[-1]))]:
+    if named := [c for c in containers if c and _MODEL.match(str(c[-1])) and not _USERS.match(str(c[0]))]:
         depth = min(map(len, named))
         return [container for container in named if len(container) == depth]
     nested = [container for container in containers if container and not _is_training((*container, ""))]

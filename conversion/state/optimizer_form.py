@@ -33,6 +33,8 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
     """
     if form == "keep":
         return state
+    if form == "drop":
+        return _without_optimizer(state)
     known, homes = set(state.model.optimizer), dict[Path, list[str]]()
     for name in (*state.views, *state.values):
         home = home_of(state.path(name))
@@ -42,18 +44,27 @@ def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
         return state
     mine = dict.fromkeys(name for names in homes.values() for name in names)
     rest = _Entries(state, [name for name in (*state.views, *state.values) if name not in mine])
-    if form == "drop":
-        state = replace(state, left_out=(*state.left_out, *mine))
-    else:
-        others = [name for name in state.model.optimizer if name in rest.paths]
-        found = [_in_form(_Entries(state, names), form, state) for names in homes.values()]
-        made = [name for entries in found for name in entries.paths]
-        state = replace(state, model=replace(state.model, optimizer=(*others, *made)))
-        for entries in found:
-            rest.views |= entries.views
-            rest.values |= entries.values
-            rest.paths |= entries.paths
+    others = [name for name in state.model.optimizer if name in rest.paths]
+    found = [_in_form(_Entries(state, names), form, state) for names in homes.values()]
+    made = [name for entries in found for name in entries.paths]
+    state = replace(state, model=replace(state.model, optimizer=(*others, *made)))
+    for entries in found:
+        rest.views |= entries.views
+        rest.values |= entries.values
+        rest.paths |= entries.paths
     return replace(state, views=rest.views, values=rest.values, paths=rest.paths)
+
+
+def _without_optimizer(state: CarriedState) -> CarriedState:
+    """The rest: whatever form the optimizer's entries have, torch's or not."""
+    gone = set(state.model.optimizer)
+    return replace(
+        state,
+        views={name: view for name, view in state.views.items() if name not in gone},
+        values={name: value for name, value in state.values.items() if name not in gone},
+        paths={name: path for name, path in state.paths.items() if name not in gone},
+        left_out=(*state.left_out, *(n for n in (*state.views, *state.values) if n in gone)),
+    )
 
 
 def _in_form(entries: _Entries, form: str, state: CarriedState) -> _Entries:

@@ -22,7 +22,7 @@ from vescale_fsdp.layout.geometry import Box
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["CastRules", "CastView"]
+__all__ = ["CastRules", "CastView", "float_type"]
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,10 @@ class CastRules:
         patterns: dict[str, DType] = {}
         for text in texts:
             pattern, _, name = text.rpartition("=")
-            try:
-                dtype = dtype_from_torch(_SHORT.get(name, name))
-            except ConversionError:
-                dtype = None
-            if dtype is None or dtype.kind != "float":
-                raise ConversionError(
-                    "Weights cannot be cast to this type.",
-                    expected="float16, bfloat16, float32 or float64",
-                    got=name,
-                    todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
-                )
             if pattern:
-                patterns[pattern] = dtype
+                patterns[pattern] = float_type(name)
             else:
-                default = dtype
+                default = float_type(name)
         return cls(default, patterns)
 
     def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
@@ -88,6 +77,26 @@ class CastRules:
         if unused:
             raise _bad("patterns that match a tensor", ", ".join(sorted(unused)))
         return found
+
+
+def float_type(name: str) -> DType:
+    """The ordinary float type of a name such as ``bfloat16`` or ``bf16``.
+
+    Raises:
+        ConversionError: if it is none.
+    """
+    try:
+        dtype = dtype_from_torch(_SHORT.get(name, name))
+    except ConversionError:
+        dtype = None
+    if dtype is None or dtype.kind != "float":
+        raise ConversionError(
+            "Weights cannot be cast to this type.",
+            expected="float16, bfloat16, float32 or float64",
+            got=name,
+            todo="name one of these; quantise with a tool that chooses scales: casting alone loses values",
+        )
+    return dtype
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}

@@ -60,6 +60,8 @@ LEVELS = (
         "optim.muon",
         "optim.shampoo",
         "conversion.formats.dcp",
+        "conversion.formats.trainers",
+        "conversion.formats.orbax",
         "conversion.formats.deepspeed",
         "conversion.checks",
     ),

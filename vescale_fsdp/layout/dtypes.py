@@ -24,7 +24,15 @@ from vescale_fsdp.errors import ConversionError, LayoutError, explain
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPES", "DType", "dtype_from_code", "dtype_from_torch", "itemsize_of", "known_dtype"]
+__all__ = [
+    "DTYPES",
+    "DType",
+    "dtype_from_code",
+    "dtype_from_numpy",
+    "dtype_from_torch",
+    "itemsize_of",
+    "known_dtype",
+]
 
 
 @dataclass(frozen=True)
@@ -227,6 +235,14 @@ def dtype_from_code(code: str) -> DType:
             todo="check that the file is a safetensors file of a known version",
         )
     return _BY_CODE[code]
+
+
+_OF_NUMPY = {f"{dtype.name[0]}{dtype.itemsize}": dtype for dtype in DTYPES if dtype.is_numpy}
+
+
+def dtype_from_numpy(code: str) -> DType | None:
+    """The type of a code of numpy's such as ``f4``, ``u2`` or ``b1``; None for what is no number."""
+    return _OF_NUMPY.get(code)
 
 
 def dtype_from_torch(name: str) -> DType:

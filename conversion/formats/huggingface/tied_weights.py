@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vescale_fsdp.conversion.formats.huggingface.assets import own_config
+from vescale_fsdp.conversion.formats.huggingface.class_ties import ties_of_class
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 
@@ -46,9 +47,11 @@ def declared_ties(
         names: of the tensors at hand, for where transformers is not installed.
     """
     said, classes = set(_settings(config)), config.get("architectures") or ()
-    if True not in said and (False in said or not classes):
+    # Only what is said of the whole model says no: its parts may be untied in themselves.
+    says_no = config.get("tie_word_embeddings") is False and True not in said
+    if says_no or (True not in said and not classes):
         return {}, ()
-    found, warnings = _ask_transformers(config, str(classes[0])) if classes else (None, ())
+    found, warnings = ties_of_class(config, str(classes[0])) if classes else (None, ())
     if found is None:
         known = set(names)
         found = {
@@ -66,28 +69,6 @@ def _settings(config: Any) -> Iterator[object]:
             yield value
         elif isinstance(value, dict):
             yield from _settings(value)
-
-
-def _ask_transformers(
-    config: Mapping[str, Any], class_name: str
-) -> tuple[dict[str, str] | None, tuple[str, ...]]:
-    """The ties of a class of transformers with these settings; None if there is no such class."""
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        return None, ()
-    model_class: Any = getattr(transformers, class_name, None)
-    is_class = isinstance(model_class, type)
-    if not (is_class and issubclass(model_class, transformers.PreTrainedModel)):
-        return None, ()
-    try:
-        with torch.device("meta"):
-            model = model_class(model_class.config_class.from_dict(dict(config)))
-        return dict(model.get_expanded_tied_weights_keys(all_submodels=True)), ()
-    except Exception as error:  # noqa: BLE001  of whatever kind a model's code raises for settings it cannot take
-        text = f"transformers could not say which weights of {class_name} are tied: {type(error).__name__}: {error}"
-        return None, (text,)
 
 
 def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
     DTensor         placements and the rank's place in the mesh give the box
     ShardedTensor   says the boxes itself
-    plain tensor    whole on every rank: the first one's is taken
+    plain tensor    whole on every rank: the first one's is taken; numpy's arrays too, which lie in the pickle itself
 
 A `StoredTensor` proves that the boxes tile it, so a missing rank is found. Placements whose boxes do not
 follow (partial sums, strides that do not fit the mesh) are refused.
@@ -16,12 +16,14 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.distribution import shard_order
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
+from vescale_fsdp.conversion.formats.torch_save.numpy_values import ArrayRef
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef, TensorRef
+from vescale_fsdp.conversion.source.source import BoxReader
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, whole_box
 
-__all__ = ["HeldTensor", "differing_files", "is_tensor_ref", "stored_tensor"]
+__all__ = ["HeldTensor", "box_reader", "differing_files", "is_tensor_ref", "stored_tensor"]
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class HeldTensor:
 
     file: str
     archive: TorchArchive
-    ref: Any  # a TensorRef, ShardRef or PiecesRef
+    ref: Any  # a TensorRef, ShardRef, PiecesRef or ArrayRef
 
 
 def is_tensor_ref(value: Any) -> bool:
     """Whether a leaf of an unpickled state is a tensor, whole or in part."""
-    return isinstance(value, (TensorRef, ShardRef, PiecesRef))
+    return isinstance(value, (TensorRef, ShardRef, PiecesRef, ArrayRef))
 
 
 def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
@@ -46,6 +48,11 @@ def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
         CorruptCheckpointError: if the parts do not tile it, or one has another shape than its place gives.
     """
     first = held[0].ref
+    if isinstance(first, ArrayRef):
+        box = whole_box(first.shape)
+        return StoredTensor(
+            TensorInfo(name, first.shape, first.dtype), (StoredChunk(box, "", 0, 0),) * bool(box.numel)
+        )
     if isinstance(first, TensorRef):
         box = whole_box(first.shape)
         chunks = _chunks(name, held[0], first, box)
@@ -59,13 +66,20 @@ def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
     return StoredTensor(TensorInfo(name, first.shape, dtype), tuple(parts.values()))
 
 
+def box_reader(ref: object) -> BoxReader | None:
+    """What reads a tensor whose bytes lie in no file as they are; None for all others."""
+    return ref.read if isinstance(ref, ArrayRef) else None
+
+
 def differing_files(held: Sequence[HeldTensor]) -> tuple[str, ...]:
     """Files whose copy of a whole tensor is not the first file's: other shape, type, flags or checksum."""
-    if not isinstance(held[0].ref, TensorRef):
+    if not isinstance(held[0].ref, (TensorRef, ArrayRef)):
         return ()
 
     def content(part: HeldTensor) -> tuple[Any, ...]:
-        ref: TensorRef = part.ref
+        ref = part.ref
+        if not isinstance(ref, TensorRef):
+            return (ref.shape, ref.dtype, ref.data) if isinstance(ref, ArrayRef) else ()
         crc = 0 if 0 in ref.shape else part.archive.storage_crc(ref.storage_key)
         if crc is None:
             crc = part.archive.find_crc(ref.storage_key)

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vescale_fsdp.conversion.formats.torch_save.numpy_values import (
+    ARRAY_NAMES,
+    NUMBER_NAMES,
+    UnheldArrayError,
+)
 from vescale_fsdp.conversion.formats.torch_save.unread_objects import UnreadObject, unread_type
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
@@ -233,23 +237,11 @@ STORAGE_TYPES = {  # torch's class of a storage -> type of its items
 }
 
 
-class _NumpyType:
-    """Stand-in for numpy's dtype: the code of a number, and the order of its bytes."""
-
-    def __init__(self, code: str, *_: Any) -> None:
-        self.code, self.order = code, "<"
-
-    def __setstate__(self, state: Any) -> None:
-        self.order = ">" if state[1] == ">" else "<"
-
-
-def _numpy_scalar(kind: Any, data: bytes) -> int | float | complex | bool:
-    """A number of numpy's as one of Python's, with the same value."""
-    letters = _NUMPY_NUMBERS.get(kind.code) if isinstance(kind, _NumpyType) else None
-    if letters is None:
-        raise pickle.UnpicklingError(f"a numpy scalar of type {getattr(kind, 'code', kind)!r}")
-    found: tuple[Any, ...] = struct.unpack(kind.order + letters, data)
-    return complex(*found) if len(found) > 1 else found[0]
+def _no_bytes(*args: Any) -> bytes:
+    """How protocol 2 writes empty bytes."""
+    if args:
+        raise pickle.UnpicklingError("bytes of something else")
+    return b""
 
 
 def _default_dict(*_: Any) -> dict[Any, Any]:
@@ -257,30 +249,16 @@ def _default_dict(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-_NUMPY_NUMBERS = {  # numpy's code -> the struct module's
-    "f2": "e",
-    "f4": "f",
-    "f8": "d",
-    "c8": "ff",
-    "c16": "dd",
-    "b1": "?",
-    **{
-        f"{sign}{size}": letter
-        for sign in "iu"
-        for size, letter in zip("1248", "bhiq" if sign == "i" else "BHIQ", strict=True)
-    },
-}
 _BUILTINS: dict[str, Any] = {
     each.__name__: each for each in (set, frozenset, list, dict, tuple, int, float, complex, str, bool)
 }
-_BUILTINS |= {"long": int, "unicode": str}  # as protocol 2 calls them
+_BUILTINS |= {"long": int, "unicode": str, "bytes": _no_bytes}  # as protocol 2 calls them
 _PLAIN_NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "Counter"): dict,  # in the state of torch's MultiStepLR
     ("collections", "defaultdict"): _default_dict,
     ("_codecs", "encode"): _encode,
-    ("numpy", "dtype"): _NumpyType,
-    **{(module, "scalar"): _numpy_scalar for module in ("numpy.core.multiarray", "numpy._core.multiarray")},
+    **NUMBER_NAMES,
     **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in _BUILTINS.items()},
 }
 _TORCH_NAMES: dict[tuple[str, str], Any] = {
@@ -317,6 +295,7 @@ _TENSOR_NAMES: dict[tuple[str, str], Any] = {
     **_PLAIN_NAMES,
     **_TORCH_NAMES,
     **{("torch", name): dtype_from_torch(dtype) for name, dtype in STORAGE_TYPES.items()},
+    **ARRAY_NAMES,
     ("torch.storage", "UntypedStorage"): None,
     ("torch", "UntypedStorage"): None,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
@@ -431,7 +410,7 @@ class _AllowListUnpickler(pickle.Unpickler):
 def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
     try:
         return unpickler.load()
-    except _NotDenseError as error:
+    except (_NotDenseError, UnheldArrayError) as error:
         raise ConversionError(
             "The checkpoint holds a tensor that cannot be converted.",
             expected="dense tensors of torch's plain types",

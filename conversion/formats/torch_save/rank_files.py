@@ -18,14 +18,15 @@ from typing import Any
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
     HeldTensor,
+    box_reader,
     differing_files,
     is_tensor_ref,
     stored_tensor,
 )
-from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef
 from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
 from vescale_fsdp.conversion.formats.torch_save.unread_objects import is_plain
-from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
+from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
@@ -99,6 +100,7 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
         joined.values,
         joined.paths,
         facts,
+        joined.readers,
         omitted=tuple(joined.omitted),
         warnings=tuple(joined.warnings),
     )
@@ -110,6 +112,7 @@ class _Joined:
     def __init__(self) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[str, StoredValue] = {}
+        self.readers: dict[str, BoxReader] = {}
         self.paths: dict[str, Path] = {}
         self.omitted: list[str] = []
         self.warnings: list[str] = []
@@ -118,6 +121,7 @@ class _Joined:
         """Add what another has."""
         self.tensors |= other.tensors
         self.values |= other.values
+        self.readers |= other.readers
         self.paths |= other.paths
         self.omitted += other.omitted
         self.warnings += other.warnings
@@ -144,7 +148,9 @@ class _Joined:
                 continue
             found.paths[name] = (container, *path)
             found.tensors[name] = stored_tensor(name, held)
-            is_sharded |= not isinstance(held[0].ref, TensorRef)
+            if (reader := box_reader(held[0].ref)) is not None:
+                found.readers[name] = reader
+            is_sharded |= isinstance(held[0].ref, (ShardRef, PiecesRef))
             differing += [(name, file) for file in unlike]
         if differing and not is_sharded:
             raise _no_place(*differing[0], states[0].file)

@@ -8,8 +8,13 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchive
-from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, is_tensor_ref, stored_tensor
-from vescale_fsdp.conversion.source.source import Source, StoredValue, constant
+from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
+    HeldTensor,
+    box_reader,
+    is_tensor_ref,
+    stored_tensor,
+)
+from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
 from vescale_fsdp.errors import ConversionError
@@ -76,7 +81,16 @@ def open_state_file(store: Storage, file: str, *, trust: bool, stand_ins: bool =
             where=where,
             todo="save model.state_dict() or a dict that contains it",
         )
-    return StateFile(file, archive, flatten(content, is_tensor_ref))
+    leaves = flatten(content, is_tensor_ref)
+    if flat := next((path for path in leaves if str(path[-1]).endswith("_flat_param")), None):
+        raise ConversionError(
+            "FSDP1 has flattened these parameters, and the file does not say how.",
+            expected="parameters under their own names",
+            got=name_of(flat),
+            where=where,
+            todo="load it into the model that saved it, and save with StateDictType.SHARDED_STATE_DICT",
+        )
+    return StateFile(file, archive, leaves)
 
 
 def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Source:
@@ -89,10 +103,13 @@ def open_torch(store: Storage, file: str, *, trust_pickle: bool = False) -> Sour
     state = open_state_file(store, file, trust=trust_pickle)
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, StoredValue] = {}
+    readers: dict[str, BoxReader] = {}
     paths = {name_of(path): path for path in state.leaves}
     for name, leaf in zip(paths, state.leaves.values(), strict=True):
-        if is_tensor_ref(leaf):
-            tensors[name] = stored_tensor(name, [HeldTensor(file, state.archive, leaf)])
-        else:
+        if not is_tensor_ref(leaf):
             values[name] = constant(leaf)
-    return Source("torch", store, tensors, values, paths, file=file)
+            continue
+        tensors[name] = stored_tensor(name, [HeldTensor(file, state.archive, leaf)])
+        if (reader := box_reader(leaf)) is not None:
+            readers[name] = reader
+    return Source("torch", store, tensors, values, paths, readers=readers, file=file)

@@ -1,4 +1,4 @@
-"""Reading zarr v3 hierarchies: each array is a tensor.
+"""Reading zarr hierarchies: each array is a tensor. Of version 3 here, of version 2 in `version_2`.
 
 Arrays whose chunks are plain bytes (with or without crc32c) are read by range like any other file.
 Compressed, sharded and other arrays are decoded by the zarr library, chunk by chunk. zarr leaves out chunks
@@ -19,6 +19,8 @@ from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats.zarr.metadata import DAMAGE, damaged, read_metadata
+from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
@@ -26,47 +28,50 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
+from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
-__all__ = ["has_manifest", "open_zarr"]
+__all__ = ["Array3", "has_manifest", "open_zarr"]
 
 _ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
-_DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-_UNDECODED = (*_DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
+_UNDECODED = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
 
 
 def has_manifest(store: Storage) -> bool:
     """Whether the folder is a native checkpoint in its zarr form, with the manifest beside."""
-    attributes = _metadata(store, ZARR_NAME).get("attributes") or {}
+    if store.size(ZARR_NAME) is None:
+        return False
+    attributes = read_metadata(store, ZARR_NAME).get("attributes") or {}
     return "manifest" in attributes and store.size(MANIFEST_NAME) is not None
 
 
 def open_zarr(store: Storage) -> Source:
-    """Open a zarr v3 group (or a single array); reads metadata and the list of files.
+    """Open a group (or a single array) of either version; reads metadata and the list of files.
 
     Raises:
         CorruptCheckpointError: if metadata is damaged or a chunk file has the wrong size.
     """
-    root = _metadata(store, ZARR_NAME)
     files = set(store.list_files())
+    if ZARR_NAME not in files:
+        return _open_version_2(store, files)
+    root = read_metadata(store, ZARR_NAME)
     tensors: dict[str, StoredTensor] = {}
     readers: dict[str, BoxReader] = {}
     paths: dict[str, Path] = {}
     for file in sorted(name for name in files if name.endswith(ZARR_NAME)):
-        found = root if file == ZARR_NAME else _metadata(store, file)
+        found = root if file == ZARR_NAME else read_metadata(store, file)
         if found.get("node_type") != "array":
             continue
         node = file.removesuffix(ZARR_NAME).rstrip("/")
         try:
-            array = _Array(store, node, found)
+            array = Array3(store, node, found)
             tensors[array.info.name] = array.stored(files)
             if array.path is not None:
                 paths[array.info.name] = array.path
             if not array.is_plain:
                 readers[array.info.name] = array.reader()
-        except _DAMAGE as error:
-            raise _damaged(store, file, error) from error
+        except DAMAGE as error:
+            raise damaged(store, file, error) from error
     try:
         content = (root.get("attributes") or {}).get(_ATTRIBUTE) or {}
         values: dict[str, StoredValue] = {
@@ -74,12 +79,28 @@ def open_zarr(store: Storage) -> Source:
         }
         stored_paths = content.get("paths") or {}
         paths |= {str(name): tuple(map(_part, parts)) for name, parts in stored_paths.items()}
-    except _DAMAGE as error:
-        raise _damaged(store, ZARR_NAME, error) from error
+    except DAMAGE as error:
+        raise damaged(store, ZARR_NAME, error) from error
     # Files are listed by name; what is planned from here depends on the order of the state that was saved.
     tensors = {name: tensors[name] for name in (*filter(tensors.__contains__, paths), *tensors)}
     facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
     return Source("zarr", store, tensors, values, paths, facts, readers=readers)
+
+
+def _open_version_2(store: Storage, files: set[str]) -> Source:
+    tensors: dict[str, StoredTensor] = {}
+    readers: dict[str, BoxReader] = {}
+    for file in sorted(name for name in files if name.rpartition("/")[2] == ARRAY_FILE):
+        node = file.removesuffix(ARRAY_FILE).rstrip("/")
+        try:
+            array = Array2(store, node, read_metadata(store, file, 2), node.replace("/", "."))
+            tensors[array.info.name] = array.stored(files)
+        except DAMAGE as error:
+            raise damaged(store, file, error) from error
+        if not array.is_plain:
+            readers[array.info.name] = array.read
+    facts = {"arrays": str(len(tensors)), "zarr version": "2"}
+    return Source("zarr", store, tensors, facts=facts, readers=readers)
 
 
 def _from_json_1(data: Any) -> Any:
@@ -115,30 +136,10 @@ def _part(part: Any) -> str | int:
     return ListIndex(part[0]) if isinstance(part, list) else part
 
 
-def _metadata(store: Storage, file: str) -> dict[str, Any]:
-    try:
-        found = parse_json(store.read(file))
-        if not isinstance(found, dict) or found.get("zarr_format") != 3:
-            raise ValueError(f"zarr_format is not 3 but {found!r:.60}")
-    except ValueError as error:
-        raise _damaged(store, file, error) from error
-    return found
-
-
-def _damaged(store: Storage, file: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        "A zarr hierarchy cannot be used.",
-        expected="zarr v3 metadata of regular arrays, and chunks that their codecs decode",
-        got=f"{type(error).__name__}: {error}",
-        where=f"{store.where}/{file}",
-        todo="copy the hierarchy again from where it was made",
-    )
-
-
-class _Array:
+class Array3:
     """One array of the hierarchy."""
 
-    def __init__(self, store: Storage, node: str, metadata: dict[str, Any]) -> None:
+    def __init__(self, store: Storage, node: str, metadata: dict[str, Any], name: str = "") -> None:
         self._store, self._node = store, node
         attributes = metadata.get("attributes") or {}
         stored_as = dtype_from_torch(str(metadata["data_type"]))
@@ -147,7 +148,7 @@ class _Array:
         )
         if dtype.itemsize != stored_as.itemsize:
             raise ValueError(f"dtype {dtype.name} in {stored_as.name}")
-        name = str(attributes.get("name") or unquote(node).replace("/", "."))
+        name = name or str(attributes.get("name") or unquote(node).replace("/", "."))
         self.path: Path | None = None
         if (
             "logical_dtype" in attributes and "name" in attributes
@@ -222,14 +223,19 @@ class _Array:
                 where=path,
                 todo="pip install zarr",
             ) from error
-        array = zarr.open_array(path, mode="r")
+        if self._stored_as.is_numpy:
+            array = zarr.open_array(path, mode="r")
+        else:  # JAX's bfloat16, which zarr lacks
+            from vescale_fsdp.conversion.formats.zarr.as_integers import open_as_integers
+
+            array = open_as_integers(path, self._stored_as)
         raw = self.info.dtype.raw
 
         def read(box: Box) -> np.ndarray:
             try:
                 values = np.ascontiguousarray(array[box.slices()]).reshape(box.sizes)
             except _UNDECODED as error:
-                raise _damaged(self._store, f"{self._node}/{ZARR_NAME}", error) from error
+                raise damaged(self._store, f"{self._node}/{ZARR_NAME}", error) from error
             return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
 
         return read

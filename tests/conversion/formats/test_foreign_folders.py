@@ -199,7 +199,6 @@ def test_plain_tensors_of_ranks(tmp_path: Path) -> None:
     [
         ("mp_rank_00/model_optim_rng.pt", "torch_dist"),
         ("model.gguf", "llama.cpp"),
-        (".zgroup", "zarr_format=3"),
         ("tf_model.h5", "from torch"),
         ("step-10/model.safetensors", "folder of one checkpoint"),
         ("step-10/manifest.json", "folder of one checkpoint"),

@@ -14,10 +14,11 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from tests.support.rule_cases import convert_in_parts
+from tests.support.tiny_families import tiny_model
 from vescale_fsdp import load_from
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import diff, open_source
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import declared_ties
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import declared_ties, left_out_by
 
 SIZES = {
     "vocab_size": 40,
@@ -106,6 +107,48 @@ def test_no_name_is_missing(family: str, tmp_path: Path) -> None:
 
     convert_in_parts(tmp_path / "native", tmp_path / "back", "hf", assets=str(tmp_path / "hf"))
     assert _stored(tmp_path / "back") == _stored(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "embedding"),
+    [
+        (
+            "Gemma3ForConditionalGeneration",
+            "language_model.lm_head.weight",
+            "language_model.model.embed_tokens.weight",
+        ),
+        ("Qwen2VLForConditionalGeneration", "lm_head.weight", "model.embed_tokens.weight"),
+        ("T5Gemma2ForConditionalGeneration", None, None),
+    ],
+)
+def test_files_with_other_names_than_the_model(
+    family: str, head: str | None, embedding: str | None, tmp_path: Path
+) -> None:
+    """Models of text and images have the names of before version 5 in files: what is tied is found under these."""
+    model = tiny_model(family, tie_word_embeddings=True)
+    assert model is not None
+    model.save_pretrained(tmp_path / "hf")
+    source = open_source(str(tmp_path / "hf"))
+    twins, _ = left_out_by(source, source.tensors)
+    assert twins and not twins.keys() & source.tensors.keys()
+    assert head is None or twins == {head: embedding}
+    convert_in_parts(tmp_path / "hf", tmp_path / "native", "native")
+    native = open_source(str(tmp_path / "native"))
+    assert native.tensors.keys() == source.tensors.keys() | twins.keys()
+    assert {frozenset(pair) for pair in native.ties.items()} >= {frozenset(pair) for pair in twins.items()}
+    assert diff(native, source)[0] == ()
+    convert_in_parts(tmp_path / "native", tmp_path / "back", "hf", assets=str(tmp_path / "hf"))
+    assert _stored(tmp_path / "back") == _stored(tmp_path / "hf")
+
+
+def test_parts_that_tie_nothing_do_not_speak_for_the_whole() -> None:
+    """Of a model whose text part says no, and which says nothing itself, the class is asked."""
+    model = tiny_model("Gemma3ForConditionalGeneration")
+    assert model is not None
+    config = model.config.to_diff_dict() | {"architectures": ["Gemma3ForConditionalGeneration"]}
+    config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    config.pop("tie_word_embeddings", None)
+    assert "lm_head.weight" in declared_ties(config)[0]
 
 
 def test_a_config_that_ties_nothing_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint import load, save
 
 MIB = 2**20
 TENSOR_BYTES = 256 * MIB  # one tensor, four times the budget
@@ -63,6 +66,50 @@ def test_one_tensor_larger_than_the_budget(
     assert peak < BUDGET_MIB + INTERPRETER_MIB
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert size > TENSOR_BYTES / (4 if "--quantize" in options else 2 if options else 1)
+
+
+LARGE_TRANSFORMERS = """
+held = bytearray(512 << 20)
+held[::4096] = bytes(len(held) // 4096)  # touched, so that it counts
+class PreTrainedModel:
+    config_class = type("Config", (), {"from_dict": staticmethod(dict)})
+    def __init__(self, config): assert config["hidden_size"] == 8
+    def get_expanded_tied_weights_keys(self, all_submodels): return {"head": "embed"}
+    def state_dict(self): return {}
+    print("noise")
+class Model(PreTrainedModel): pass
+"""
+ASK = """
+import resource, sys
+from vescale_fsdp.conversion import convert, open_source
+convert(open_source(sys.argv[1]), sys.argv[2], "native")
+assert "transformers" not in sys.modules
+(own,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_what_is_asked_of_transformers_is_not_held(tmp_path: Path) -> None:
+    """Which weights are tied, a child process finds out: the converter has the answer, and none of the libraries."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text(LARGE_TRANSFORMERS)
+    (tmp_path / "transformers" / "core_model_loading.py").write_text(
+        "def revert_weight_conversion(*_): return {}"
+    )
+    (tmp_path / "hf").mkdir()
+    save_file({"embed": torch.ones(4)}, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    config = {"architectures": ["Model"], "tie_word_embeddings": True, "hidden_size": 8}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    command = [sys.executable, "-c", ASK, str(tmp_path / "hf"), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    own, child = (int(kib) / 1024 for kib in done.stdout.split())
+
+    assert own < 100 and child > 512
+    state = {"embed": torch.zeros(4), "head": torch.zeros(4)}
+    load(tmp_path / "out", state)
+    assert all(torch.equal(value, torch.ones(4)) for value in state.values())
 
 
 def test_the_measure_sees_what_is_held(sources: Path) -> None:
