@@ -72,6 +72,9 @@ test-stacks:
 	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch_checkpointing,torchtitan,torchdata]"
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 jax==0.10.2 orbax-checkpoint==0.12.8
+	$(INSTALL_STACKS) setuptools wheel einops hjson msgpack ninja py-cpuinfo
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL_STACKS) --no-deps --no-build-isolation deepspeed==0.19.8
+	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
 gpu: venv

@@ -6,7 +6,7 @@
     correctness   sharded training beside a plain model under every switch: one rank, two over gloo on one GPU, all
                   GPUs over NCCL; a weight changed, which must be found out; the tests marked gpu; CUDA's sanitizer
     figures       steps beside FSDP2's as one rank of 64 (the other ranks' data is garbage, times are right); flat
-                  optimizers; memory, alignment, staging
+                  optimizers; memory, alignment; checkpoints, clipping, optimizers; a trace of a step
 
 Each step is a process of its own with a limit; what the budget has no room for is left out, and said so. After each
 step ``gpu.json`` and ``gpu.md`` are written anew. Exit code 1 if a step of correctness failed.
@@ -62,22 +62,20 @@ def _module(name: str, *options: str) -> tuple[str, ...]:
     return sys.executable, "-m", name, *options
 
 
-def _ranks(count: int, *options: str) -> tuple[str, ...]:
-    return _module("torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", *options)
-
-
 def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
     """Correctness first, then figures, the most telling first."""
     device = "cpu" if dry else "cuda"
     parity = ("tools.gpu.parity", "--device", device)
-    few = ("--only", "accumulation") if dry else ()  # the tests try every case on the CPU
+    few = ("--only", "bf16, accumulation") if dry else ()  # the tests try every case on the CPU
     alone = ("--backend", "gloo" if dry else "nccl")
     compiled = () if dry else ("--inductor",)
     yield Step("parity, one rank", _module(*parity, *few, *alone, *compiled, *_json(out, "parity")), 240)
     yield Step("parity, a weight changed", _module(*parity, *alone, "--only", "fp32", "--sabotage"), 60)
-    yield Step("parity, two ranks over gloo", _ranks(2, *parity, "--backend", "gloo", *few), 120)
+    two = _module(*parity, "--backend", "gloo", "--ranks", "2", *few)
+    yield Step("parity, two ranks over gloo", two, 120)
     if num_gpus > 1:
-        yield Step("parity, all GPUs over NCCL", _ranks(num_gpus, *parity, "--backend", "nccl"), 240)
+        every = _module(*parity, "--backend", "nccl", "--ranks", str(num_gpus))
+        yield Step("parity, all GPUs over NCCL", every, 240)
     if not dry:  # tests try the mirror on the CPU
         for count in (8, 64):
             mirror = _module("tools.mirror", "--device", device, "--world", str(count))
@@ -92,8 +90,8 @@ def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
 
 
 def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
-    micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"))
-    yield Step("memory, alignment, staging", micro, 180, proves=False)
+    micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"), "--folder", str(out))
+    yield Step("memory, alignment, checkpoints, optimizers, a trace", micro, 240, proves=False)
     if dry:
         return  # the benchmarks of steps take minutes on a CPU, and are run there by themselves
     step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")

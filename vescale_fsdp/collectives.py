@@ -18,6 +18,7 @@ import xxhash
 
 from vescale_fsdp.torch_private import (
     all_gather_single,
+    coalesced,
     gloo_group,
     reduce_scatter_single,
     storage_id,
@@ -26,6 +27,7 @@ from vescale_fsdp.torch_private import (
 
 __all__ = [
     "Work",
+    "all_gather_each",
     "all_gather_into",
     "all_reduce_at_once",
     "all_reduce_in_place",
@@ -113,7 +115,7 @@ def wait_for(*works: Work | None) -> None:
 class _AllOf:
     """Several collectives under way, as one."""
 
-    def __init__(self, works: list[dist.Work | None]) -> None:
+    def __init__(self, works: Sequence[Work | None]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -159,6 +161,11 @@ class _Native:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
         return all_gather_single(_movable(full), _movable(shard), group=group, async_op=runs_beside(full))
 
+    def all_gather_each(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+    ) -> Work | None:
+        return _AllOf([self.all_gather(full, shard, group) for full, shard in pairs])
+
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     ) -> Work | None:
@@ -171,6 +178,20 @@ class _Native:
 
     def sums_in_wider(self, device_type: str) -> bool:
         return True  # by an exchange of slices: its own reduction reads a buffer in the dtype it sums in
+
+
+class _Coalescing(_Native):
+    """One that makes one launch of several gathers."""
+
+    def all_gather_each(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+    ) -> Work | None:
+        if len(pairs) == 1 or runs_beside(pairs[0][0]):
+            return super().all_gather_each(pairs, group)
+        with coalesced(group):
+            for full, shard in pairs:
+                self.all_gather(full, shard, group)
+        return None
 
 
 class _Gloo(_Native):
@@ -201,14 +222,14 @@ class _Gloo(_Native):
         return device_type == "cpu"
 
 
-_NCCL = _Native()
-_BACKENDS = {"gloo": _Gloo(), "nccl": _NCCL}
+_OTHER = _Native()
+_BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
     """The backend that moves tensors of a device; those that are not listed are asked as NCCL is."""
     config = dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
-    return _BACKENDS.get(config.get(device_type, ""), _NCCL)
+    return _BACKENDS.get(config.get(device_type, ""), _OTHER)
 
 
 def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -276,6 +297,17 @@ def all_gather_into(full: torch.Tensor, shard: torch.Tensor, group: dist.Process
         return _backend_of(group, full.device.type).all_gather(full, shard, group)
     if not _share_storage(full, shard):
         full.copy_(shard)
+    return None
+
+
+def all_gather_each(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+) -> Work | None:
+    """`all_gather_into` for several (full, shard), on NCCL in one launch; in the same order on all ranks."""
+    if group.size() > 1:
+        return _backend_of(group, pairs[0][0].device.type).all_gather_each(pairs, group)
+    for full, shard in pairs:
+        all_gather_into(full, shard, group)
     return None
 
 

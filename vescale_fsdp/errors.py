@@ -23,6 +23,7 @@ read alike and tests can match on the parts:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 __all__ = [
@@ -37,12 +38,18 @@ __all__ = [
     "PlacementError",
     "UnsupportedOpError",
     "VescaleError",
+    "allows_untried",
     "explain",
     "some",
 ]
 
 
 _UNSAID = object()  # of a part that the message goes without
+
+
+def allows_untried(feature: str) -> bool:
+    """Whether the user asks, by VESCALE_FSDP_UNTRIED=feature,.., for what never ran on the hardware it is for."""
+    return feature in os.environ.get("VESCALE_FSDP_UNTRIED", "").split(",")
 
 
 class VescaleError(Exception):

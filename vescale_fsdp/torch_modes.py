@@ -1,5 +1,7 @@
 """Modes of torch that what we do must know of, or step out of: tensors without values, transforms, inference.
 
+And pools that memory is taken from: process groups' own, and the symmetric memory of ranks.
+
 Torch keeps most of these names to itself; beside `torch_private` this is the one file that has them.
 """
 
@@ -9,11 +11,24 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+# torch 2.11-2.15: memory that ranks reach into; there is no public name for it yet.
+import torch.distributed._symmetric_memory as symmetric
 
 # torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["fake_mode_of", "in_functorch", "is_fake", "outside_fake_mode", "outside_modes"]
+__all__ = [
+    "fake_mode_of",
+    "in_functorch",
+    "is_fake",
+    "meet_over",
+    "outside_fake_mode",
+    "outside_modes",
+    "process_group_pool",
+    "symmetric_pool",
+]
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -47,3 +62,21 @@ def outside_modes() -> AbstractContextManager[Any]:
     both.enter_context(left)
     both.enter_context(torch._C._DisableFuncTorch())
     return both
+
+
+def process_group_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A `torch.cuda.MemPool` of the allocator that a group's backend brings (torch 2.11-2.15: NCCL's)."""
+    backend: Any = group._get_backend(device)
+    return torch.cuda.MemPool(backend.mem_allocator)
+
+
+def symmetric_pool(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The `torch.cuda.MemPool` of NCCL's symmetric memory (torch 2.13-2.15). A collective of the group."""
+    symmetric.set_backend("NCCL")
+    dist.barrier(group=group)  # a group makes its communicator at its first collective
+    return symmetric.get_mem_pool(device)
+
+
+def meet_over(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Tell the ranks of a group where each other's symmetric buffers lie (torch 2.11-2.15). A collective."""
+    symmetric.rendezvous(buffer, group=group.group_name)

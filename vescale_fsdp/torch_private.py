@@ -39,7 +39,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets; and how a group
 # is made over a store, the only way to one that reaches beyond the default group.
-from torch.distributed.distributed_c10d import _new_process_group_helper, _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import (
+    _coalescing_manager,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
 
 # torch 2.11-2.13: what trainers import to give one parameter a mesh of its own; torch has it nowhere else.
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -91,6 +96,7 @@ __all__ = [
     "all_gather_single",
     "apply_to_tensors",
     "autograd_engine_callback",
+    "coalesced",
     "concatenate_meshes",
     "dispatch_to_subclass",
     "flatten_mesh",
@@ -267,6 +273,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
         if options is not None:
             return options._timeout
     return None
+
+
+@contextmanager
+def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
+    """Collectives of one kind that are started inside become one launch (torch 2.11-2.15)."""
+    try:
+        with _coalescing_manager(group):
+            yield
+    except BaseException:
+        _world.pg_coalesce_state.pop(
+            group, None
+        )  # else later collectives would be noted there, and never run
+        raise
 
 
 @contextmanager

@@ -8,8 +8,9 @@ is copied to pinned memory of the thread that asks, behind what the device was g
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -74,40 +75,57 @@ class FileImage:
     def buffers(self, start: int, stop: int) -> list[Buffer]:
         """The bytes [start, stop) of the file, in order; valid until the tensors change, or the thread asks again."""
         found: list[Buffer] = []
-        wanted = list(self._parts_between(start, stop))
-        sizes = [self._room_for(*each) for each in wanted]
-        room = self._slots.lend(sum(sizes)) if any(sizes) else None
-        used: dict[CopyStream, None] = {}
-        for (part, first, last), size, end in zip(wanted, sizes, accumulate(sizes), strict=True):
-            if not isinstance(part, torch.Tensor):
-                found.append(part[first:last])
-            elif room is None or not size:
-                found.append(_copied(part, first, last, None))
-            else:
-                stream = self._streams[part.device]
-                used[stream] = None
-                with stream.on():
-                    found.append(_copied(part, first, last, room[end - size : end]))
-        for stream in used:
-            stream.record().synchronize()
-        return found
-
-    def _parts_between(self, start: int, stop: int) -> Iterator[tuple[Buffer | torch.Tensor, int, int]]:
-        """What makes up the bytes [start, stop): parts, and which of their own bytes."""
+        to_copy: list[_ToCopy] = []
         at = bisect_right(self._starts, start) - 1
         while start < stop:
             part, skip = self._parts[at]
             end = min(stop, self._stops[at])
-            yield part, start - self._starts[at] + skip, end - self._starts[at] + skip
+            first = start - self._starts[at] + skip
+            last = end - self._starts[at] + skip
+            if isinstance(part, torch.Tensor):
+                to_copy.append(_ToCopy(len(found), part, first, last))
+                found.append(b"")
+            else:
+                found.append(part[first:last])
             start = end
             at += 1
+        if to_copy:
+            self._copy(to_copy, found)
+        return found
 
-    def _room_for(self, part: Buffer | torch.Tensor, first: int, last: int) -> int:
-        """Bytes of pinned memory that a copy of a part takes: whole elements, with room to begin at one."""
-        if not isinstance(part, torch.Tensor) or part.device not in self._streams:
-            return 0
-        itemsize = part.dtype.itemsize
-        return -(-(-(-last // itemsize) - first // itemsize) * itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+    def _copy(self, to_copy: Sequence[_ToCopy], found: list[Buffer]) -> None:
+        """Put copies of parts where they belong: in pinned memory of this thread's, where the parts lie on a device."""
+        sizes = [each.num_bytes if each.tensor.device in self._streams else 0 for each in to_copy]
+        room = self._slots.lend(sum(sizes)) if any(sizes) else None
+        used: dict[CopyStream, None] = {}
+        for each, size, end in zip(to_copy, sizes, accumulate(sizes), strict=True):
+            if room is None or not size:
+                found[each.place] = _copied(each.tensor, each.start_bytes, each.stop_bytes, None)
+                continue
+            stream = self._streams[each.tensor.device]
+            used[stream] = None
+            with stream.on():
+                found[each.place] = _copied(
+                    each.tensor, each.start_bytes, each.stop_bytes, room[end - size : end]
+                )
+        for stream in used:
+            stream.record().synchronize()
+
+
+class _ToCopy(NamedTuple):
+    """A part of a file that is no view of the host's memory: which of its own bytes, and its place among the parts."""
+
+    place: int
+    tensor: torch.Tensor
+    start_bytes: int
+    stop_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a copy: whole elements, and room for the next one to begin at one."""
+        itemsize = self.tensor.dtype.itemsize
+        whole = (-(-self.stop_bytes // itemsize) - self.start_bytes // itemsize) * itemsize
+        return -(-whole // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _copied(tensor: torch.Tensor, start_bytes: int, stop_bytes: int, room: torch.Tensor | None) -> Buffer:

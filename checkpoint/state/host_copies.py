@@ -11,6 +11,7 @@ the trainer has given its stream, nor before what it gives it next, unless someb
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import CheckpointError, allows_untried, explain
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
 __all__ = ["CopyStream", "DeferredCopy", "PinnedSlots", "copy_stream_of", "host_memory", "memory_of"]
@@ -74,9 +75,22 @@ def copy_stream_of(device: torch.device) -> CopyStream | None:
 def host_memory(num_bytes: int) -> torch.Tensor:
     """1D bytes in CPU memory, pinned if there is a GPU.
 
-    Filled once: the first touch of fresh pages costs more than the copy itself.
+    Filled once: the first touch of fresh pages costs more than the copy itself. torch rounds what it pins up to a power
+    of two. ``VESCALE_FSDP_UNTRIED=exact_pinning`` pins memory of this very size; no GPU has tried it yet.
     """
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and num_bytes and allows_untried("exact_pinning"):
+        return _pinned_as_it_is(torch.zeros(num_bytes, dtype=torch.uint8))
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=has_gpu)
+
+
+def _pinned_as_it_is(memory: torch.Tensor) -> torch.Tensor:
+    driver: Any = torch.cuda.cudart()
+    code = int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code:
+        raise MemoryError(f"cudaHostRegister could not pin {memory.numel()} bytes: error {code}")
+    weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())  # before the memory goes
+    return memory
 
 
 class PinnedSlots(threading.local):

@@ -136,6 +136,10 @@ def _detect(folder: Storage, url: str) -> str:
     raise _unreadable(url, [name], f"a file {name}")
 
 
+_INSIDE = (  # one of several checkpoints, in whatever folder
+    rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|model\.safetensors(\.index\.json)?|\.metadata"
+    r"|[^/]*mp_rank_\d+_model_states\.pt|model_world_size_\d+_rank_\d+\.pt)"
+)
 # Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.
 _FOREIGN = (
     (
@@ -150,7 +154,7 @@ _FOREIGN = (
         "save them from torch",
     ),
     (
-        rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|model\.safetensors(\.index\.json)?|\.metadata)",
+        _INSIDE,
         "a folder around checkpoints",
         "pass the folder of one checkpoint",
     ),

@@ -71,6 +71,7 @@ _plan_native = lazy_function("vescale_fsdp.conversion.formats.native.write", "pl
 _open_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.read", "open_dcp")
 _plan_dcp = lazy_function("vescale_fsdp.conversion.formats.dcp.write", "plan_dcp")
 _has_manifest = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "has_manifest")
+_open_megatron = lazy_function("vescale_fsdp.conversion.formats.megatron.read", "open_megatron")
 _open_deepspeed = lazy_function("vescale_fsdp.conversion.formats.deepspeed.read", "open_deepspeed")
 _open_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.read", "open_zarr")
 _plan_zarr = lazy_function("vescale_fsdp.conversion.formats.zarr.write", "plan_zarr")
@@ -98,6 +99,7 @@ FORMATS = {
             ("prefix", "optimizer", "ranks", "granularity"),
         ),
     ),
+    "megatron": Format(r"common\.pt", lambda store, _, trust: _open_megatron(store, trust_pickle=trust)),
     "dcp": Format(
         r"\.metadata",
         lambda store, _, trust: _open_dcp(store, trust_pickle=trust),

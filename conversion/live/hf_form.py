@@ -34,7 +34,7 @@ from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFiles
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
-from vescale_fsdp.conversion.state.model_names import find_model, optimizer_names
+from vescale_fsdp.conversion.state.model_names import find_model, is_optimizer, optimizer_homes
 from vescale_fsdp.conversion.views.casting import CastRules
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, some
@@ -164,8 +164,10 @@ class HuggingFace(Form):
     def left_out(self, structure: Structure) -> Collection[str]:
         """The optimizer's. What else is left out only all ranks together know."""
         leaves = NativeLeaves(structure, "the state")
-        optimizer = set(optimizer_names(leaves.paths))
-        kept = {place for name, place in leaves.tensors.items() if name not in optimizer}
+        homes = optimizer_homes(leaves.paths.values())
+        kept = {
+            place for name, place in leaves.tensors.items() if not is_optimizer(leaves.paths[name], homes)
+        }
         return [entry.name for place, entry in enumerate(structure.entries) if place not in kept]
 
     def _planned(self, shards: HeldShards, ties: _Ties) -> ConvertReport:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node
+from vescale_fsdp.conversion.rules.operations import Bundle, Cast, Node, Trim
 from vescale_fsdp.conversion.rules.rule_file import Drop, KeyRule, Pattern, RuleSet, shipped_rules
 from vescale_fsdp.conversion.rules.size_expressions import evaluate
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
@@ -89,6 +89,7 @@ class _Application:
     _twins: set[str] = field(default_factory=set)
     _idle: list[str] = field(default_factory=list)  # what rules look for that found nothing
     _misfits: list[ConversionError] = field(default_factory=list)
+    _trimmed: list[str] = field(default_factory=list)
 
     def run(self) -> Applied:
         self._keep(self._refuse)
@@ -119,7 +120,9 @@ class _Application:
         warnings = tuple(
             f"{drop.warn}: left out {some(names)}" for drop, names in warned if drop.warn and names
         )
-        return Applied(self._made, self._origins, frozenset(self._twins), dropped, warnings)
+        return Applied(
+            self._made, self._origins, frozenset(self._twins), dropped, (*warnings, *self._trimmed)
+        )
 
     def _keep(self, work: Callable[[], None]) -> None:
         """Do something; what does not fit is kept, to be raised with all else that does not."""
@@ -226,7 +229,8 @@ class _Application:
             [self.views[row[i]] for i in sorted(row)] if counts else self.views[row[0]] for row in found
         ]
         made = self._run_ops(rule, bundle, to_hf=self.to_hf)
-        self._prove_inverse(rule, bundle, made)
+        if not self._is_trimmed(rule, bundle, made):
+            self._prove_inverse(rule, bundle, made)
         origins = tuple(name for row in found for _, name in sorted(row.items()))
         targets, over = rule.hf if self.to_hf else rule.ours, rule.over
         if len(made) != len(targets):
@@ -266,6 +270,17 @@ class _Application:
         before, after = _shapes(bundle), _shapes(again)
         if before != after:
             raise self._bad(f"shapes {before} after undoing the rule", after, "correct the sizes in the rule")
+
+    def _is_trimmed(self, rule: KeyRule, bundle: Bundle, made: Bundle) -> bool:
+        """Whether padding is left out, which is said and cannot be undone."""
+        found = self.to_hf and any(isinstance(op, Trim) for op in rule.ops)
+        before, after = _shapes(bundle), _shapes(made)
+        if found and before != after and not self.partial:
+            names = " and ".join(view.info.name for view in bundle)
+            self._trimmed.append(
+                f"{names}: of shape {before[0]} only {after[0]} is taken, the rest for padding"
+            )
+        return found and before != after
 
     def _add(self, name: str, view: TensorView, origins: tuple[str, ...]) -> None:
         if name in self._made:

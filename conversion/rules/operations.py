@@ -7,10 +7,11 @@ ours.
 
     {concat = {dim, sizes, groups}}  several nodes -> one      {stack = {over, dim, count}}  a counted list -> one
     {transpose = [dims]}   {reshape = {hf, ours}}   {interleave = {dim, groups, parts}}   {rope = {heads}}
-    {pad = {dim, from, to}}   {cast = {to, back}}
+    {pad = {dim, from, to}}   {trim = {dim, to}}   {cast = {to, back}}
 
-``groups`` joins within each of so many groups: [q q k v] [q q k v] ... instead of [q q q q] [k k] [v v].
-``heads`` may be a list, one for each pattern of the rule, where 0 leaves its tensor alone.
+``trim`` is for padding of a size that is written down nowhere: what ours has beyond ``to`` is left out, and hf's is
+taken as it is. ``groups`` joins within each of so many groups: [q q k v] [q q k v] ... instead of
+[q q q q] [k k] [v v]. ``heads`` may be a list, one for each pattern of the rule, where 0 leaves its tensor alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
-__all__ = ["Bundle", "Cast", "Node", "Operation", "StackCounted", "parse_operation"]
+__all__ = ["Bundle", "Cast", "Node", "Operation", "StackCounted", "Trim", "parse_operation"]
 
 Node = Any  # a TensorView, or a list of nodes
 Bundle = list[Node]
@@ -129,6 +130,22 @@ class _Pad(_EachTensor):
         small, large = sizes(self.small), sizes(self.large)
         _require_size(view, self.dim, large if back else small, str(self.large if back else self.small))
         return MappedView(Slice(self.dim, 0, small) if back else Pad(self.dim, large), (view,))
+
+
+@dataclass(frozen=True)
+class Trim(_EachTensor):
+    """Ours may be padded; the only operation that loses something, which whoever applies it says."""
+
+    dim: int
+    to: str | int
+
+    def make(self, view: TensorView, sizes: Sizes, place: int, *, back: bool) -> TensorView:
+        size = sizes(self.to)
+        if view.info.shape[self.dim : self.dim + 1] == (size,):
+            return view
+        if not back:
+            _require_size(view, self.dim, size, str(self.to))
+        return MappedView(Slice(self.dim, 0, size), (view,))
 
 
 @dataclass(frozen=True)
@@ -238,6 +255,7 @@ _PARSERS: Mapping[str, Callable[[Any], Operation]] = {
     "interleave": lambda v: _Interleave(int(v["dim"]), _list(v.get("groups", 1)), int(v.get("parts", 2))),
     "rope": lambda v: _Interleave(0, _list(v["heads"]), 2),
     "pad": lambda v: _Pad(int(v["dim"]), v["from"], v["to"]),
+    "trim": lambda v: Trim(int(v["dim"]), v["to"]),
     "cast": lambda v: Cast(str(v["to"]), str(v["back"])),
 }
 

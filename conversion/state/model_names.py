@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model", "optimizer_names"]
+__all__ = ["ModelNames", "find_model", "is_optimizer", "optimizer_homes"]
 
 # opt_state: of JAX's train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
@@ -100,7 +100,8 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
     """
     paths = {name: source.path(name) for name in (*source.tensors, *source.values)}
     shapes = {name: tensor.info.shape for name, tensor in source.tensors.items()}
-    optimizer = dict.fromkeys(optimizer_names(paths))
+    homes = optimizer_homes(paths.values())
+    optimizer = dict.fromkeys(name for name, path in paths.items() if is_optimizer(path, homes))
     rest = [name for name in shapes if name not in optimizer]
     rivals: tuple[str, ...] = ()
     if prefix is None:
@@ -127,14 +128,8 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
 
 
-def optimizer_names(paths: Mapping[str, Path]) -> list[str]:
-    """Those of a state's entries that belong to an optimizer. With more entries beside them they still do."""
-    homes = _optimizer_homes(paths.values())
-    return [name for name, path in paths.items() if _is_optimizer(path, homes)]
-
-
-def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
-    """Containers that are an optimizer's state by what is in them, whatever they are called."""
+def optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
+    """Containers that are an optimizer's state by what is in them, whatever they are called. More paths, no fewer."""
     groups = re.compile(r"param_groups(\.|$)")
     return frozenset(
         path[:depth]
@@ -144,7 +139,7 @@ def _optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:
     )
 
 
-def _is_optimizer(path: Path, homes: Collection[Path]) -> bool:
+def is_optimizer(path: Path, homes: Collection[Path]) -> bool:
     """Whether an entry is optimizer state: under a container of that name or kind, or named so at the root."""
     if len(path) == 1:  # no nesting known: a flattened name
         return re.match(r"^(optim|optimizer)\.(state|param_groups)\.", str(path[0])) is not None

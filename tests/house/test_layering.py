@@ -65,7 +65,7 @@ LEVELS = (
         "conversion.formats.deepspeed",
         "conversion.checks",
     ),
-    ("conversion.adapters",),
+    ("conversion.adapters", "conversion.formats.megatron"),
     ("conversion.formats", "conversion.report", "elastic"),
     # `convert` carries out what the table of formats plans, for all of them alike; no format calls it back.
     ("conversion",),

@@ -17,7 +17,7 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
 from vescale_fsdp.runtime import fsdp2_state
-from vescale_fsdp.runtime.param_group import GroupState
+from vescale_fsdp.runtime.comm.group_state import GroupState
 
 
 def sharded() -> models.Stack:

@@ -275,6 +275,8 @@ def methods_for_one_mesh() -> None:
     replicated = fully_shard(nn.Linear(4, 4), mesh=pairs)
     with pytest.raises(ValueError, match="no stream of its own"):
         replicated.set_all_reduce_hook(lambda shard: None, stream=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend='NCCL'"):
+        replicated.set_symm_mem_for_comm("gloo")
     with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
         replicated.set_symm_mem_for_comm()
     with pytest.raises(NotImplementedError, match="set_allocate_memory_from_process_group_for_comm"):

@@ -36,7 +36,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vescale_fsdp.collectives import all_gather_into, all_reduce_at_once, reduce_scatter_into, wait_for
+from vescale_fsdp.collectives import (
+    all_gather_each,
+    all_gather_into,
+    all_reduce_at_once,
+    reduce_scatter_into,
+    wait_for,
+)
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext
@@ -367,6 +373,10 @@ def _patches(recorder: StreamRecorder, offload: bool) -> list[Any]:
     def gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> RecordedWork | None:
         return recorder.collective(all_gather_into, group, [shard], [full], full, shard, group)
 
+    def gather_each(pairs: Any, group: dist.ProcessGroup) -> RecordedWork | None:
+        full, shards = (list(each) for each in zip(*pairs, strict=True))
+        return recorder.collective(all_gather_each, group, shards, full, pairs, group)
+
     def scatter(
         shard: torch.Tensor, full: torch.Tensor, op: Any, group: dist.ProcessGroup
     ) -> RecordedWork | None:
@@ -396,7 +406,7 @@ def _patches(recorder: StreamRecorder, offload: bool) -> list[Any]:
 
     patches = [
         mock.patch("vescale_fsdp.runtime.comm.group_comm.all_gather_into", gather),
-        mock.patch("vescale_fsdp.quantize.quantized_gather.all_gather_into", gather),
+        mock.patch("vescale_fsdp.runtime.comm_context.all_gather_each", gather_each),
         mock.patch("vescale_fsdp.runtime.comm.group_comm.reduce_scatter_into", scatter),
         mock.patch("vescale_fsdp.runtime.comm.group_comm.all_reduce_at_once", reduce),
         mock.patch.object(DBuffer, "allocate", allocated),

@@ -29,6 +29,7 @@ def small_pieces() -> Iterator[None]:
         (8, "bf16 sums"),
         (8, "recompute"),
         (8, "accumulate"),
+        (8, "two groups"),
         (64, "bf16"),
         (64, "fp32"),
     ],
@@ -39,8 +40,10 @@ def test_bits_of_a_plain_model(world_size: int, name: str) -> None:
         assert check(name, "cpu") == {"training moves parameters": True, "plain model": True}
         # All parameters of a block are one gather; a forward and a backward of 5 units take 9.
         assert group.calls["all_gather"] + group.calls["all_gather in place"] >= 27
-        assert (group.calls["all_to_all"] > 50) == (name in ("bf16", "recompute"))
-        assert (group.calls["reduce_scatter"] == 15) == (name not in ("bf16", "recompute"))
+        is_narrow = name in ("bf16", "recompute", "two groups")
+        assert (group.calls["all_to_all"] > 50) == is_narrow
+        assert (group.calls["reduce_scatter"] == 15) == (not is_narrow)
+        assert group.calls["all_gather coalesced"] == (24 if name == "two groups" else 0), group.calls
 
 
 def test_a_gradient_that_is_lost_is_seen() -> None:

@@ -1,20 +1,34 @@
-"""What the runtime relies on of CUDA's memory, and what alignment and staging cost; a table, and JSON.
+"""What the runtime relies on of CUDA's memory; what alignment, checkpoints, clipping and steps cost. A table, and JSON.
 
 python -m tools.gpu.micro --device cuda        (cpu: the same code in small, where there is something to measure)
+
+Checkpoints are of tensors on the device, written to ``--folder``, where a trace of one training step goes as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from tools.bench.parts.simulated_accelerator import fake_group
 from tools.bench.rows import Row, print_table, write_json
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.saving.staging import Stager
+from vescale_fsdp.optim import AdamW8bit, FlatOptimizer
 from vescale_fsdp.torch_private import storage_id
 
 OFFSETS = (0, 8, 16, 32, 64, 128, 256)  # elements of two bytes
@@ -89,16 +103,89 @@ def staging(device: torch.device, mebibytes: int) -> Iterator[Row]:
         )
 
 
+def checkpoints(device: torch.device, mebibytes: int, folder: Path) -> Iterator[Row]:
+    """`save` and `load` of tensors on the device: by way of pinned memory."""
+    numel = mebibytes * 2**20 // 4 // 16
+    state = {str(number): torch.ones(numel, device=device) for number in range(16)}
+    title, path = f"{mebibytes} MiB of state", folder / "checkpoint"
+    yield Row(title, "save", "ms", _milliseconds(device, lambda: save(path, state, overwrite=True), 1))
+    yield Row(title, "load", "ms", _milliseconds(device, lambda: load(path, state), 1))
+    shutil.rmtree(path)
+
+
+def _sharded(device: torch.device, function: Any, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    with device:
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)])
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model, model):
+        function(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return model
+
+
+def _backward(model: nn.Module, device: torch.device, width: int) -> None:
+    model(torch.ones(16, width, device=device)).float().square().mean().backward()
+
+
+def steps(device: torch.device, width: int) -> Iterator[Row]:
+    """Clipping and steps of a rank of 64, whose collectives move nothing, beside FSDP2's."""
+    title = f"8 layers of {width}, rank of 64"
+    kinds: dict[str, Any] = {
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
+        "FlatOptimizer": lambda params: FlatOptimizer(torch.optim.AdamW, params, lr=1e-4, foreach=True),
+        "AdamW8bit": lambda params: AdamW8bit(params, lr=1e-4),
+    }
+    taken: dict[str, dict[str, float]] = {"ours": {}, "FSDP2": {}}
+    for name, function in (("ours", fully_shard), ("FSDP2", torch_fully_shard)):
+        rule = {"granularity": AdamW8bit.granularity()} if name == "ours" else {}
+        model = _sharded(device, partial(function, **rule), width)
+        _backward(model, device, width)
+        params = list(model.parameters())
+        taken[name]["clip_grad_norm_"] = _milliseconds(
+            device,
+            lambda params=params: nn.utils.clip_grad_norm_(params, 1.0),  # type: ignore[misc]
+        )
+        for kind, make in kinds.items():
+            if name == "ours" or kind == "AdamW":
+                taken[name][f"step of {kind}"] = _milliseconds(device, make(params).step)
+    for metric, found in taken["ours"].items():
+        rival = taken["FSDP2"].get(metric, taken["FSDP2"]["step of AdamW"])
+        yield Row(title, metric, "ms", found, rival, "FSDP2")
+
+
+def trace(device: torch.device, width: int, folder: Path) -> Iterator[Row]:
+    """Where a step's time goes, as a trace to be looked at; how many kernels (on the CPU: operators) it has."""
+    model = _sharded(device, fully_shard, width)
+    _backward(model, device, width)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with torch.profiler.profile(activities=kinds) as seen:
+        _backward(model, device, width)
+        _synchronize(device)
+    seen.export_chrome_trace(str(folder / "trace.json.gz"))
+    on_device = [event for event in seen.events() or () if event.device_type.name != "CPU"]
+    count = len(on_device) if device.type == "cuda" else len(seen.events() or ())
+    yield Row("forward and backward", "kernels of a step", "", float(count))
+
+
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="CUDA's memory, alignment, staging")
+    parser = argparse.ArgumentParser(description="CUDA's memory, alignment, checkpoints, steps")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("gpu_report"))
     given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
     device = torch.device(given.device)
     is_gpu = device.type == "cuda"
-    rows = [*(storages() if is_gpu else ()), *alignment(device, 4096 if is_gpu else 64)]
-    rows += staging(device, 4096 if is_gpu else 8)
+    width = 4096 if is_gpu else 64
+    rows = [*(storages() if is_gpu else ()), *alignment(device, width)]
+    rows += [
+        *staging(device, 4096 if is_gpu else 8),
+        *checkpoints(device, 4096 if is_gpu else 8, given.folder),
+    ]
+    with fake_group(64):
+        rows += [*steps(device, width), *trace(device, width, given.folder)]
     print_table(rows)
     if given.json:
         write_json(given.json, rows)

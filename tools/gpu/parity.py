@@ -1,8 +1,8 @@
 """Sharded training beside a plain model, under every switch of `fully_shard`, on any device and back end.
 
     python -m tools.gpu.parity                                          one rank on the CPU
-    torchrun --nproc-per-node 2 -m tools.gpu.parity --device cuda --backend gloo      two ranks on one GPU
-    torchrun --nproc-per-node 8 -m tools.gpu.parity --device cuda --backend nccl      one rank per GPU
+    python -m tools.gpu.parity --device cuda --backend gloo --ranks 2   two ranks on one GPU
+    torchrun --nproc-per-node 8 -m tools.gpu.parity --device cuda --backend nccl      one rank per GPU; as --ranks 8
 
 Every rank trains on its own rows; a plain model on each trains on all of them. Weights must be equal up to the order of
 sums, and must have moved by far more than that. ``--sabotage`` changes one weight, which must be found out.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -200,7 +202,9 @@ def compare(case: Case, device: torch.device, *, sabotage: bool = False) -> Foun
 
 @contextmanager
 def _ranks(backend: str) -> Iterator[None]:
-    if "RANK" in os.environ:
+    if dist.is_initialized():
+        pass
+    elif "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -218,8 +222,29 @@ def main() -> int:
     parser.add_argument(
         "--sabotage", action="store_true", help="change a weight: every case must be found wrong"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start, this one aside")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.ranks == 1:
+        return _compare_cases(given)
+    # Forked, once torch is imported and before it has begun anything: half a minute less than a launcher takes.
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{folder}/ranks"
+        ranks = [context.Process(target=_be_rank, args=(given, rank, meeting)) for rank in range(given.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    return int(any(process.exitcode for process in ranks))
+
+
+def _be_rank(given: argparse.Namespace, rank: int, meeting: str) -> None:
+    dist.init_process_group(given.backend, init_method=meeting, rank=rank, world_size=given.ranks)
+    sys.exit(_compare_cases(given))
+
+
+def _compare_cases(given: argparse.Namespace) -> int:
     device = torch.device(given.device)
     found = []
     with _ranks(given.backend):

@@ -15,8 +15,8 @@ its moments are stored as 0, so that the block's scale stays a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -27,10 +27,12 @@ from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.optim.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
+from vescale_fsdp.torch_private import foreach_copy_
 
 __all__ = ["AdamW8bit"]
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
+_BATCH_NUMEL = 8 << 20  # elements stepped as one: a dozen fp32 tensors as large are there meanwhile
 
 
 class AdamW8bit(StructuredOptimizer):
@@ -118,41 +120,122 @@ class AdamW8bit(StructuredOptimizer):
     def _grid(self, param: torch.Tensor) -> BlockGrid:
         return grid_of(tuple(param.shape), self._block)
 
-    def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        state["step"] += 1
-        local, grad = local_tensor(param), local_grad(param).float()
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._step_adamw()
+        for group in groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                self.state[param]["step"] += 1
+            for batch in self._batches(params):
+                self._step_batch(batch, group)
+
+    def _batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[_Stepped]]:
+        """Parameters that are stepped as one: on an accelerator those with blocks alike, so many that it is busy."""
+        batches: dict[Hashable, list[_Stepped]] = {}
+        for number, param in enumerate(params):
+            stepped = _Stepped(param, self.state[param], self._grid(param))
+            local = local_tensor(param)
+            kind = (*stepped.kind, float(stepped.state["step"]), local.dtype, local.device)
+            key: Hashable = kind if _launches(local.device) else number
+            batch = batches.setdefault(key, [])
+            if batch and sum(local_tensor(each.param).numel() for each in (*batch, stepped)) > _BATCH_NUMEL:
+                yield batches.pop(key)
+                batch = batches[key] = []
+            batch.append(stepped)
+        yield from batches.values()
+
+    def _step_batch(self, batch: Sequence[_Stepped], group: dict[str, Any]) -> None:
+        """The arithmetic on blocks, or on elements where state is fp32; missing elements of a block are zeros."""
         beta1, beta2 = group["betas"]
-        exp_avg = self._load(param, "exp_avg").lerp(grad, 1 - beta1)
-        exp_avg_sq = self._load(param, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
+        step = batch[0].state["step"]
+        locals_ = [local_tensor(each.param) for each in batch]
+        grad = _joined([each.laid_out(local_grad(each.param).float()) for each in batch])
+        exp_avg = _load(batch, "exp_avg").lerp(grad, 1 - beta1)
+        exp_avg_sq = _load(batch, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
+        values = _joined([each.laid_out(local.float()) for each, local in zip(batch, locals_, strict=True)])
         # fp32 like everything else here, so that the rounding is the same for a float and for a tensor.
-        lr, values = torch.as_tensor(group["lr"], dtype=torch.float32), local.float()
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32)
         decayed = values - lr * group["weight_decay"] * values
-        denominator = (exp_avg_sq.sqrt() / (1 - beta2 ** state["step"]).sqrt()) + group["eps"]
-        local.copy_(decayed - lr * (exp_avg / (1 - beta1 ** state["step"])) / denominator)
-        self._store(param, "exp_avg", exp_avg, grad)
-        self._store(param, "exp_avg_sq", exp_avg_sq, grad)
+        denominator = (exp_avg_sq.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
+        _write(batch, locals_, decayed - lr * (exp_avg / (1 - beta1**step)) / denominator)
+        for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            _store(batch, name, moment, grad)
 
-    def _load(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """A moment of this rank's elements, fp32, 1-D."""
-        state = self.state[param]
-        if name in state:
-            return local_tensor(state[name], "state")
-        grid, codes = self._grid(param), local_tensor(state[f"{name}_codes"], "state")
-        scales = local_tensor(state[f"{name}_scales"], "state").view(-1, grid.scales_per_band)
-        return grid.untiled(decode_dynamic(grid.tiled(codes), scales, _MOMENTS[name]), codes.numel())
 
-    def _store(self, param: torch.Tensor, name: str, moment: torch.Tensor, grad: torch.Tensor) -> None:
-        state = self.state[param]
-        if name in state:
-            local_tensor(state[name], "state").copy_(moment)
-            return
-        grid = self._grid(param)
-        # The element is NaN in the parameter already; in the state it would take its whole block along.
-        finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
-        codes, scales = encode_dynamic(grid.tiled(finite), _MOMENTS[name])
-        local_tensor(state[f"{name}_codes"], "state").copy_(grid.untiled(codes, moment.numel()))
-        local_tensor(state[f"{name}_scales"], "state").copy_(scales.view(-1))
+class _Stepped(NamedTuple):
+    """A parameter in a step."""
+
+    param: torch.Tensor
+    state: dict[str, torch.Tensor]
+    grid: BlockGrid
+
+    @property
+    def is_8bit(self) -> bool:
+        return "exp_avg_codes" in self.state
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Equal for parameters whose blocks can stand in one tensor."""
+        return (self.grid.rows, self.grid.scales_per_band, self.grid.cols) if self.is_8bit else ()
+
+    def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """This rank's elements of a tensor like the parameter: as blocks where state has some."""
+        return self.grid.tiled(flat, fill) if self.is_8bit else flat
+
+    def held(self, name: str) -> torch.Tensor:
+        """This rank's part of a state tensor, 1-D."""
+        return local_tensor(self.state[name], "state")
+
+
+def _launches(device: torch.device) -> bool:
+    """Whether an operator costs a launch, and not only its work."""
+    return device.type != "cpu"
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _load(batch: Sequence[_Stepped], name: str) -> torch.Tensor:
+    """A moment, fp32, laid out."""
+    if not batch[0].is_8bit:
+        return _joined([each.held(name) for each in batch])
+    signed = _MOMENTS[name]
+    codes = _joined([each.laid_out(each.held(f"{name}_codes"), zero_code(signed)) for each in batch])
+    scales = _joined([each.held(f"{name}_scales").view(-1, each.grid.scales_per_band) for each in batch])
+    return decode_dynamic(codes, scales, signed)
+
+
+def _store(batch: Sequence[_Stepped], name: str, moment: torch.Tensor, grad: torch.Tensor) -> None:
+    if not batch[0].is_8bit:
+        _write(batch, [each.held(name) for each in batch], moment)
+        return
+    # The element is NaN in the parameter already; in the state it would take its whole block along.
+    finite = torch.where(grad.isfinite(), moment, 0.0).nan_to_num_()
+    codes, scales = encode_dynamic(finite, _MOMENTS[name])
+    _write(batch, [each.held(f"{name}_codes") for each in batch], codes)
+    held = [each.held(f"{name}_scales") for each in batch]
+    _copy(held, list(scales.view(-1).split([each.numel() for each in held])))
+
+
+def _write(batch: Sequence[_Stepped], targets: Sequence[torch.Tensor], laid_out: torch.Tensor) -> None:
+    """Bring what was computed for a batch to tensors of its parameters."""
+    if batch[0].is_8bit:
+        bands = [each.grid.bands_of(target.numel()) for each, target in zip(batch, targets, strict=True)]
+        parts = [
+            each.grid.untiled(tiles, target.numel())
+            for each, tiles, target in zip(batch, laid_out.split(bands), targets, strict=True)
+        ]
+    else:
+        parts = list(laid_out.split([target.numel() for target in targets]))
+    _copy(targets, parts)
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    else:
+        foreach_copy_(list(targets), list(sources))
 
 
 def _spell(block: Flat | Tiles) -> str:

@@ -86,21 +86,22 @@ class BlockGrid:
             )
         return self.bands_of(piece.numel) * self.scales_per_band
 
-    def tiled(self, flat: torch.Tensor) -> torch.Tensor:
-        """A run of whole bands as [bands, rows, blocks per line, cols]; zeros fill what is missing.
+    def tiled(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """A run of whole bands as [bands, rows, blocks per line, cols].
 
         Args:
             flat: 1-D, beginning with a band.
+            fill: what stands for elements that are missing.
 
         Returns:
             A view if every block is complete, else a new tensor.
         """
         bands = self.bands_of(flat.numel())
         missing = bands * self.band_numel - flat.numel()
-        lines = F.pad(flat, (0, missing)) if missing else flat
+        lines = F.pad(flat, (0, missing), value=fill) if missing else flat
         lines = lines.view(bands * self.rows, self.line_numel)
         narrow = self.scales_per_band * self.cols - self.line_numel
-        lines = F.pad(lines, (0, narrow)) if narrow else lines
+        lines = F.pad(lines, (0, narrow), value=fill) if narrow else lines
         return lines.view(bands, self.rows, self.scales_per_band, self.cols)
 
     def untiled(self, tiles: torch.Tensor, numel: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vescale_fsdp.collectives import Work, all_gather_into, wait_for
+from vescale_fsdp.collectives import Work, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
@@ -120,13 +120,13 @@ class _CodedGather:
 
     def __call__(self, full: torch.Tensor, shard: torch.Tensor) -> Work:
         """Start the gather of ``shard`` (1-D [S], master weights) into ``full`` (1-D [m * S], compute dtype)."""
-        ranks, group = self.layout.num_shards, self.comm.shard_group
+        ranks = self.layout.num_shards
         codes = torch.empty(ranks * self.layout.shard_numel, dtype=torch.uint8, device=full.device)
         rest = torch.empty(ranks * self.rest_bytes, dtype=torch.uint8, device=full.device)
         own_codes = codes.view(ranks, -1)[self.comm.rank]
         own_rest = rest.view(ranks, -1)[self.comm.rank]
         self._encode(shard.to(full.device, non_blocking=True), own_codes, own_rest)
-        works = [all_gather_into(codes, own_codes, group), all_gather_into(rest, own_rest, group)]
+        works = [self.comm.all_gather(codes, own_codes), self.comm.all_gather(rest, own_rest)]
         return _Coded(self, full, codes, rest, works)
 
     def _encode(self, shard: torch.Tensor, codes: torch.Tensor, rest: torch.Tensor) -> None:

@@ -16,13 +16,16 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from vescale_fsdp.collectives import all_gather_each, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
-from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
+from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_modes import outside_modes
 
@@ -151,8 +154,8 @@ class CommContext:
                     settle(group)
         brought = self._bring(groups)
         with self._on(self.gather_stream), outside_modes():
+            self._start_gathers(groups)
             for group in groups:
-                group.unshard()
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
                     # What decodes or copies out behind the collective uses memory of this stream: here, now.
                     group.finish_gather()
@@ -160,6 +163,24 @@ class CommContext:
         if brought and self.gather_stream is not None:
             self._brought.append(_InUse(brought, self.gather_stream.record_event()))
         self.free_lingering()
+
+    def _start_gathers(self, groups: Sequence[ParamGroup]) -> None:
+        """Start the all-gathers of a unit: on an accelerator one launch for all over the same ranks."""
+        if self.streams is None:
+            for group in groups:
+                group.unshard()
+            return
+        noted: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        try:
+            for group in groups:
+                group.comm.noted = noted.setdefault(group.comm.shard_group, [])
+                group.unshard()
+        finally:  # what the groups before one that cannot be gathered have noted is under way for them
+            for group in groups:
+                group.comm.noted = None
+            for ranks, pairs in noted.items():
+                if pairs:
+                    wait_for(all_gather_each(pairs, ranks))
 
     def _bring(self, groups: Sequence[ParamGroup]) -> list[torch.Tensor]:
         """Copy shards from the host, beside the gathers that the gather stream has; it waits for the copies.
@@ -236,7 +257,7 @@ class CommContext:
         """Let a group share gradient buffers with those of equal layout: the layers of a model."""
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
-        if group.comm.custom_reduce_scatter is None:
+        if group.comm.custom_reduce_scatter is None and group.comm.memory is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from vescale_fsdp.errors import LifecycleError, MisuseError, explain
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import require_uncompared
-from vescale_fsdp.runtime.fsdp2_state import refuse_unknown, unsupported
+from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
@@ -391,13 +392,25 @@ class FSDPModule(_Base):
             group.keeps_full = keep
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported: buffers double as parameters. `set_custom_all_gather` can bring its own memory."""
-        if enable:
-            raise unsupported("set_allocate_memory_from_process_group_for_comm")
+        """Whether gathered parameters and gradient buffers lie in memory of the process group's allocator.
+
+        Raises:
+            UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
+            ValueError: beside custom collectives, or for groups over several meshes.
+        """
+        method = "set_allocate_memory_from_process_group_for_comm"
+        put_in_memory(self._groups_of_one_mesh(method), method, ProcessGroupMemory if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not supported: symmetric memory needs NCCL's allocator under buffers that double as parameters."""
-        raise unsupported("set_symm_mem_for_comm")
+        """Have gathered parameters and gradient buffers in symmetric memory. A collective; raises as the one above.
+
+        Raises:
+            ValueError: for another backend than NCCL, too.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm: expected backend='NCCL', got {backend!r}")
+        method = "set_symm_mem_for_comm"
+        put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""

@@ -26,7 +26,6 @@ never re-created: a new unsharded Parameter between forward and backward would d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from typing import ClassVar
 
 import torch
@@ -40,6 +39,8 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
+from vescale_fsdp.runtime.comm.group_state import GroupState
+from vescale_fsdp.runtime.comm.memory_pools import CommMemory
 from vescale_fsdp.runtime.comm.reduction import ReducedShard
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
@@ -49,22 +50,7 @@ from vescale_fsdp.runtime.setup.policies import policy_of_group
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_private import REDUCES_AS_STORED, local_of, post_accumulate_grad_hooks, profiled
 
-__all__ = ["GroupState", "ParamGroup"]
-
-
-class GroupState(Enum):
-    """Where a group's parameters are."""
-
-    SHARDED = auto()  # entered at construction and by reshard()
-    PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
-    GATHERING = auto()  # entered by unshard(): the all-gather is under way
-    GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
-    UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a gather would have to bring parameters."""
-        return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
+__all__ = ["ParamGroup"]
 
 
 class ParamGroup:
@@ -284,7 +270,7 @@ class ParamGroup:
 
     def _make_full_buffer(self) -> None:
         flat = self.comm.allocate_full(self.layout.numel, self.compute_dtype, self.device)
-        full = DBuffer(self.layout, flat)
+        full = DBuffer(self.layout, flat, self.comm.full_pool)
         self.full = full
         for param in self.params:
             param.unsharded = param.prior.full_parameter(
@@ -348,6 +334,12 @@ class ParamGroup:
         self.comm.custom_reduce_scatter = comm
         self.grads.spare = {}
 
+    def use_memory(self, memory: CommMemory | None) -> None:
+        """Have the buffers of collectives in a communication library's memory from now on; None: in the usual one."""
+        self.comm.memory = memory
+        self.grads.spare = {}
+        self.forget_full()
+
     def forget_full(self) -> None:
         """Have the full buffer made anew at the next gather."""
         self.full = None
@@ -377,8 +369,9 @@ class ParamGroup:
                 grad, param.unsharded.grad = param.unsharded.grad, None
                 self._take(param, grad)
 
-    def _new_grads(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.comm.allocate_grads(self.layout.numel, dtype, self.device)
+    def _new_grads(self, dtype: torch.dtype) -> DBuffer:
+        flat = self.comm.allocate_grads(self.layout.numel, dtype, self.device)
+        return DBuffer(self.layout, flat, self.comm.grads_pool)
 
     @torch.no_grad()
     def write_grads(self) -> None:

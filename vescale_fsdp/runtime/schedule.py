@@ -8,7 +8,8 @@ What overlaps with what, on an accelerator (c = compute stream, g = gather strea
                c           | compute 3       | compute 2 ..
                r                             | reduce 3 ..       1 reduction in flight at most
 
-With replicas their all-reduces have a stream of their own beside r; with offload copies from the host have one too.
+Replicas' all-reduces have a stream of their own beside r, copies of offloaded shards from the host one beside g.
+
 The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
 that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
 units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.
@@ -24,9 +25,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.reduction import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
-from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
+from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.torch_private import autograd_engine_callback, profiled
 
 __all__ = ["Schedule", "Unit"]

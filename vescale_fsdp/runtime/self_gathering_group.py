@@ -152,7 +152,8 @@ class _SelfGatheringParam:
             self.outputs = [
                 comm.allocate_full(each.numel() * self.num_shards, each.dtype, each.device) for each in flat
             ]
-        _allocate(self.outputs)
+        with comm.full_pool():
+            _allocate(self.outputs)
         self._under_way = [
             (comm.gather(full, own), own) for full, own in zip(self.outputs, flat, strict=True)
         ]

@@ -33,9 +33,9 @@ _ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 
 
-def open_dcp(store: Storage, *, trust_pickle: bool = False) -> Source:
+def open_dcp(store: Storage, *, trust_pickle: bool = False, stand_ins: bool = False) -> Source:
     """Open a DCP checkpoint, or a folder of accelerate's that holds model and optimizer as two of them;
-    reads ``.metadata`` and file sizes only.
+    reads ``.metadata`` and file sizes only. ``stand_ins``: of records that are not needed, as in `load_dcp_metadata`.
 
     Raises:
         ConversionError: for a checkpoint this reader refuses (untrusted pickle, transformed data), or a
@@ -52,7 +52,9 @@ def open_dcp(store: Storage, *, trust_pickle: bool = False) -> Source:
             where=store.where,
             todo="pass one of these folders",
         )
-    found = [_open_folder(store, folder, trust_pickle=trust_pickle) for folder in folders]
+    found = [
+        _open_folder(store, folder, trust_pickle=trust_pickle, stand_ins=stand_ins) for folder in folders
+    ]
     if len(found) == 1:
         return found[0]
     sides = [{**source.tensors, **source.values} for source in found]
@@ -79,9 +81,10 @@ def dcp_folders(files: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(file.removesuffix(METADATA_FILE) for file in ends))
 
 
-def _open_folder(store: Storage, folder: str, *, trust_pickle: bool) -> Source:
+def _open_folder(store: Storage, folder: str, *, trust_pickle: bool, stand_ins: bool) -> Source:
     where = f"{store.where}/{folder}{METADATA_FILE}"
-    metadata = load_dcp_metadata(store.read(folder + METADATA_FILE), where=where, trust=trust_pickle)
+    data = store.read(folder + METADATA_FILE)
+    metadata = load_dcp_metadata(data, where=where, trust=trust_pickle, stand_ins=stand_ins)
     try:
         reader = _MetadataReader(metadata, store, folder, trust_pickle)
         tensors, values = reader.entries()

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.formats.deepspeed.found_entries import OpenedFile
+from vescale_fsdp.conversion.formats.torch_save.found_entries import OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, differing_files, is_tensor_ref
 from vescale_fsdp.conversion.state.nesting import Path, flatten
 

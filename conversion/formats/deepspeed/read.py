@@ -14,16 +14,16 @@ from contextlib import contextmanager
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import runs_of_parameters
-from vescale_fsdp.conversion.formats.deepspeed.found_entries import FoundEntries
 from vescale_fsdp.conversion.formats.deepspeed.model_file import ModelFile
 from vescale_fsdp.conversion.formats.deepspeed.universal_folder import UniversalFolder
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
-from vescale_fsdp.conversion.formats.deepspeed.zero_shards import ZeroShards, tensor_of_runs
+from vescale_fsdp.conversion.formats.deepspeed.zero_shards import Shapes, ZeroShards, tensor_of_runs
+from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 
 __all__ = ["open_deepspeed"]
 
@@ -109,6 +109,7 @@ class _Reader:
         """Who knows the parameters that are trained."""
         shapes = self._model.shapes
         if shapes is not None and self._files.parameters:
+            self._require_all_known(shapes)
             return UniversalFolder(self._store, self._files, shapes)
         if shapes is not None and self._files.optim:
             return ZeroShards(self._store, self._files, shapes)
@@ -127,6 +128,23 @@ class _Reader:
             todo=("copy the *_optim_states.pt too" if shapes is not None else "save it with ZeRO-1")
             + ("" if self._files.is_stage3 else sixteen_bits),
         )
+
+    def _require_all_known(self, shapes: Shapes) -> None:
+        """Refuse a universal checkpoint of which the one file of the model that is read knows a part: those of other
+        stages of a pipeline know more, those of other tensor-parallel ranks have other parts of what is not trained."""
+        trained = {name for group in shapes for name in group}
+        unknown = sorted(self._files.parameters.keys() - trained - self._model.module.keys())
+        buffers = set(self._model.opened.content.get("buffer_names") or ())
+        if self._files.is_spread:
+            unknown += sorted(self._model.module.keys() - trained - buffers - self._model.shared.keys())
+        if unknown:
+            raise ConversionError(
+                "Not all of this universal checkpoint can be told from its files.",
+                expected="parameters that are trained, of one stage of a pipeline",
+                got=some(unknown),
+                where=f"{self._store.where}/{self._files.folder}".rstrip("/"),
+                todo="load it with DeepSpeed on data-parallel ranks alone, and save it again",
+            )
 
     def _add_model(self, trained: ZeroShards | UniversalFolder | None) -> None:
         """Parameters and buffers in the module's order, then what the module does not list."""

@@ -13,7 +13,7 @@ way to a universal checkpoint, in which DeepSpeed has joined it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -80,6 +80,8 @@ class ZeroFiles:
         model: files of the model: one, or of ZeRO-3 one per rank.
         optim: one rank's masters and moments each, in order of rank; none without ZeRO, and in universal checkpoints.
         parameters: files of a universal checkpoint by parameter.
+        is_stage3: whether ranks have a file of the model each.
+        is_spread: whether there are files of the model's other parts, as a universal checkpoint may have.
     """
 
     folder: str
@@ -87,6 +89,7 @@ class ZeroFiles:
     optim: tuple[str, ...]
     parameters: dict[str, tuple[str, ...]]
     is_stage3: bool
+    is_spread: bool = False
 
     @classmethod
     def find(cls, store: Storage) -> ZeroFiles:
@@ -117,6 +120,7 @@ class ZeroFiles:
             tuple(folder + optim[rank] for rank in sorted(optim)) if not parameters else (),
             parameters,
             is_stage3,
+            any(int(match[2]) for match in map(_MODEL.fullmatch, files) if match),
         )
 
     def require_all(self, ranks: int, where: str) -> None:
@@ -145,17 +149,15 @@ def _parameters(files: Sequence[str], folder: str) -> dict[str, tuple[str, ...]]
     return {name: tuple(sorted(names)) for name, names in found.items()}
 
 
-def _require_data_parallel(files: Iterable[str], where: str) -> None:
-    tensor_parallel = next(
-        (f for f in files if (m := _MODEL.fullmatch(f) or _OPTIM.fullmatch(f)) and int(m[2])), None
-    )
-    found = [(f"tensors that are spread over ranks ({tensor_parallel})",)] if tensor_parallel else []
-    found += [(f"{what} ({f})",) for f in files for pattern, what in _SPREAD if pattern.fullmatch(f)][:1]
+def _require_data_parallel(files: Sequence[str], where: str) -> None:
+    by_rank = (match for match in (_MODEL.fullmatch(f) or _OPTIM.fullmatch(f) for f in files) if match)
+    found = [f"tensors that are spread over ranks ({match[0]})" for match in by_rank if int(match[2])]
+    found += [f"{what} ({file})" for file in files for pattern, what in _SPREAD if pattern.fullmatch(file)]
     if found:
         raise ConversionError(
             "This checkpoint of DeepSpeed's is spread over more than data-parallel ranks.",
             expected="files of mp_rank_00 alone",
-            got=found[0][0],
+            got=found[0],
             where=where,
             todo=_TO_UNIVERSAL,
         )

@@ -22,8 +22,8 @@ from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import (
     runs_of_groups,
     runs_of_parameters,
 )
-from vescale_fsdp.conversion.formats.deepspeed.found_entries import FlatTensor, FoundEntries, OpenedFile
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
+from vescale_fsdp.conversion.formats.torch_save.found_entries import FlatTensor, FoundEntries, OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of

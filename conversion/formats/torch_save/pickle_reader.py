@@ -428,14 +428,15 @@ def _load(unpickler: pickle.Unpickler, what: str, where: str) -> Any:
         ) from error
 
 
-def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False) -> Record:
-    """The Metadata record of a DCP ``.metadata`` file, as attributes without behaviour.
+def load_dcp_metadata(data: bytes, *, where: str, trust: bool = False, stand_ins: bool = False) -> Record:
+    """The Metadata record of a DCP ``.metadata`` file, as attributes without behaviour; arguments as of
+    `load_tensor_pickle`.
 
     Raises:
         ConversionError: if the pickle names anything outside the allow-list and is not trusted.
         CorruptCheckpointError: if it is damaged or something else than such a record.
     """
-    unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust)
+    unpickler = _AllowListUnpickler(data, _METADATA_NAMES, where, trust=trust, stand_ins=stand_ins)
     loaded = _load(unpickler, "The checkpoint's metadata", where)
     if type(loaded).__name__ != "Metadata":
         raise CorruptCheckpointError(

@@ -5,13 +5,15 @@ and FSDP2 leave them.
     model_world_size_2_rank_0.pt  model_world_size_2_rank_1.pt  extra_state_world_size_2_rank_0.pt ...
 
 Where each part belongs follows from what the ranks pickled (`held_tensors`). What belongs to neither model nor
-optimizer (schedulers, random states) is left out if its pickle names more than tensors and plain values.
+optimizer (schedulers, random states) is left out as far as ranks disagree about it, or its pickle names more than
+tensors and plain values.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
@@ -23,6 +25,7 @@ from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
 )
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import PiecesRef, ShardRef
 from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_state_file
+from vescale_fsdp.conversion.formats.torch_save.unread_objects import is_plain
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, name_of
@@ -31,6 +34,7 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 __all__ = ["open_ranks", "rank_files"]
 
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
+_STATES = ("model", "optimizer")
 _CONTAINERS = {
     "pytorch_model_fsdp": "model",
     "optim": "optimizer",
@@ -75,16 +79,19 @@ def open_ranks(store: Storage, *, trust_pickle: bool = False) -> Source:
     joined = _Joined()
     groups = rank_files(store.list_files())
     for container, files in groups.items():
+        is_state = container in _STATES
         try:
-            states = [open_state_file(store, file, trust=trust_pickle) for file in files]
+            states = [
+                open_state_file(store, file, trust=trust_pickle, stand_ins=not is_state) for file in files
+            ]
+            joined.take(_Joined.of(container, states))
         except ConversionError as error:
-            if container in ("model", "optimizer"):
+            # FSDP1's optimizers under flat parameters hold ranges that nothing names; the model is read without.
+            if container == "model" or (is_state and "model" not in groups):
                 raise
             joined.omitted.append(container)
             problem = str(error).splitlines()[0]
             joined.warnings.append(f"{container} is left out because of {files[0]}. {problem}")
-            continue
-        joined.add(container, states)
     facts = {"rank files": ", ".join(f"{name}: {len(files)}" for name, files in groups.items())}
     return Source(
         "ranks",
@@ -110,27 +117,57 @@ class _Joined:
         self.omitted: list[str] = []
         self.warnings: list[str] = []
 
-    def add(self, container: str, states: list[StateFile]) -> None:
+    def take(self, other: _Joined) -> None:
+        """Add what another has."""
+        self.tensors |= other.tensors
+        self.values |= other.values
+        self.readers |= other.readers
+        self.paths |= other.paths
+        self.omitted += other.omitted
+        self.warnings += other.warnings
+
+    @classmethod
+    def of(cls, container: str, states: list[StateFile]) -> _Joined:
+        """One state of all ranks.
+
+        Raises:
+            ConversionError: if plain tensors of a model or an optimizer differ, and nothing says how they belong.
+        """
+        found = cls()
         differing: list[tuple[str, str]] = []
         is_sharded = False
         for path in dict.fromkeys(path for state in states for path in state.leaves):
             name = name_of((container, *path))
-            self.paths[name] = (container, *path)
             held = [HeldTensor(s.file, s.archive, s.leaves[path]) for s in states if path in s.leaves]
             if not is_tensor_ref(held[0].ref):
-                self.values[name] = constant(held[0].ref)
+                found._add_value((container, *path), [part.ref for part in held])
                 continue
-            self.tensors[name] = stored_tensor(name, held)
+            unlike = differing_files(held)[:1]
+            if unlike and container not in _STATES:
+                found.omitted.append(name)  # random states
+                continue
+            found.paths[name] = (container, *path)
+            found.tensors[name] = stored_tensor(name, held)
             if (reader := box_reader(held[0].ref)) is not None:
-                self.readers[name] = reader
+                found.readers[name] = reader
             is_sharded |= isinstance(held[0].ref, (ShardRef, PiecesRef))
-            differing += [(name, file) for file in differing_files(held)[:1]]
+            differing += [(name, file) for file in unlike]
         if differing and not is_sharded:
             raise _no_place(*differing[0], states[0].file)
-        self.warnings += [
+        found.warnings += [
             f"{name} is not sharded but differs between ranks: taken from {states[0].file}"
             for name, _ in differing
         ]
+        return found
+
+    def _add_value(self, path: Path, said: list[Any]) -> None:
+        """A value, unless ranks disagree about it or it is none that can be carried."""
+        name = name_of(path)
+        if path[0] in _STATES or (is_plain(said[0]) and all(other == said[0] for other in said)):
+            self.values[name] = constant(said[0])
+            self.paths[name] = path
+        else:
+            self.omitted.append(name)
 
 
 def _no_place(name: str, file: str, first: str) -> ConversionError:

@@ -63,15 +63,15 @@ def open_archive(store: Storage, file: str, *, trust: bool = False, stand_ins: b
     )
 
 
-def open_state_file(store: Storage, file: str, *, trust: bool) -> StateFile:
-    """Read the directory and the pickle of a torch.save file.
+def open_state_file(store: Storage, file: str, *, trust: bool, stand_ins: bool = False) -> StateFile:
+    """Read the directory and the pickle of a torch.save file; ``trust`` and ``stand_ins`` as in `TorchArchive`.
 
     Raises:
         ConversionError: if it holds no dict, or its pickle names more than tensors need.
         CorruptCheckpointError: if it is damaged.
     """
     where = f"{store.where}/{file}"
-    archive = open_archive(store, file, trust=trust)
+    archive = open_archive(store, file, trust=trust, stand_ins=stand_ins)
     content = archive.content
     if not isinstance(content, Mapping):
         raise ConversionError(

@@ -40,7 +40,7 @@ class UnreadObject:
 
 def unread_type(module: str, name: str) -> type[UnreadObject]:
     """A stand-in for a class, or for a function, which becomes what it would have returned."""
-    return type(name, (UnreadObject,), {"__module__": module})
+    return type(f"{module}.{name}", (UnreadObject,), {})  # never taken for one that is known
 
 
 def is_plain(value: Any) -> bool:

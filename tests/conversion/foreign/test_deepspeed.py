@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.conversion.foreign.zero_folders import ZeroState, some_state, write_universal, write_zero
@@ -69,6 +69,24 @@ def test_universal(tmp_path: Path, stage: int) -> None:
         check(restored(str(place), tmp_path / f"{place.name}.pt"), state)
 
 
+def test_universal_of_more_than_data_parallel_ranks(tmp_path: Path) -> None:
+    """Trained tensors are whole there; frozen ones of which ranks have parts, and other stages' names, are refused."""
+    state = some_state()
+    state.frozen = {}
+    folder = write_universal(tmp_path, state, stage=1)
+    other = folder / "mp_rank_01_model_states.pt"
+    other.write_bytes((folder / "mp_rank_00_model_states.pt").read_bytes())
+    check(restored(str(folder), tmp_path / "out.pt"), state)
+    (folder / "zero/layers.9.weight").mkdir()
+    torch.save(torch.ones(2), folder / "zero/layers.9.weight/fp32.pt")
+    with pytest.raises(ConversionError, match=r"layers\.9\.weight(.|\n)*save it again"):
+        open_source(str(folder))
+    frozen = write_universal(tmp_path / "frozen", some_state(), stage=1)
+    (frozen / "mp_rank_01_model_states.pt").write_bytes(other.read_bytes())
+    with pytest.raises(ConversionError, match=r"fixed\.weight"):
+        open_source(str(frozen))
+
+
 def test_to_hugging_face_and_into_a_model(tmp_path: Path) -> None:
     """A folder of Trainer's: its settings go along; ties are left out there; a live model takes masters and moments."""
     state = some_state()
@@ -80,10 +98,20 @@ def test_to_hugging_face_and_into_a_model(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "hf/model.safetensors")
     for name in saved.keys() - {"norm.count"}:
         assert same_bytes(saved[name], state.model[name].bfloat16())
+    save_file({"up.weight": torch.ones(1)}, tmp_path / "checkpoint-3/model.safetensors")  # gathered beside it
+    assert open_source(str(tmp_path / "checkpoint-3")).kind == "hf"
+    assert (
+        open_source(str(tmp_path / "checkpoint-3"), kind="deepspeed").tensors.keys() == source.tensors.keys()
+    )
+    (tmp_path / "checkpoint-3/model.safetensors").unlink()
     model = torch.nn.Module()
     model.up = torch.nn.Linear(3, 7)
     load_from(str(tmp_path / "checkpoint-3"), model, strict=False)
     assert torch.equal(model.up.weight, state.model["up.weight"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_from(str(tmp_path / "checkpoint-3"), {"model": model, "optimizer": optimizer}, strict=False)
+    for name, held in zip(("up.weight", "up.bias"), optimizer.state_dict()["state"].values(), strict=True):
+        assert held["step"] == 3 and torch.equal(held["exp_avg"], state.moments[name]["exp_avg"])
 
 
 def test_runs_of_partitions() -> None:

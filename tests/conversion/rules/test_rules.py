@@ -131,7 +131,8 @@ def test_shipped_rules_invert(tmp_path: Path, name: str) -> None:
                     )
                     tensors[key] = torch.randn(shape)
     tensors |= {f"{hf}0.weight": torch.randn(24, 24) for hf, _ in rules.prefixes}
-    source = hf_folder(tmp_path / "hf", tensors)
+    own = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 24, "intermediate_size": 24}
+    source = hf_folder(tmp_path / "hf", tensors, **({**own, "vocab_size": 24} if "megatron" in name else {}))
     convert_in_parts(source, tmp_path / "ours.pt", "torch", rules=name)
     ours = torch.load(tmp_path / "ours.pt", weights_only=True)
     made = [p for rule in rules.rules for p in rule.ours] + [zeros.ours for zeros in rules.zeros]

@@ -32,9 +32,9 @@ def overlap() -> tuple[list[int], list[list[int]], list[int]]:
             recorder.counted = []
             out.backward()
             forward, backward = recorder.collectives[:num_forward], recorder.collectives[num_forward:]
-            assert [c.name for c in forward] == ["all_gather_into"] * 5
+            assert [c.name for c in forward] == ["all_gather_each"] * 5
             gathers += [
-                [c.slack for c in part if c.name == "all_gather_into"] for part in (forward, backward)
+                [c.slack for c in part if c.name == "all_gather_each"] for part in (forward, backward)
             ]
     return most_full, gathers, [c.slack for c in backward if c.name == "reduce_scatter_into"]
 
@@ -100,7 +100,7 @@ def copies_behind_gathers(context: type[CommContext]) -> list[bool]:
     with recording(model, offload=True, context=context) as recorder:
 
         def watched(group: ParamGroup) -> list[torch.Tensor]:
-            gathers = [each for each in recorder.collectives if each.name == "all_gather_into"]
+            gathers = [each for each in recorder.collectives if each.name == "all_gather_each"]
             if gathers:
                 found.append(recorder.clocks[recorder.stream][gathers[-1].stream] >= gathers[-1].tick)
             return bring(group)

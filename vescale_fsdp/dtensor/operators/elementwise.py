@@ -6,6 +6,7 @@ another mesh axis) are done first, because most elementwise operators are not li
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -156,8 +157,10 @@ def _apart(
 
 def _local_item(func: torch._ops.OpOverload, item: Any, like: RaggedDTensor | None) -> Any:
     # Asked hundreds of times per optimizer step: gradients and states bear their parameter's very spec.
-    if like is None or (isinstance(item, RaggedDTensor) and item._spec is like._spec):
-        return item if like is None else item._local_tensor
+    if like is None:
+        return item
+    if type(item) is RaggedDTensor and item._spec is like._spec:
+        return local_of(item)
     return localise(func, item, like)
 
 
@@ -176,7 +179,9 @@ def _at(lists: list[Any], length: int, place: int) -> Any:
 def _likes(lists: list[Any], length: int) -> list[RaggedDTensor | None]:
     """For every place in the lists, a ragged tensor that stands there, if any does."""
     first = lists[0]
-    if all(isinstance(item, RaggedDTensor) for item in first):  # the usual case: parameters come first
+    if set(map(type, first)) == {
+        RaggedDTensor
+    }:  # the usual case: parameters' own, or their gradients, come first
         return list(first)
     return [first_ragged(_at(lists, length, place)) for place in range(length)]
 
@@ -191,6 +196,8 @@ def _check_lists_written(
     for name in written_names(func):
         written = named.get(name)
         if not isinstance(written, (list, tuple)) or len(written) != len(likes):
+            continue
+        if all(map(operator.is_, written, likes)):
             continue
         for item, like in zip(written, likes, strict=True):
             # Step counters are 0-d and plain on every rank; each rank counts for itself.

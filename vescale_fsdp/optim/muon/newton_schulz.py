@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from vescale_fsdp.torch_private import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, zeropower_via_newtonschulz
+from vescale_fsdp.torch_private import (
+    MUON_COEFFICIENTS,
+    MUON_EPS,
+    MUON_STEPS,
+    foreach_norm_of,
+    zeropower_via_newtonschulz,
+)
 
 __all__ = ["NewtonSchulz"]
 
@@ -38,7 +44,7 @@ class NewtonSchulz:
         tall = stack.size(-2) > stack.size(-1)
         x = stack.mT if tall else stack
         # One norm per matrix over all its elements, as torch takes it: a norm over two dims rounds otherwise.
-        norms = torch.stack([matrix.norm() for matrix in x]).clamp(min=self.eps)
+        norms = torch.stack(foreach_norm_of(list(x.unbind()))).clamp(min=self.eps)
         x = x / norms.view(-1, 1, 1)
         for _ in range(self.steps):
             gram = torch.bmm(x, x.mT)

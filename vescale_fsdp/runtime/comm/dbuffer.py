@@ -17,6 +17,8 @@ autograd saved in the forward is valid again once the buffer is gathered for the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -37,11 +39,18 @@ class DBuffer:
         layout: where each tensor lies; the buffer is given it and never makes one up.
         flat: 1-D [layout.numel], the memory. Where its storage cannot be resized (a communication
             library's own memory), it stays for good.
+        pool: entered whenever the memory is taken.
     """
 
-    def __init__(self, layout: GroupLayout, flat: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layout: GroupLayout,
+        flat: torch.Tensor,
+        pool: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.layout = layout
         self.flat = flat
+        self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
         self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
         self._work: Work | None = None
@@ -52,7 +61,8 @@ class DBuffer:
         """Bring the storage back, on the current stream; contents are undefined."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() != self._nbytes:
-            storage.resize_(self._nbytes)
+            with self._pool():
+                storage.resize_(self._nbytes)
         for copy in self._copies.values():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
 

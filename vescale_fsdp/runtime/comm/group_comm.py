@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,13 @@ from vescale_fsdp.collectives import (
     sums_in_wider,
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
+from vescale_fsdp.runtime.comm.memory_pools import CommMemory, pool_of
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_as_patient_as
 
 __all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
 
+Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
 """``gather(full, shard)``: start to fill 1-D ``full`` with all ranks' shards; the work ends when it is filled."""
 
@@ -115,6 +118,10 @@ class GroupComm:
         )
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
+        self.memory: CommMemory | None = None  # the communication library's own
+        self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = (
+            None  # gathers that the caller will start
+        )
         self.reduce_group: dist.ProcessGroup | None = None  # where reductions have their own communicator
         self._part_mesh: DeviceMesh | None = None
         if part_size is not None:
@@ -131,11 +138,20 @@ class GroupComm:
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
         """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
+        if self.memory is not None:
+            self.memory.prepare(full)
         if self.custom_all_gather is not None:
             return self.custom_all_gather(
                 output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=runs_beside(full)
             )
-        return all_gather_into(full, shard, self.shard_group)
+        return self.all_gather(full, shard)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Work | None:
+        """The same, whatever the user has brought; or note it, where it is started with others."""
+        if self.noted is None:
+            return all_gather_into(full, shard, self.shard_group)
+        self.noted.append((full, shard))
+        return None
 
     def gather_parts(self, full: torch.Tensor, part: torch.Tensor) -> Work | None:
         """Start the all-gather of what the smaller group kept between forward and backward."""
@@ -146,13 +162,25 @@ class GroupComm:
         """The buffer that gathers fill (1-D [numel])."""
         if self.custom_all_gather is not None:
             return self.custom_all_gather.allocate([numel], dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, device=device)
+        with self.full_pool():
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    @property
+    def full_pool(self) -> Pool:
+        """Where buffers that gathers fill take their memory, at each gather."""
+        return pool_of(self.custom_all_gather or self.memory)
+
+    @property
+    def grads_pool(self) -> Pool:
+        """Where buffers of reductions take theirs."""
+        return pool_of(self.custom_reduce_scatter or self.memory)
 
     def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer that reductions read, or one they write (1-D [numel])."""
         if self.custom_reduce_scatter is not None:
             return self.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, device=device)
+        with self.grads_pool():
+            return torch.empty(numel, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Work | None:
         """Start the reduction of ``full`` (1-D, divided in place where fp16 asks) into ``shard``, in its dtype."""
@@ -160,6 +188,9 @@ class GroupComm:
         if before != 1:
             full.div_(before)
         group = self.reduce_group or self.shard_group
+        if self.memory is not None:
+            for buffer in (full, shard):
+                self.memory.prepare(buffer)
         op = self._op(shard.dtype, self.num_shards)
         if self.custom_reduce_scatter is not None:
             return self.custom_reduce_scatter(

@@ -31,16 +31,16 @@ class UnshardedGrads:
 
     Args:
         layout: of the group.
-        new_flat: makes the memory of a buffer (1-D [m*S]) of a dtype.
+        new_buffer: makes a buffer of a dtype.
     """
 
-    def __init__(self, layout: GroupLayout, new_flat: Callable[[torch.dtype], torch.Tensor]) -> None:
+    def __init__(self, layout: GroupLayout, new_buffer: Callable[[torch.dtype], DBuffer]) -> None:
         self.layout = layout
         self.buffer: DBuffer | None = None
         self.spare: dict[torch.dtype, list[DBuffer]] = {}  # buffers that nobody uses
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
         self.streams: Streams | None = None  # of the accelerator, where gradients are kept
-        self._new_flat = new_flat
+        self._new_buffer = new_buffer
         self._written: set[str] = set()  # parameters whose gradients are in the buffer
         self._kept: dict[str, torch.Tensor] = {}
         self._made_on: dict[Stream, None] = {}  # streams that have made what is kept
@@ -122,7 +122,7 @@ class UnshardedGrads:
     def _buffer_of(self, dtype: torch.dtype) -> DBuffer:
         if self.buffer is None:
             buffer = self.take_spare(self.spare.setdefault(dtype, []))
-            self.buffer = buffer or DBuffer(self.layout, self._new_flat(dtype))
+            self.buffer = buffer or self._new_buffer(dtype)
             self.buffer.allocate()
         return self.buffer
 

@@ -53,7 +53,7 @@ class FlatTensor:
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """One of DeepSpeed's files, with stand-ins for what is neither tensor nor plain value."""
+    """One of a trainer's files, with stand-ins for what is neither tensor nor plain value."""
 
     store: Storage
     file: str
@@ -105,7 +105,7 @@ class OpenedFile:
     def damaged(self, expected: str, got: object, todo: str | None = None) -> CorruptCheckpointError:
         """This file is not what it should be."""
         return CorruptCheckpointError(
-            "A file of DeepSpeed's does not hold what it should.",
+            "A file of this checkpoint does not hold what it should.",
             expected=expected,
             got=got,
             where=self.where,
@@ -135,6 +135,11 @@ class FoundEntries:
         """A tensor, which knows its name."""
         self.tensors[tensor.info.name] = tensor
         self.paths[tensor.info.name] = path
+
+    def add_named(self, path: Path, tensor: StoredTensor) -> None:
+        """A tensor under the name of its place."""
+        info = TensorInfo(name_of(path), tensor.info.shape, tensor.info.dtype)
+        self.add_tensor(path, StoredTensor(info, tensor.chunks))
 
     def add_step(self, path: Path, value: Any, opened: OpenedFile) -> None:
         """A count that parameters share, as a tensor of its own: tied ones would all be counted up by each parameter's

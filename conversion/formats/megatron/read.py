@@ -1,0 +1,176 @@
+"""Reading Megatron's ``torch_dist`` checkpoints: torch.distributed.checkpoint with Megatron's own names.
+
+    .metadata, __0_0.distcp ..    decoder.layers.mlp.linear_fc1.weight                        [layers, ..]
+                                  optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight
+                                  decoder.layers.mlp.linear_fc1._extra_state/shard_0_4         pickled objects
+    common.pt                     arguments, iteration, groups of the optimizer
+
+Names come out with layers one by one, as Megatron has them in memory, and norms in front of a projection under the name
+that Transformer Engine gives them, which Megatron mostly stores for its own too. As of DeepSpeed's checkpoints, fp32
+masters are the model where there are any: what is stored in 16 bits is their rounding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.formats.dcp.read import open_dcp
+from vescale_fsdp.conversion.formats.megatron.layer_stacks import LayerStacks
+from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries, OpenedFile
+from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
+from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.errors import ConversionError
+
+__all__ = ["open_megatron"]
+
+_COMMON_FILE = "common.pt"
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
+_MASTER = "fp32_param"
+_NORMS = {  # as one layer spec calls them: as Transformer Engine does
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+_BY_RANGES = (
+    "the optimizer is left out: its state is stored by ranges of buffers, not by parameter; Megatron stores it by "
+    "parameter with --dist-ckpt-optim-fully-reshardable"
+)
+_OPTIONS = "options of the optimizer are left out: which parameters they are for is not stored"
+
+
+def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
+    """Open such a checkpoint; reads metadata and ``common.pt``.
+
+    Raises:
+        ConversionError: if it has no tensors of a model.
+        CorruptCheckpointError: if it is damaged.
+    """
+    stored = open_dcp(store, trust_pickle=trust_pickle, stand_ins=True)  # plans of the save are in there
+    stacks, entries = LayerStacks(partial(_locate, stored)), FoundEntries()
+    state = _State.sorted(stored.tensors)
+    if not state.model:
+        raise ConversionError(
+            "No model weights were found in the source.",
+            expected="tensors such as decoder.layers.mlp.linear_fc1.weight",
+            got=f"{len(stored.tensors)} tensors, all of an optimizer",
+            where=store.where,
+            todo="pass the folder of one iteration, saved with --ckpt-format torch_dist",
+        )
+    masters, moments = state.masters, state.moments
+    for name, tensor in state.model.items():
+        for layer, part in stacks.layers(name, masters.get(name, tensor)):
+            entries.add_named(("model", _canonical(layer)), part)
+    for kind, tensors in moments.items():
+        for name, tensor in tensors.items():
+            for layer, part in stacks.layers(name, tensor):
+                entries.add_named(("optimizer", "state", _canonical(layer), kind), part)
+    _add_common(entries, OpenedFile.open(store, _COMMON_FILE))
+    if not state.is_by_parameter:
+        entries.warnings.append(_BY_RANGES)
+    # Objects: states of layers in Transformer Engine's own form, random states of ranks.
+    entries.omitted.extend((*state.others, *stored.values))
+    return replace(
+        stored,
+        kind="megatron",
+        tensors=entries.tensors,
+        values=entries.values,
+        paths=entries.paths,
+        readers=entries.readers,
+        omitted=tuple(entries.omitted),
+        warnings=tuple(entries.warnings),
+        locate=stacks.located,
+    )
+
+
+def _locate(stored: Source, info: TensorInfo, chunk: StoredChunk) -> StoredChunk:
+    """A chunk in its file; those of the common file are found already."""
+    assert stored.locate is not None  # of DCP's only the file says how a chunk lies in it
+    return chunk if chunk.file == _COMMON_FILE else stored.locate(info, chunk)
+
+
+def _canonical(name: str) -> str:
+    for own, other in _NORMS.items():
+        name = name.replace(own, other)
+    return name.removeprefix("module.")
+
+
+@dataclass
+class _State:
+    """Tensors by what they are.
+
+    Args:
+        model: weights by name.
+        states: the optimizer's, by kind and by the weight's name.
+        others: names of the optimizer's that are by no weight.
+    """
+
+    model: dict[str, StoredTensor] = field(default_factory=dict)
+    states: dict[str, dict[str, StoredTensor]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @classmethod
+    def sorted(cls, tensors: Mapping[str, StoredTensor]) -> _State:
+        """These tensors."""
+        found = cls()
+        for name, tensor in tensors.items():
+            match = _OPTIMIZER.match(name)
+            if match is None:
+                found.model[name] = tensor
+            elif match[1] is not None:
+                found.states.setdefault(match[1], {})[match[2]] = tensor
+            else:
+                found.others.append(name)
+        return found
+
+    @property
+    def is_by_parameter(self) -> bool:
+        """Whether all of the optimizer's state is by weight, in the weights' shapes."""
+        shapes = {name: tensor.info.shape for name, tensor in self.model.items()}
+        all_states = (item for found in self.states.values() for item in found.items())
+        return not self.others and all(shapes.get(name) == tensor.info.shape for name, tensor in all_states)
+
+    @property
+    def masters(self) -> dict[str, StoredTensor]:
+        """Weights in fp32, as far as they are there."""
+        return self.states.get(_MASTER, {}) if self.is_by_parameter else {}
+
+    @property
+    def moments(self) -> dict[str, dict[str, StoredTensor]]:
+        """What else the optimizer has of each weight."""
+        return {k: v for k, v in self.states.items() if k != _MASTER} if self.is_by_parameter else {}
+
+
+def _add_common(entries: FoundEntries, common: OpenedFile) -> None:
+    """Steps of the optimizer, and everything that is not of tensors."""
+    content = dict(common.content)
+    step = next(_steps(content.pop("optimizer", {})), None)
+    moved = dict.fromkeys(
+        str(path[2]) for path in entries.paths.values() if path[:2] == ("optimizer", "state")
+    )
+    if step is not None:
+        for name in moved:
+            entries.add_step(("optimizer", "state", name, "step"), step, common)
+    if moved:
+        entries.warnings.append(_OPTIONS)
+    for key, value in content.items():
+        if value not in (None, {}, []) and not str(key).startswith("model"):
+            entries.add_all((str(key),), value, common)
+
+
+def _steps(value: Any) -> Iterator[Any]:
+    """Steps anywhere in what is stored of an optimizer, which counts all parameters together."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            is_count = type(inner) in (int, float) or (isinstance(inner, TensorRef) and inner.shape == ())
+            if key in ("step", "common_step") and is_count:
+                yield inner
+            else:
+                yield from _steps(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _steps(inner)
