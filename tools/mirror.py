@@ -12,9 +12,9 @@ All N ranks hold the same shard, so the slices of every parameter are tied, and 
 
 The group asserts what NCCL asks for: sizes, dtypes, alignment, a shard that lies in the full buffer in its place; and
 that it is asked for work of the stream that is current, which has the priority that was chosen for it. On a GPU its
-collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the model. A wait
-that is missing then gives other numbers: with delays on either side, on both and on none training must have the bits of
-a run that synchronises after every collective, and those of the plain model.
+collectives run on a stream of their own, as NCCL's do, with a delay before they touch memory. So does the model. A
+wait that is missing then gives other numbers: with delays on either side, on both and on none training must have the
+bits of a run that synchronises after every collective, and those of the plain model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.parts.simulated_accelerator import MemoryUse
-from vescale_fsdp import fully_shard
+from vescale_fsdp import collectives, fully_shard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -158,7 +158,15 @@ class MirroredGroup(_Base):  # type: ignore[misc]
 
         return self._run("reduce_scatter", full, work)
 
+    def allgather_into_tensor_coalesced(
+        self, full: list[torch.Tensor], shards: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        self.calls["all_gather coalesced"] += 1
+        works = [self._allgather_base(*pair, opts) for pair in zip(full, shards, strict=True)]
+        return works[-1]
+
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # torch 2.13's names
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def alltoall(self, received: list[torch.Tensor], sent: list[torch.Tensor], opts: Any = None) -> Work:
         assert len(received) == len(sent) == self._size
@@ -209,7 +217,8 @@ def mirrored(world_size: int) -> Iterator[MirroredGroup]:
     group = dist.group.WORLD
     assert group is not None
     try:
-        with _gaps_of_zeros(), _streams():
+        coalescing = {"mirror": collectives._BACKENDS["nccl"]}
+        with _gaps_of_zeros(), _streams(), mock.patch.dict(collectives._BACKENDS, coalescing):
             yield group  # type: ignore[misc]
     finally:
         dist.destroy_process_group()
@@ -289,6 +298,7 @@ class Case:
 
     policy: MixedPrecisionPolicy = HALF
     narrow: bool = True
+    double_norms: bool = False  # so that units have two groups
     recomputes: bool = False
     micro_batches: int = 1
     steps: int = 3
@@ -310,6 +320,7 @@ CASES = {
     "bf16 sums": Case(MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
     "recompute": Case(recomputes=True),
     "accumulate": Case(micro_batches=3),
+    "two groups": Case(double_norms=True),
     "kept": Case(options={"reshard_after_forward": False}),
     "offload": Case(options={"offload_policy": CPUOffloadPolicy()}),
 }
@@ -359,6 +370,9 @@ def train(case: Case, device: str) -> tuple[Outcome, nn.Module, list[torch.Tenso
     """Sharded training of a case; the model, and the shards it began with."""
     torch.manual_seed(0)
     model = MirroredModel(case.recomputes)
+    if case.double_norms:
+        for block in model.blocks:
+            block.get_submodule("norm").double()
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.3)  # slices are tied: a norm may get a matrix's values
