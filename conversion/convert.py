@@ -6,6 +6,7 @@ small conversion takes less time than the imports of them all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -94,7 +95,7 @@ class ConvertReport:
 
 def convert(
     source: Source,
-    target: str,
+    target: str | os.PathLike[str],
     kind: str,
     options: ConvertOptions | None = None,
     *,
@@ -123,7 +124,7 @@ def convert(
         >>> len(report.state.views), open_source("as_dcp").kind
         (1, 'dcp')
     """
-    chosen = options or ConvertOptions()
+    chosen, target = options or ConvertOptions(), os.fspath(target)
     if chosen.merge is not None:  # one matrix at a time
         limits = replace(chosen.run.limits, threads=1)
         chosen = replace(chosen, run=replace(chosen.run, limits=limits))

@@ -24,7 +24,7 @@ _with_side_files = lazy_function("vescale_fsdp.conversion.formats.trainers.side_
 
 
 def open_source(
-    url: str,
+    url: str | os.PathLike[str],
     *,
     kind: str | None = None,
     trust_pickle: bool = False,
@@ -50,6 +50,7 @@ def open_source(
         >>> source.kind, list(source.tensors), source.nbytes
         ('torch', ['model.w'], 24)
     """
+    url = os.fspath(url)
     url = url.rstrip("/") if len(url) > 1 else url
     folder = open_store(url)
     files = folder.list_files()

@@ -158,7 +158,10 @@ class TorchArchive:
 
     def _record_bytes(self, name: str) -> bytes:
         record = self._records[name]
-        return self._read(self._data_offset(record), record.nbytes)
+        data = self._read(self._data_offset(record), record.nbytes)
+        if self._has_crcs and (crc := CRC32.of(data)) != record.crc:
+            raise self._damaged(f"CRC-32 {record.crc:08x} of {name}", f"{crc:08x}")
+        return data
 
     def _data_offset(self, record: _ZipRecord) -> int:
         if not record.is_stored:

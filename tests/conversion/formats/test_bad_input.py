@@ -193,6 +193,24 @@ def test_big_endian_data_is_refused(tmp_path: Path) -> None:
         open_source(str(tmp_path / "big.pt"))
 
 
+def test_another_name_or_number_in_a_torch_file(tmp_path: Path) -> None:
+    """A changed byte in what a file says of its tensors is damage, though the text still reads; a file that was written
+    without checksums cannot tell."""
+    torch.save({"weight": torch.arange(5.0), "step": 7}, tmp_path / "good.pt")
+    good = (tmp_path / "good.pt").read_bytes()
+    assert good.count(b"weight") == 1
+    (tmp_path / "bad.pt").write_bytes(good.replace(b"weight", b"height"))
+    with pytest.raises(CorruptCheckpointError, match=r"CRC-32 .* of .*data\.pkl(.|\n)*copy the file again"):
+        open_source(tmp_path / "bad.pt")
+
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.arange(5.0)}, tmp_path / "unchecked.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert set(open_source(tmp_path / "unchecked.pt").tensors) == {"weight"}
+
+
 def test_safetensors_damage(tmp_path: Path) -> None:
     """Truncation, a wrong header length and a header that lies about offsets are told apart from good
     files."""
