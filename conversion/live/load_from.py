@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from vescale_fsdp.errors import CheckpointError, some
 
 __all__ = ["LoadFromReport", "load_from"]
 
+_log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"
 
@@ -52,6 +54,7 @@ class LoadFromReport:
         unexpected: leaves of the source's model and optimizer that the state lacks.
         mismatched: leaves of other shapes or types, each with what the source and the state have.
         left_out: other entries of the source that the state has no place for.
+        warnings: what its files could not say for sure, in sentences; the logger ``vescale_fsdp`` says them too.
 
     Examples:
         >>> report = LoadFromReport(missing=(), unexpected=("lm_head.weight",))
@@ -63,6 +66,7 @@ class LoadFromReport:
     unexpected: tuple[str, ...]
     mismatched: dict[str, tuple[str, str]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def load_from(
@@ -166,8 +170,13 @@ class _LoadFrom:
             for put_back in undo:  # what was to be filled would pass for values
                 put_back()
             raise
-        found = made.found
-        return LoadFromReport(tuple(found.missing), tuple(found.unexpected), made.mismatched, made.left_out)
+        found, doubts = made.found, tuple(source.warnings)
+        if self.coordinator.rank == 0:
+            for doubt in doubts:
+                _log.warning("%s: %s", self.url, doubt)
+        return LoadFromReport(
+            tuple(found.missing), tuple(found.unexpected), made.mismatched, made.left_out, doubts
+        )
 
     def _together(
         self, doing: str, alike: dict[str, Any] | None = None, outcome: str = _NOTHING_LOADED

@@ -231,3 +231,15 @@ def test_no_source_at_all(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("x")
     with pytest.raises((ConversionError, CorruptCheckpointError), match="known kind"):
         load_from(tmp_path / "x", Small())
+
+
+def test_doubts_about_a_source_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What files of ranks cannot say for sure stands in the report and in the log; whole weights leave no doubt."""
+    (tmp_path / "ranks").mkdir()
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "ranks/shard-00000-model-00001-of-00001.safetensors")
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / "whole.safetensors")
+    model = nn.Linear(3, 2, bias=False)
+
+    assert load_from(tmp_path / "whole.safetensors", model).warnings == () and not caplog.text
+    (doubt,) = load_from(tmp_path / "ranks", model).warnings
+    assert "missing last rank" in doubt and doubt in caplog.text and model.weight.sum() == 6
