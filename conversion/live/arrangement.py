@@ -9,14 +9,16 @@ the state has no place for at all (a scheduler, an optimizer beside a lone model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.conversion.live.option_groups import regrouped
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
@@ -95,24 +97,32 @@ class Places:
         kinds = [path[depth:] for path in self.leaves if path[:depth] == home]
         return any(len(kind) > 1 and str(kind[0]) in ("state", "param_groups") for kind in kinds)
 
+    def groups(self, home: Path) -> list[list[str]]:
+        """Names of an optimizer's parameters, by group."""
+        return [
+            list(map(str, leaf))
+            for path, leaf in self.leaves.items()
+            if path[: len(home) + 1] == (*home, "param_groups") and path[-1] == "params"
+        ]
+
     def parameters(self, home: Path) -> list[str]:
-        """Names of an optimizer's parameters, in the order of its groups."""
-        found: dict[str, None] = {}
-        for path, leaf in self.leaves.items():
-            if path[: len(home) + 1] == (*home, "param_groups") and path[-1] == "params":
-                found |= dict.fromkeys(map(str, leaf))
-        return list(found)
+        """All of them, in the order of the groups."""
+        return list(dict.fromkeys(name for names in self.groups(home) for name in names))
 
     def holds(self, path: Path) -> bool:
         """Whether an entry of this path has a place: a leaf, or inside an object or an empty container."""
         return any(path[:depth] in self.leaves for depth in range(1, len(path) + 1))
 
 
-def arranged(state: CarriedState, places: Places) -> CarriedState:
+def arranged(state: CarriedState, places: Places, include: Collection[str] | None = None) -> CarriedState:
     """What a source holds, after key rules, at the places of a live state.
 
+    Args:
+        include: patterns of what is wanted, by the live state's names; None for all.
+
     Raises:
-        ConversionError: if optimizer state is by number and its parameters are not as many.
+        ConversionError: if optimizer state is by number and its parameters are not as many, or if parameters of one
+            group have different options in the source.
     """
     if places.model is not None and not state.model.rivals:
         state = _moved(state, dict.fromkeys(state.is_model, state.container), places.model)
@@ -122,6 +132,10 @@ def arranged(state: CarriedState, places: Places) -> CarriedState:
         state = _moved(state, dict.fromkeys(names, next(iter(homes))), home)
         state = _by_name(state, home, places.parameters(home))
         state = with_optimizer_form(state, "nested" if places.is_nested(home) else "flattened")
+        option = "/".join(map(str, (*home, "param_groups", 0, "lr")))
+        is_wanted = include is None or any(fnmatchcase(option, pattern) for pattern in include)
+        if places.is_nested(home) and is_wanted:
+            state = regrouped(state, home, places.groups(home))
         homes = _optimizers(state)
     optimizer = {name for names in homes.values() for name in names}
     kept = {

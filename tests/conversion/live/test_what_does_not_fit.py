@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard, load_from
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint import get_optimizer_state_dict, save
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, ConversionError, CorruptCheckpointError, VescaleError
 
@@ -243,3 +243,52 @@ def test_doubts_about_a_source_are_told(tmp_path: Path, caplog: pytest.LogCaptur
     assert load_from(tmp_path / "whole.safetensors", model).warnings == () and not caplog.text
     (doubt,) = load_from(tmp_path / "ranks", model).warnings
     assert "missing last rank" in doubt and doubt in caplog.text and model.weight.sum() == 6
+
+
+def _trained(*rates: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two layers that have been stepped, in one group of parameters or one each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    several = [
+        {"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, rates, strict=False)
+    ]
+    optimizer = torch.optim.AdamW(several if len(rates) > 1 else model.parameters(), lr=rates[0])
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("saved", "had", "expected"), [((0.1,), (0.5, 0.6), [0.1, 0.1]), ((0.1, 0.1), (0.5,), [0.1])]
+)
+def test_options_follow_parameters_into_other_groups(
+    tmp_path: Path, saved: tuple[float, ...], had: tuple[float, ...], expected: list[float]
+) -> None:
+    """A group that is two in the state gives both its options, and two that say the same become one."""
+    model, optimizer = _trained(*saved)
+    save(tmp_path / "c", {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)})
+    live, filled = _trained(*had)
+
+    load_from(tmp_path / "c", {"model": live, "optimizer": filled})
+
+    assert [group["lr"] for group in filled.param_groups] == expected
+    assert all(group.keys() == optimizer.param_groups[0].keys() for group in filled.param_groups)
+    moments = [
+        [each.state[p]["exp_avg_sq"] for p in m.parameters()]
+        for m, each in ((live, filled), (model, optimizer))
+    ]
+    assert all(map(torch.equal, *moments)) and moments[0][0].any()
+
+
+def test_options_that_differ_are_not_chosen_from(tmp_path: Path) -> None:
+    """Of two learning rates neither becomes that of a group with the parameters of both; the state alone loads."""
+    model, optimizer = _trained(0.1, 0.2)
+    save(tmp_path / "c", {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)})
+    live, filled = _trained(0.5)
+
+    with pytest.raises(
+        ConversionError, match=r"one lr for 0\.weight(.|\n)*0\.1, 0\.2(.|\n)*include='\*/state/\*'"
+    ):
+        load_from(tmp_path / "c", {"model": live, "optimizer": filled})
+    load_from(tmp_path / "c", {"model": live, "optimizer": filled}, include=["model/*", "*/state/*"])
+    assert filled.param_groups[0]["lr"] == 0.5
