@@ -108,8 +108,9 @@ def test_to_hugging_face_and_into_a_model(tmp_path: Path) -> None:
     model.up = torch.nn.Linear(3, 7)
     load_from(str(tmp_path / "checkpoint-3"), model, strict=False)
     assert torch.equal(model.up.weight, state.model["up.weight"])
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": [model.up.weight]}, {"params": [model.up.bias]}])
     load_from(str(tmp_path / "checkpoint-3"), {"model": model, "optimizer": optimizer}, strict=False)
+    assert len({group["lr"] for group in optimizer.param_groups}) == 2  # as they were saved
     for name, held in zip(("up.weight", "up.bias"), optimizer.state_dict()["state"].values(), strict=True):
         assert held["step"] == 3 and torch.equal(held["exp_avg"], state.moments[name]["exp_avg"])
 
