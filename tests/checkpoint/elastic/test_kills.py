@@ -23,8 +23,8 @@ _SEED = int(os.environ.get("FAULTS_SEED", "0"))
 CHOSEN = [
     Death(0, 4, "optimizer", 4),
     Death(2, 4, "restore", 3),
-    Death(2, 12, "forward", 4),
-    Death(3, 12, "forward", 4),
+    Death(2, 14, "forward", 4),
+    Death(3, 14, "forward", 4),
 ]
 
 
@@ -50,7 +50,8 @@ def test_survivors_go_on(tmp_path: Path, deaths: list[Death]) -> None:
     assert {seen.world for seen in epochs} >= ({2, 4} if deaths is CHOSEN else {3, 4})
     if deaths is CHOSEN:
         last = epochs.pop()
-        assert (last.world, last.tier) == (2, "disk") and last.step in (4, 8, 12)
+        # On a slow machine they may die just behind a step that the disk has too: memory's lost half is made of it.
+        assert last.world == 2 and last.tier in ("disk", "ram") and last.step in (4, 8, 12, 16)
     assert epochs[0].tier == "start" and len(epochs) > 2
     for before, after in pairwise(epochs):
         # Before a step begins, the copies of the step before have been made: no more than that is done twice.
