@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TRIES = 5  # on top of what the file system itself retries: 3 s of pauses in all
 _FIRST_PAUSE_S = 0.2
+_PATIENCE_S = 60.0  # clients of some stores try for minutes themselves before they give up
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 # What clients of stores raise that is no OSError. By name, since a store's client is installed only if it is used.
 _PASSING = {
@@ -204,6 +205,7 @@ class RemoteStorage(Storage):
 
     def _try(self, work: Callable[[], T]) -> T:
         """Call until it works; errors that may pass end in a ConnectionError, others are raised as they are."""
+        started_s = time.monotonic()
         for attempt in range(self._tries):
             try:
                 return work()
@@ -214,8 +216,8 @@ class RemoteStorage(Storage):
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
                         raise
                     raise self._unreachable("", error) from error
-                if attempt == self._tries - 1:
-                    raise self._unreachable(f"gave up after {self._tries} tries: ", error) from error
+                if attempt == self._tries - 1 or time.monotonic() - started_s > _PATIENCE_S:
+                    raise self._unreachable(f"gave up after {attempt + 1} tries: ", error) from error
                 # Ranks that were refused together shall not come back together.
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))
         raise AssertionError("the last try returns or raises")
