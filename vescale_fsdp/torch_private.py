@@ -124,6 +124,7 @@ __all__ = [
     "newer_class",
     "note_sharded",
     "operator_names",
+    "piece_in",
     "post_accumulate_grad_hooks",
     "printoptions",
     "profiled",
@@ -149,6 +150,7 @@ __all__ = [
 _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 _LOCAL: Any = vars(DTensor)["_local_tensor"]  # the slot, for which a ragged tensor has a dearer property
+piece_in = _LOCAL.__get__  # of a DTensor
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 

@@ -47,6 +47,7 @@ from vescale_fsdp.torch_private import (
     grad_dtype_of,
     is_asked_by,
     local_of,
+    piece_in,
     refuse_fsdp2,
     refuse_set_state_dict,
     register_foreach_type,
@@ -63,7 +64,6 @@ __all__ = [
 
 
 _torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
-_slot_of: Any = _torchs_local.__get__
 
 
 def is_ragged(tensor: object) -> bool:
@@ -109,7 +109,8 @@ class RaggedDTensor(DTensor):
         """A ragged tensor over ``local`` (shared, not copied) as ``spec`` describes it."""
         # Without DTensor's __init__, which does nothing, slowly: an optimizer wraps hundreds of tensors per step.
         tensor: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=requires_grad)
-        tensor.layout_ref = layout_ref
+        if layout_ref is not None:
+            tensor.layout_ref = layout_ref
         return tensor  # type: ignore[no-any-return]
 
     @staticmethod
@@ -246,7 +247,7 @@ class RaggedDTensor(DTensor):
         """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
         if takes_address_for_memory():
             return 0
-        local = _slot_of(self)
+        local = piece_in(self)
         if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
         return id(self)
@@ -256,7 +257,7 @@ class RaggedDTensor(DTensor):
         # torch's attribute, asked for many times a step; torchao (0.18) knows its weights by their class
         if self.shown_to_torchao is not None and is_asked_by("torchao"):
             return self.shown_to_torchao
-        local = _slot_of(self)  # accelerate (1.15) tells parameters by addresses, and gets what has one
+        local = piece_in(self)  # accelerate (1.15) tells parameters by addresses, and gets what has one
         return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 
     @_local_tensor.setter
@@ -299,9 +300,8 @@ class RaggedDTensor(DTensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         local = self._local_tensor.detach().clone()
         twin = memo[id(self)] = _rebuild(local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
-        for name, value in vars(self).items():
-            if name != "shown_to_torchao":  # it lies over this tensor's memory
-                vars(twin).setdefault(name, copy.deepcopy(value, memo))
+        for name in vars(self).keys() - {"shown_to_torchao"}:  # which lies over this tensor's memory
+            vars(twin).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin

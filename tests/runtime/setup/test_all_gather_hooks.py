@@ -317,7 +317,7 @@ def reductions_of_scales() -> Iterator[list[str]]:
 
     def counted(function: Any) -> Any:
         def call(tensor: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-            if op in ("MAX", dist.ReduceOp.MAX):
+            if op in ("MAX", dist.ReduceOp.MAX) and tensor.is_floating_point():
                 seen.append(function.__module__)
             return function(tensor, op, *args, **kwargs)
 

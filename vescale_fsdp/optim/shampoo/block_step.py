@@ -23,7 +23,7 @@ from vescale_fsdp.torch_private import foreach_copy_
 __all__ = ["BlockJob", "write_directions"]
 
 _STACK_NUMEL = 4 << 20
-"""Elements of a stack, 16 MiB in fp32; about a dozen such are there at once: parts, factors, roots, eigenvectors."""
+"""Elements of a stack of factors, 16 MiB in fp32; about a dozen such are there at once, eigenvectors and all."""
 
 
 class BlockJob(NamedTuple):
@@ -50,7 +50,7 @@ def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, An
 
 
 def _blocks_at_once(area: BlockArea, device: torch.device) -> int:
-    return max(1, _STACK_NUMEL // (area.height * area.width)) if launches(device) else 1
+    return max(1, _STACK_NUMEL // area.side_numel) if launches(device) else 1
 
 
 def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: Mapping[str, Any]) -> None:

@@ -38,9 +38,14 @@ class BlockArea(NamedTuple):
     columns: int = 1
 
     @property
+    def side_numel(self) -> int:
+        """Elements of the larger one of a block's factors: never fewer than its own."""
+        return max(self.height, self.width) ** 2
+
+    @property
     def numel(self) -> int:
-        """Elements of all blocks."""
-        return self.bands * self.columns * self.height * self.width
+        """Elements of all blocks' larger factors."""
+        return self.bands * self.columns * self.side_numel
 
     def parts(self, most_blocks: int) -> Iterator[BlockArea]:
         """Areas of at most so many blocks."""
