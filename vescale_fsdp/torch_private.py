@@ -101,7 +101,11 @@ __all__ = [
     "dispatch_to_subclass",
     "flatten_mesh",
     "flatten_state_dict",
+    "foreach_add_",
     "foreach_copy_",
+    "foreach_lerp",
+    "foreach_lerp_",
+    "foreach_mul_",
     "foreach_norm_of",
     "foreach_zero_",
     "forget_meshes",
@@ -109,6 +113,7 @@ __all__ = [
     "gloo_group",
     "grad_dtype_of",
     "groups_as_patient_as",
+    "is_asked_by",
     "is_noted_sharded",
     "is_replicated",
     "is_view",
@@ -119,6 +124,7 @@ __all__ = [
     "newer_class",
     "note_sharded",
     "operator_names",
+    "piece_in",
     "post_accumulate_grad_hooks",
     "printoptions",
     "profiled",
@@ -144,6 +150,7 @@ __all__ = [
 _torch_fully_shard = inspect.unwrap(torch.distributed.fsdp.fully_shard)
 
 _LOCAL: Any = vars(DTensor)["_local_tensor"]  # the slot, for which a ragged tensor has a dearer property
+piece_in = _LOCAL.__get__  # of a DTensor
 MUON_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 
 
@@ -182,7 +189,12 @@ REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
-foreach_norm_of = torch._foreach_norm  # torch 2.11-2.13 spell every foreach operator with an underscore
+# torch 2.11-2.15: foreach operators, one call for many tensors, are documented and still spelled as private.
+foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
+foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
+foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
+foreach_norm_of = torch._foreach_norm
+
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -222,6 +234,11 @@ _dispatch_rules: list[torch.library.Library] = []  # rules go when their library
 
 def _ask_subclass(cls: _Dispatching, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return cls.__torch_dispatch__(func, types, args, kwargs)
+
+
+def is_asked_by(package: str) -> bool:
+    """Whether the caller's caller is of this package: it asks a ragged tensor for more than its piece."""
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == package
 
 
 _COPY_BY_ADDRESS = ("torch.distributed.checkpoint._state_dict_stager", "torch.nn.modules.rnn")
@@ -448,17 +465,6 @@ def operator_names() -> list[str]:
 def foreach_types() -> set[Any]:
     """Types that both optimizers and gradient clipping treat as plain tensors (for tests)."""
     return set(_optim_types) & set(_util_types)
-
-
-def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors, with casts, in as few kernels as there can be."""
-    # torch 2.11-2.13: foreach functions are documented but still spelled as private.
-    torch._foreach_copy_(targets, sources)
-
-
-def foreach_zero_(tensors: list[torch.Tensor]) -> None:
-    """Zero many tensors in one call (torch 2.11-2.13 spell every foreach operator with an underscore)."""
-    torch._foreach_zero_(tensors)
 
 
 def version_of(tensor: torch.Tensor) -> int:

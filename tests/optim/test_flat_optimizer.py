@@ -303,3 +303,41 @@ def test_plain_parameters_and_closures() -> None:
         losses = [optimizer.step(closure).item() for _ in range(3)]
         assert losses == sorted(losses, reverse=True)
     assert torch.equal(one.weight, other.weight)
+
+
+def neighbours() -> list[torch.Tensor]:
+    """Two plain parameters, one behind the other in one allocation: a run."""
+    both = torch.arange(8.0)
+    return [nn.Parameter(both[:4]), nn.Parameter(both[4:])]
+
+
+def test_gradients_of_two_allocations_are_not_taken_for_one() -> None:
+    """That their offsets fit is not enough: they are copied together."""
+    params = neighbours()
+    optimizer = FlatOptimizer(torch.optim.SGD, params, lr=1.0)
+    params[0].grad, params[1].grad = torch.full((8,), 1.0)[:4], torch.full((8,), 2.0)[4:]
+    optimizer.step()
+    assert len(optimizer._runs or ()) == 1
+    assert torch.cat(params).tolist() == [-1.0, 0.0, 1.0, 2.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_loaded_step_counts_part_a_run() -> None:
+    """Neighbours that have taken different numbers of steps are stepped apart, with the bits of one by one."""
+    params, twins = neighbours(), neighbours()
+    saved = torch.optim.AdamW(twins, lr=0.1)
+    for present in ([0, 1], [0]):
+        for index, twin in enumerate(twins):
+            twin.grad = torch.full((4,), index + 1.0) if index in present else None
+        saved.step()
+    optimizer = FlatOptimizer(torch.optim.AdamW, params, lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    with torch.no_grad():
+        for param, twin in zip(params, twins, strict=True):
+            param.copy_(twin)
+    for param in (*params, *twins):
+        param.grad = torch.ones(4)
+    saved.step()
+    optimizer.step()
+    assert len(optimizer._runs or ()) == 2
+    assert [float(optimizer.state[param]["step"]) for param in params] == [3.0, 2.0]
+    assert all(torch.equal(param, twin) for param, twin in zip(params, twins, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,38 @@ def test_bf16_parameters_do_not_depend_on_the_cut() -> None:
         assert_same(values, expected)
     for fqn, value in matrices_in_bf16("torch").items():
         torch.testing.assert_close(expected[fqn], value, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"lr": 0.1},
+        {"weight_decay": 5.0},
+        {"momentum": 0.5},
+        {"nesterov": False},
+        {"ns_steps": 2},
+        {"ns_coefficients": (3.0, -3.2, 1.2)},
+        {"adjust_lr_fn": "match_rms_adamw"},
+    ],
+    ids=str,
+)
+def test_matrices_of_one_shape_are_stepped_as_their_own_group_says(
+    other: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """What is computed on together has nothing else in common: two groups step as two optimizers do."""
+    tensors = full_tensors([(6, 4)] * 4, 0, dtype)
+    together, apart = as_plain(tensors), as_plain(tensors)
+    first, second = list(together.values())[:2], list(together.values())[2:]
+    one = Muon([{"params": first}, {"params": second, **other}], **OPTIONS)
+    values = list(apart.values())
+    two = [Muon(values[:2], **OPTIONS), Muon(values[2:], **{**OPTIONS, **other})]
+    both: Any = SimpleNamespace(step=lambda: [optimizer.step() for optimizer in two])
+    got, expected = train(one, together, range(3)), train(both, apart, range(3))
+    assert_same(got, expected)
+    plain = as_plain(tensors)
+    usual = train(Muon(list(plain.values()), **OPTIONS), plain, range(3))
+    assert [torch.equal(got[fqn], usual[fqn]) for fqn in got] == [True, True, False, False]
 
 
 def hybrid_run() -> tuple[dict[str, torch.Tensor], list[str]]:

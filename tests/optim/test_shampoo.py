@@ -21,7 +21,7 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Element
 from vescale_fsdp.optim import Shampoo
-from vescale_fsdp.optim.shampoo.block_math import inverse_root
+from vescale_fsdp.optim.shampoo.block_math import inverse_roots
 from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of, granularity_of
 
 BLOCK = 8
@@ -130,19 +130,66 @@ def test_blocks_tile_the_parameter() -> None:
     """The drawing: 5 x 7 in blocks of 4 has blocks of 4x4, 4x3, 1x4 and 1x3."""
     grid = factor_grid_of((5, 7), 4)
     assert grid.factor_shapes == {"left": (2, 2, 4, 4), "right": (2, 2, 4, 4)}
-    sizes = [(b.top, b.height, b.left, b.width) for b in grid.blocks_in(FlatRange(0, 35))]
+    sizes = [(a.top, a.height, a.left, a.width) for a in grid.areas_in(FlatRange(0, 35))]
     assert sizes == [(0, 4, 0, 4), (0, 4, 4, 3), (4, 1, 0, 4), (4, 1, 4, 3)]
 
 
+@pytest.mark.parametrize("shape", [(29,), (37, 19), (16, 24), (3, 16, 8), (4, 12, 20), (2, 20, 37)])
+def test_areas_hold_each_block_once(shape: tuple[int, ...]) -> None:
+    """However areas are cut into parts, every element and every factor is in one of them, at its block's place."""
+    grid = factor_grid_of(shape, BLOCK)
+    lines = torch.Size(shape).numel() // grid.cols
+    piece = FlatRange(grid.band_start(1), torch.Size(shape).numel())  # without the first band
+    for most in (1, 2, 3, 5, 100):
+        seen = torch.zeros(lines, grid.cols)
+        factors = torch.zeros(len(grid.bands_in(piece)), grid.num_columns)
+        for area in (part for whole in grid.areas_in(piece) for part in whole.parts(most)):
+            assert 0 < area.bands * area.columns <= most
+            assert area.numel == area.bands * area.columns * max(area.height, area.width) ** 2
+            first = grid.band_start(1) // grid.cols + area.top
+            for band in range(area.bands):
+                start = (first + band * area.height) * grid.cols
+                assert grid.band_start(1 + area.band + band) == start
+                assert grid.band_start(2 + area.band + band) == start + area.height * grid.cols
+            assert area.left == area.column * BLOCK or grid.cols == 1
+            bottom, right = first + area.bands * area.height, area.left + area.columns * area.width
+            seen[first:bottom, area.left : right] += 1
+            factors[area.band :, area.column :][: area.bands, : area.columns] += 1
+        assert seen.sum() == piece.numel > 0 and seen.max() == 1
+        assert (factors == 1).all()
+
+
 def test_inverse_roots() -> None:
-    """The perturbation shifts only when the least eigenvalue is below eps; NaN gives NaN."""
-    diagonal = torch.diag(torch.tensor([16.0, 81.0]))
-    torch.testing.assert_close(inverse_root(diagonal, 4, 1e-12), torch.diag(torch.tensor([1 / 2, 1 / 3])))
-    shifted = inverse_root(torch.diag(torch.tensor([0.0, 15.0])), 4, 1.0)
-    torch.testing.assert_close(shifted, torch.diag(torch.tensor([1.0, 1 / 2])))
-    spoiled = inverse_root(torch.full((2, 2), torch.nan), 4, 1.0)
-    assert spoiled is not None
-    assert spoiled.isnan().all()
+    """The perturbation shifts only when the least eigenvalue is below eps; NaN gives NaN, to its own matrix alone."""
+    factors = torch.stack(
+        [torch.diag(torch.tensor(each)) for each in ([16.0, 81.0], [1.0, 1.0], [0.0, 15.0])]
+    )
+    factors[1, 0, 1] = torch.nan
+    roots = inverse_roots(factors, factors, 4, 1e-12)
+    torch.testing.assert_close(roots[0], torch.diag(torch.tensor([1 / 2, 1 / 3])))
+    assert roots[1].isnan().all()
+    shifted = inverse_roots(factors, factors, 4, 1.0)
+    torch.testing.assert_close(shifted[2], torch.diag(torch.tensor([1.0, 1 / 2])))
+    assert torch.equal(shifted[0], roots[0]) and not shifted[2].isnan().any()
+
+
+def test_a_decomposition_that_fails_costs_its_own_block_its_new_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp64 is tried for that block; where it fails too that block keeps its last root, with a warning."""
+    eigh = torch.linalg.eigh
+    factors = torch.diag_embed(torch.tensor([[1.0, 16.0], [13.0, 2.0], [7.0, 81.0]]))
+
+    def failing(matrices: torch.Tensor) -> Any:
+        bad = [13.0] if matrices.dtype == torch.float64 else [13.0, 7.0]
+        if any((matrices == number).any() for number in bad):
+            raise torch.linalg.LinAlgError
+        return eigh(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    with pytest.warns(UserWarning, match="keeps its last inverse root"):
+        roots = inverse_roots(factors, torch.full((3, 2, 2), 5.0), 4, 1e-12)
+    assert (roots[1] == 5.0).all() and roots.dtype == torch.float32
+    for number in (0, 2):
+        torch.testing.assert_close(roots[number], torch.diag(factors[number].diagonal() ** -0.25))
 
 
 def spoiled_run(kind: str) -> dict[str, torch.Tensor]:

@@ -381,3 +381,19 @@ def test_other_parts_and_shapes_are_refused() -> None:
         optimizer.load_state_dict(saved)
     with pytest.raises(CheckpointError, match="other parts"):
         optimizer.load_state_dict({**saved, "state": {}})
+    signed = copy.deepcopy(optimizer.state_dict())
+    signed["state"][0]["exp_avg_codes"] = torch.zeros(64, 64, dtype=torch.int8)
+    with pytest.raises(CheckpointError, match="int8"):
+        optimizer.load_state_dict(signed)
+
+
+def test_a_refused_state_leaves_the_options_as_they_are() -> None:
+    """What was found out while loading takes back the groups that torch has put in place already."""
+    optimizer = plain("adamw8bit")
+    before = [dict(group) for group in optimizer.param_groups]
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.5
+    del saved["state"][0]["step"]
+    with pytest.raises(CheckpointError, match="other parts"):
+        optimizer.load_state_dict(saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in before] != [0.5]

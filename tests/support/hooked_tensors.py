@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -142,3 +143,30 @@ class WrapsNothing(torch.Tensor):
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         return outputs[0], ()
+
+
+class Float8Rows(Wrapper):
+    """Sends float8 codes by a scale of the whole weight, which it computes unless somebody has, as torchao's do."""
+
+    _dtype = torch.float8_e4m3fn
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data)
+        self._precomputed_scale: torch.Tensor | None = None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor], torch.Tensor]:
+        scale = self._precomputed_scale
+        if scale is None:
+            largest = self._data.abs().max()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+            scale = (torch.finfo(self._dtype).max / largest.double().clamp(min=1e-12)).float()
+        return ((self._data * scale).to(self._dtype).view(torch.uint8),), scale
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        values = outputs[0].view(self._dtype).to(param_dtype) / metadata.to(param_dtype)
+        if out is not None:
+            out.data.copy_(values)
+            return None
+        return values, (values,)

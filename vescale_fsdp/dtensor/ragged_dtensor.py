@@ -11,7 +11,6 @@ returns a wrong value in silence: an operator without a rule raises.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +45,9 @@ from vescale_fsdp.torch_private import (
     DTensorSpec,
     dispatch_to_subclass,
     grad_dtype_of,
+    is_asked_by,
     local_of,
+    piece_in,
     refuse_fsdp2,
     refuse_set_state_dict,
     register_foreach_type,
@@ -63,13 +64,6 @@ __all__ = [
 
 
 _torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
-_slot_of: Any = _torchs_local.__get__
-
-
-def _is_asked_by_accelerate() -> bool:
-    """Whether the caller's caller hands optimizers a model's parameters by their address."""
-    # accelerate (1.15) asks the optimizer's for ``_local_tensor.data_ptr()`` and the model's for ``data_ptr()``.
-    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] == "accelerate"
 
 
 def is_ragged(tensor: object) -> bool:
@@ -90,6 +84,7 @@ class RaggedDTensor(DTensor):
     Attributes:
         layout_ref: the layout of the group this tensor lies in and its name there, where a planner made
             it. Elementwise results inherit it, so optimizer state knows its layout too.
+        shown_to_torchao: of a parameter that gathers itself, the tensor of the user's class over its piece.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +96,7 @@ class RaggedDTensor(DTensor):
     """
 
     layout_ref: tuple[GroupLayout, str] | None = None
+    shown_to_torchao: torch.Tensor | None = None
 
     @staticmethod
     def wrap(
@@ -111,9 +107,11 @@ class RaggedDTensor(DTensor):
         requires_grad: bool = False,
     ) -> RaggedDTensor:
         """A ragged tensor over ``local`` (shared, not copied) as ``spec`` describes it."""
-        tensor = RaggedDTensor(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
-        tensor.layout_ref = layout_ref
-        return tensor
+        # Without DTensor's __init__, which does nothing, slowly: an optimizer wraps hundreds of tensors per step.
+        tensor: Any = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=requires_grad)
+        if layout_ref is not None:
+            tensor.layout_ref = layout_ref
+        return tensor  # type: ignore[no-any-return]
 
     @staticmethod
     def from_local(  # type: ignore[override]
@@ -249,16 +247,18 @@ class RaggedDTensor(DTensor):
         """The address of this rank's piece (0 if it is empty), by which others tell tensors apart."""
         if takes_address_for_memory():
             return 0
-        local = _slot_of(self)
-        if (local.numel() and not local.is_meta) or not _is_asked_by_accelerate():
+        local = piece_in(self)
+        if (local.numel() and not local.is_meta) or not is_asked_by("accelerate"):
             return local.data_ptr()
         return id(self)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        # torch's attribute, asked for many times a step; accelerate, who wants an address alone, gets what has one
-        local = _slot_of(self)
-        return local if (local.numel() and not local.is_meta) or not _is_asked_by_accelerate() else self
+        # torch's attribute, asked for many times a step; torchao (0.18) knows its weights by their class
+        if self.shown_to_torchao is not None and is_asked_by("torchao"):
+            return self.shown_to_torchao
+        local = piece_in(self)  # accelerate (1.15) tells parameters by addresses, and gets what has one
+        return local if (local.numel() and not local.is_meta) or not is_asked_by("accelerate") else self
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
@@ -300,8 +300,8 @@ class RaggedDTensor(DTensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         local = self._local_tensor.detach().clone()
         twin = memo[id(self)] = _rebuild(local, self._spec, self.layout_ref, self.requires_grad, is_parameter)
-        for name, value in vars(self).items():
-            vars(twin).setdefault(name, copy.deepcopy(value, memo))
+        for name in vars(self).keys() - {"shown_to_torchao"}:  # which lies over this tensor's memory
+            vars(twin).setdefault(name, copy.deepcopy(vars(self)[name], memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin

@@ -15,7 +15,7 @@ its moments are stored as 0, so that the block's scale stays a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,7 +25,13 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.optim.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
-from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
+from vescale_fsdp.optim.structured_optimizer import (
+    AdamWOptions,
+    StructuredOptimizer,
+    batches_of,
+    check_rates,
+    launches,
+)
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
 
@@ -126,23 +132,9 @@ class AdamW8bit(StructuredOptimizer):
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:
                 self.state[param]["step"] += 1
-            for batch in self._batches(params):
+            stepped = [_Stepped(param, self.state[param], self._grid(param)) for param in params]
+            for batch in batches_of(((each.kind, each.numel, each) for each in stepped), _BATCH_NUMEL):
                 self._step_batch(batch, group)
-
-    def _batches(self, params: Sequence[torch.Tensor]) -> Iterator[list[_Stepped]]:
-        """Parameters that are stepped as one: on an accelerator those with blocks alike, so many that it is busy."""
-        batches: dict[Hashable, list[_Stepped]] = {}
-        for number, param in enumerate(params):
-            stepped = _Stepped(param, self.state[param], self._grid(param))
-            local = local_tensor(param)
-            kind = (*stepped.kind, float(stepped.state["step"]), local.dtype, local.device)
-            key: Hashable = kind if _launches(local.device) else number
-            batch = batches.setdefault(key, [])
-            if batch and sum(local_tensor(each.param).numel() for each in (*batch, stepped)) > _BATCH_NUMEL:
-                yield batches.pop(key)
-                batch = batches[key] = []
-            batch.append(stepped)
-        yield from batches.values()
 
     def _step_batch(self, batch: Sequence[_Stepped], group: dict[str, Any]) -> None:
         """The arithmetic on blocks, or on elements where state is fp32; missing elements of a block are zeros."""
@@ -174,9 +166,17 @@ class _Stepped(NamedTuple):
         return "exp_avg_codes" in self.state
 
     @property
-    def kind(self) -> tuple[int, ...]:
-        """Equal for parameters whose blocks can stand in one tensor."""
-        return (self.grid.rows, self.grid.scales_per_band, self.grid.cols) if self.is_8bit else ()
+    def kind(self) -> Hashable:
+        """Equal for parameters that are stepped as one: on an accelerator those that can stand in one tensor."""
+        if not launches(self.param.device):
+            return id(self.param)
+        blocks = (self.grid.rows, self.grid.scales_per_band, self.grid.cols) if self.is_8bit else ()
+        return blocks, float(self.state["step"]), self.param.dtype, self.param.device
+
+    @property
+    def numel(self) -> int:
+        """This rank's elements."""
+        return local_tensor(self.param).numel()
 
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """This rank's elements of a tensor like the parameter: as blocks where state has some."""
@@ -185,11 +185,6 @@ class _Stepped(NamedTuple):
     def held(self, name: str) -> torch.Tensor:
         """This rank's part of a state tensor, 1-D."""
         return local_tensor(self.state[name], "state")
-
-
-def _launches(device: torch.device) -> bool:
-    """Whether an operator costs a launch, and not only its work."""
-    return device.type != "cpu"
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

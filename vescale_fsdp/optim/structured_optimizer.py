@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.optim.adamw import adamw
@@ -23,7 +23,9 @@ from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.errors import CheckpointError, LayoutError
 from vescale_fsdp.optim.state_loading import Held, check_state, copy_state
 
-__all__ = ["AdamWOptions", "StructuredOptimizer", "check_rates", "evaluated"]
+__all__ = ["AdamWOptions", "StructuredOptimizer", "batches_of", "check_rates", "evaluated", "launches"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,9 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             LayoutError: if the algorithm cannot step this parameter, or not as it is laid out.
         """
 
+    @abstractmethod
     def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Step all parameters, those of this optimizer's own algorithm in ``groups``."""
-        self._step_adamw()
-        for group in groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_param(param, group)
-
-    def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter of this optimizer's own algorithm; for those that step them one by one."""
-        raise NotImplementedError
+        """Step all parameters that have a gradient, those of this optimizer's own algorithm in ``groups``."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is made at once."""
@@ -238,6 +232,30 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                     todo="build the optimizer with the recorded options; if another optimizer wrote the "
                     "state and you know that it means the same, write these keys into its param groups",
                 )
+
+
+def launches(device: torch.device) -> bool:
+    """Whether an operator costs a launch, and not only its work: then tensors are stepped many at once."""
+    return device.type != "cpu"
+
+
+def batches_of(items: Iterable[tuple[Hashable, int, T]], most_numel: int) -> Iterator[list[T]]:
+    """Items that are computed on as one: of equal kind, and not more elements than memory is spent on.
+
+    Args:
+        items: (kind, elements, item).
+        most_numel: elements of a batch, unless one item has more.
+    """
+    batches: dict[Hashable, list[T]] = {}
+    numels: dict[Hashable, int] = {}
+    for kind, numel, item in items:
+        if kind in batches and numels[kind] + numel > most_numel:
+            yield batches.pop(kind)
+        if kind not in batches:
+            batches[kind], numels[kind] = [], 0
+        batches[kind].append(item)
+        numels[kind] += numel
+    yield from batches.values()
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:

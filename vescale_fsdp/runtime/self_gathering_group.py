@@ -27,11 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from vescale_fsdp.collectives import Work
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import MisuseError
 from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.setup.all_gather_hooks import TensorHooks, inner_of, rows_of, takes_mesh_only
+from vescale_fsdp.runtime.setup.float8_scales import scaled_together, takes_scale
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
 from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.tensor_parallel import local_part
@@ -86,8 +88,10 @@ class SelfGatheringGroup(ParamGroup):
     def _start_gather(self) -> None:
         if self._hooked[0].outputs is None:
             self._check_shard()
-        for hooked in self._hooked:
-            hooked.start_gather(self.comm, self._shard_mesh, self.mp_policy, self.device)
+        rows = [hooked.rows_on(self.device) for hooked in self._hooked]
+        with scaled_together([each for each in rows if takes_scale(each)], self.comm.shard_group):
+            for hooked, own in zip(self._hooked, rows, strict=True):
+                hooked.start_gather(own, self.comm, self._shard_mesh, self.mp_policy)
 
     @torch.no_grad()
     def _finish_gather(self) -> None:
@@ -129,6 +133,8 @@ class _SelfGatheringParam:
         rows = rows_of(self._like, piece.view(piece.numel() // row_numel, *shape[1:]))
         assert isinstance(rows, torch.Tensor)
         self._like, self._rows = rows, rows
+        if isinstance(self.param.sharded, RaggedDTensor):
+            self.param.sharded.shown_to_torchao = rows
         self.outputs, self._inner = None, []
         self.param.unsharded, self.param.watched = None, False
 
@@ -140,11 +146,18 @@ class _SelfGatheringParam:
         self._brought = rows.to(device, non_blocking=True)
         return inner_of(self._brought)
 
+    def rows_on(self, device: torch.device) -> Any:
+        """This rank's rows, an instance of the user's class, where they are encoded."""
+        rows: Any = self._rows if self._brought is None else self._brought
+        self._brought = None
+        # offloaded, and nobody has brought them
+        return rows if rows.device == device else rows.to(device, non_blocking=True)
+
     def start_gather(
-        self, comm: GroupComm, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, device: torch.device
+        self, rows: Any, comm: GroupComm, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
     ) -> None:
-        """Call ``pre`` and start an all-gather of each of its inputs."""
-        inputs, self._metadata = self._call_before(mesh, mp_policy, device)
+        """Call ``pre`` on these rows and start an all-gather of each of its inputs."""
+        inputs, self._metadata = self._call_before(rows, mesh, mp_policy)
         self._sizes = [each.size() for each in inputs]
         self._check_sizes()
         flat = [each.contiguous().view(-1) for each in inputs]
@@ -159,12 +172,8 @@ class _SelfGatheringParam:
         ]
 
     def _call_before(
-        self, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, device: torch.device
+        self, rows: Any, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
     ) -> tuple[Sequence[torch.Tensor], Any]:
-        rows: Any = self._rows if self._brought is None else self._brought
-        self._brought = None
-        if rows.device != device:
-            rows = rows.to(device, non_blocking=True)  # offloaded, and nobody has brought them
         if takes_mesh_only(rows):
             return rows.fsdp_pre_all_gather(mesh)  # type: ignore[no-any-return]
         size = torch.Size(self.param.slot.shape)

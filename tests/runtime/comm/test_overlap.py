@@ -53,6 +53,33 @@ def test_communication_overlaps_and_memory_is_bounded() -> None:
         assert min(reductions[:3]) >= 8, reductions  # the last block is reduced at the very end
 
 
+def slack_behind_a_step(context: type[CommContext], given: bool) -> int:
+    """Of the root's gather, where compute work follows the optimizer's step."""
+    model = shard()
+    with recording(model, context=context) as recorder:
+        step(model, 0)
+        if given:
+            model.set_post_optim_event(recorder.current().record_event())
+        for _ in range(20):
+            torch.ones(3).add_(1)
+        recorder.collectives.clear()
+        models.loss_of(model, models.batch(1, 0))
+        return recorder.collectives[0].slack
+
+
+class GathersWaitForComputeToo(CommContext):
+    def wait_for_event(self, event: Any) -> None:
+        super().wait_for_event(event)
+        self._waits_for_event = False
+
+
+def test_gathers_wait_for_the_users_event_alone() -> None:
+    """Behind `set_post_optim_event` the first gather runs beside compute work that came later than the event."""
+    assert run_ranks(1, slack_behind_a_step, CommContext, True)[0] >= 20
+    assert run_ranks(1, slack_behind_a_step, CommContext, False)[0] < 5
+    assert run_ranks(1, slack_behind_a_step, GathersWaitForComputeToo, True)[0] < 5
+
+
 class ReplicasAreReducedWhereShardsAre(CommContext):
     @property
     def replica_stream(self) -> Any:  # type: ignore[override]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.hooked_tensors import (
     CarelessInt8,
+    Float8Rows,
     HalfRows,
     Int8Rows,
     OnlyBefore,
@@ -32,6 +37,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
+from vescale_fsdp.runtime.setup.float8_scales import scaled_together
 
 
 class Block(nn.Module):
@@ -50,7 +56,9 @@ def build(kind: type[Wrapper] | None, rows: int = 8) -> nn.Sequential:
     torch.manual_seed(5)
     model = nn.Sequential(Block(rows), Block(rows))
     for block in model if kind is not None else ():
-        for layer in (block.up, block.down) if kind is Int8Rows else (block.up,):  # 6 rows: on 2 ranks only
+        for layer in (
+            (block.up, block.down) if kind in (Int8Rows, Float8Rows) else (block.up,)
+        ):  # 6 rows: on 2 ranks only
             layer.weight = nn.Parameter(kind(layer.weight.detach()))  # type: ignore[misc]
     return model
 
@@ -302,33 +310,89 @@ def float8() -> Any:
     return importlib.import_module("torchao.float8")
 
 
-def train_float8() -> list[list[float]]:
-    logging.getLogger("torchao").setLevel(logging.CRITICAL)
-    float8 = importlib.import_module("torchao.float8")
-    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+@contextmanager
+def reductions_of_scales() -> Iterator[list[str]]:
+    """Whose all-reduces for a largest value there are meanwhile, by module."""
+    seen: list[str] = []
+
+    def counted(function: Any) -> Any:
+        def call(tensor: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            if op in ("MAX", dist.ReduceOp.MAX) and tensor.is_floating_point():
+                seen.append(function.__module__)
+            return function(tensor, op, *args, **kwargs)
+
+        return call
+
+    functional = torch.distributed._functional_collectives
+    torchaos = vars(sys.modules.get("torchao.float8.float8_utils", functional))  # it has bound the name
+    with (
+        mock.patch.object(dist, "all_reduce", counted(dist.all_reduce)),
+        mock.patch.dict(torchaos, all_reduce=counted(functional.all_reduce)),
+    ):
+        yield seen
+
+
+def train_with_scales(build_model: Any, after_step: Any) -> tuple[list[list[float]], list[int]]:
+    """Losses of three steps, ours and FSDP2's, and the reductions of scales of the last one."""
     losses: list[list[float]] = []
+    reductions = []
     for shard_fn in (fully_shard, torch_fully_shard):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2)))
-        float8.convert_to_float8_training(model, config=config)
+        model = build_model()
         for module in (*model, model):
             shard_fn(module, mesh=cpu_mesh())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         losses.append([])
         for step in range(3):
-            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            loss = model(x).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            with reductions_of_scales() as seen:
+                loss = model(inputs(step)).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                after_step(model)
             losses[-1].append(loss.item())
-    return losses
+        reductions.append(len(seen))
+    return losses, reductions
 
 
-def test_torchao_float8_weights(float8: Any) -> None:
-    """torchao's float8 linears, whose weights travel in 8 bits, train as under FSDP2 to the last bit."""
-    for ours, theirs in run_ranks(2, train_float8):
+def scales_of_units() -> tuple[list[list[float]], list[int]]:
+    weights = [Float8Rows(torch.full((2 - 2 * dist.get_rank(), 3), 7.0)), Float8Rows(torch.ones(2, 3))]
+    weights[1]._data.mul_(1 + dist.get_rank())
+    with scaled_together(weights, cpu_mesh().get_group()):
+        scales = [weight._precomputed_scale for weight in weights]
+    assert [scale.item() for scale in scales if scale is not None] == [64.0, 224.0]  # 448 / 7, 448 / 2
+    assert weights[0]._precomputed_scale is weights[1]._precomputed_scale is None
+    return train_with_scales(lambda: build(Float8Rows), lambda model: None)
+
+
+def test_scales_of_a_unit_are_one_reduction() -> None:
+    """Float8 weights that compute their scales at each gather do so together, with FSDP2's bits."""
+    for (ours, theirs), (few, many) in run_ranks(2, scales_of_units):
         assert ours == theirs and ours[0] != ours[2]
+        assert many == 2 * few > 0  # two weights in a unit
+
+
+def train_float8(door: bool) -> tuple[list[list[float]], list[int]]:
+    logging.getLogger("torchao").setLevel(logging.CRITICAL)
+    float8 = importlib.import_module("torchao.float8")
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+
+    def build_model() -> nn.Module:
+        return float8.convert_to_float8_training(build(None, 16), config=config)  # type: ignore[no-any-return]
+
+    precompute = float8.precompute_float8_dynamic_scale_for_fsdp
+    return train_with_scales(build_model, precompute if door else lambda model: None)
+
+
+@pytest.mark.parametrize("door", [False, True])
+def test_torchao_float8_weights(float8: Any, door: bool) -> None:
+    """torchao's float8 linears, whose weights travel in 8 bits, train as under FSDP2 to the last bit.
+
+    The scales of a unit are one reduction; where torchao's own door has computed those of the model, there is none.
+    """
+    for (ours, theirs), (few, many) in run_ranks(2, train_float8, door):
+        assert ours == theirs and ours[0] != ours[2]
+        assert (few == many == 0) if door else (many == 2 * few > 0)
 
 
 def gathered_in_vain() -> set[Any]:

@@ -7,6 +7,8 @@ another mesh axis) are done first, because most elementwise operators are not li
 from __future__ import annotations
 
 import operator
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from vescale_fsdp.dtensor.operators.arguments import (
 )
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.torch_private import local_of, piece_in
 
 __all__ = [
     "elementwise",
@@ -108,7 +110,7 @@ def new_factory(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
 def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused optimizer operator on lists of pieces; lists may mix ragged and others."""
     named = bind(func, args, kwargs)
-    lists = [v for v in named.values() if isinstance(v, (list, tuple)) and any(map(_is_tensor, v))]
+    lists = [v for v in named.values() if isinstance(v, (list, tuple)) and v and _is_tensor(v[0])]
     length = len(lists[0])
     likes = _likes(lists, length)
     stock = {
@@ -121,7 +123,7 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == length:
-            return [_local_item(func, item, like) for item, like in zip(value, likes, strict=True)]
+            return _local_list(func, value, likes)
         if isinstance(value, RaggedDTensor):
             raise refuse(func, value._spec, "one ragged tensor stands beside a list of tensors")
         return localise(func, value, some) if isinstance(value, DTensor) and some is not None else value
@@ -133,6 +135,11 @@ def foreach(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
         value if like is None else wrap_result(func, value, like)
         for value, like in zip(result, likes, strict=True)
     ]
+
+
+# Asked for every tensor of every call of an optimizer's step: what runs in C takes a tenth of the time.
+_RAGGED = {RaggedDTensor}
+_spec, _placements, _sums = attrgetter("_spec"), attrgetter("_spec.placements"), methodcaller("is_partial")
 
 
 def _apart(
@@ -155,13 +162,16 @@ def _apart(
     return [found[place] for place in range(length)]
 
 
-def _local_item(func: torch._ops.OpOverload, item: Any, like: RaggedDTensor | None) -> Any:
-    # Asked hundreds of times per optimizer step: gradients and states bear their parameter's very spec.
-    if like is None:
-        return item
-    if type(item) is RaggedDTensor and item._spec is like._spec:
-        return local_of(item)
-    return localise(func, item, like)
+def _local_list(func: torch._ops.OpOverload, values: Any, likes: list[RaggedDTensor | None]) -> list[Any]:
+    if values and not _is_tensor(values[0]):  # a scalar for each
+        return values  # type: ignore[no-any-return]
+    # The usual case: gradients and states bear their parameters' very specs.
+    ragged = set(map(type, values)) == _RAGGED == set(map(type, likes))
+    if ragged and all(map(operator.is_, map(_spec, values), map(_spec, likes))):
+        return list(map(piece_in, values))
+    return [
+        item if like is None else localise(func, item, like) for item, like in zip(values, likes, strict=True)
+    ]
 
 
 def _is_tensor(value: object) -> bool:
@@ -179,9 +189,7 @@ def _at(lists: list[Any], length: int, place: int) -> Any:
 def _likes(lists: list[Any], length: int) -> list[RaggedDTensor | None]:
     """For every place in the lists, a ragged tensor that stands there, if any does."""
     first = lists[0]
-    if set(map(type, first)) == {
-        RaggedDTensor
-    }:  # the usual case: parameters' own, or their gradients, come first
+    if set(map(type, first)) == _RAGGED:  # the usual case: parameters' own, or their gradients, come first
         return list(first)
     return [first_ragged(_at(lists, length, place)) for place in range(length)]
 
@@ -190,9 +198,10 @@ def _check_lists_written(
     func: torch._ops.OpOverload, named: dict[str, Any], likes: list[RaggedDTensor | None]
 ) -> None:
     """Refuse lists in which a ragged value would be written to a tensor that is not ragged."""
-    for like in likes:
-        if like is not None and is_partial(like):
-            raise refuse(func, like._spec, "a tensor of the list holds sums that are not done")
+    ragged = [like for like in likes if like is not None]
+    if any(map(_sums, chain.from_iterable(map(_placements, ragged)))):
+        unsummed = next(filter(is_partial, ragged))
+        raise refuse(func, unsummed._spec, "a tensor of the list holds sums that are not done")
     for name in written_names(func):
         written = named.get(name)
         if not isinstance(written, (list, tuple)) or len(written) != len(likes):

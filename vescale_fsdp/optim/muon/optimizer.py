@@ -28,8 +28,19 @@ from vescale_fsdp.optim.muon.bucket_exchange import Ranks
 from vescale_fsdp.optim.muon.matrices import matrices_of
 from vescale_fsdp.optim.muon.step import ParamJob, run_step, taking_part_of
 from vescale_fsdp.optim.muon.step_plan import MuonPlan, plan_step
-from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
-from vescale_fsdp.torch_private import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS
+from vescale_fsdp.optim.structured_optimizer import (
+    AdamWOptions,
+    StructuredOptimizer,
+    batches_of,
+    check_rates,
+)
+from vescale_fsdp.torch_private import (
+    MUON_COEFFICIENTS,
+    MUON_EPS,
+    MUON_STEPS,
+    foreach_lerp,
+    foreach_lerp_,
+)
 
 __all__ = ["Muon", "split_params"]
 
@@ -144,17 +155,31 @@ class Muon(StructuredOptimizer):
             taking_part = [taking_part_of(*members[index]) for index in present]
             self._plans[present] = plan_step(taking_part, self._bucket_bytes, self._ranks)
         plan = self._plans[present]
+        stepped = [members[index] for index in present]
         jobs = [
-            ParamJob(param, group, lies.pieces, self._momentum(param, group))
-            for (param, group), lies in zip((members[index] for index in present), plan.params, strict=True)
+            ParamJob(param, group, lies.pieces, update)
+            for (param, group), lies, update in zip(stepped, plan.params, self._updates(stepped), strict=True)
         ]
         run_step(plan, jobs, meanwhile=self._step_adamw)
 
-    def _momentum(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Update the momentum; return this rank's elements of what is to be orthogonalised."""
-        grad, buffer = local_grad(param), local_tensor(self.state[param]["momentum_buffer"], "state")
-        buffer.lerp_(grad.to(buffer.dtype), 1 - group["momentum"])
-        return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+    def _updates(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
+        """Update the momenta; return this rank's elements of what is to be orthogonalised."""
+        momenta = [local_tensor(self.state[p]["momentum_buffer"], "state") for p, _ in stepped]
+        grads = [local_grad(p).to(m.dtype) for (p, _), m in zip(stepped, momenta, strict=True)]
+        updates = list(momenta)
+        kinds = [
+            (m.dtype, m.device, group["momentum"], group["nesterov"])
+            for (_, group), m in zip(stepped, momenta, strict=True)
+        ]
+        numels = [m.numel() for m in momenta]
+        for places in batches_of(zip(kinds, numels, range(len(kinds)), strict=True), sum(numels)):
+            _, _, momentum, nesterov = kinds[places[0]]
+            some_grads, some = [grads[place] for place in places], [momenta[place] for place in places]
+            foreach_lerp_(some, some_grads, 1 - momentum)
+            if nesterov:
+                for place, update in zip(places, foreach_lerp(some_grads, some, momentum), strict=True):
+                    updates[place] = update
+        return updates
 
 
 def split_params(

@@ -1,4 +1,4 @@
-"""Shampoo's arithmetic on one block: statistics, inverse roots, the preconditioned and grafted direction.
+"""Shampoo's arithmetic on a stack of blocks of one size: statistics, inverse roots, grafted directions.
 
 With gradient G of a block: L <- b2 L + (1 - b2) G G', R <- b2 R + (1 - b2) G' G (b2 = 1: plain sums); the direction is
 L^(-1/4) M R^(-1/4) with M the averaged gradient (vectors: L^(-1/2) M). Gupta et al., arXiv 1802.09568; grafting and
@@ -11,41 +11,66 @@ import warnings
 
 import torch
 
-__all__ = ["accumulate", "graft", "inverse_root"]
+from vescale_fsdp.torch_private import foreach_norm_of
+
+__all__ = ["accumulate", "graft", "inverse_roots"]
 
 
-def accumulate(factor: torch.Tensor, grad: torch.Tensor, beta2: float) -> None:
-    """Add ``grad @ grad.T`` to a factor, in place."""
-    product = grad @ grad.mT
+def accumulate(factors: torch.Tensor, grads: torch.Tensor, beta2: float) -> None:
+    """Add ``grad @ grad.T`` of each block to its factor, in place: [n, side, side] and [n, side, other side]."""
+    products = torch.bmm(grads, grads.mT)
     if beta2 == 1.0:
-        factor.add_(product)
+        factors.add_(products)
     else:
-        factor.mul_(beta2).add_(product, alpha=1 - beta2)
+        factors.mul_(beta2).add_(products, alpha=1 - beta2)
 
 
-def inverse_root(factor: torch.Tensor, root: int, eps: float) -> torch.Tensor | None:
-    """``factor ** (-1 / root)`` of a symmetric positive semi-definite matrix, by its eigenvalues.
+def inverse_roots(factors: torch.Tensor, last: torch.Tensor, root: int, eps: float) -> torch.Tensor:
+    """``factor ** (-1 / root)`` of symmetric positive semi-definite matrices [n, side, side], by their eigenvalues.
 
-    If the least eigenvalue is below ``eps``, all are shifted so that it becomes ``eps``; else none is touched.
+    If a matrix' least eigenvalue is below ``eps``, its eigenvalues are shifted so that it becomes ``eps``; else none is
+    touched.
+
+    Args:
+        factors: the matrices.
+        last: what a matrix keeps whose decomposition does not converge, in fp32 nor in fp64 (with a warning).
+        root: of the inverse.
+        eps: least eigenvalue.
 
     Returns:
-        The root; NaN if the factor is not finite, so that a bad gradient shows as it does in AdamW; None (with
-        a warning) if no decomposition converged, in fp32 nor in fp64.
+        The roots; NaN for a matrix that is not finite, so that a bad gradient shows as it does in AdamW.
     """
-    if not factor.isfinite().all():
-        return torch.full_like(factor, torch.nan)
+    finite = factors.isfinite().flatten(1).all(1).view(-1, 1, 1)
+    # One matrix that is not finite would fail the decomposition of all. Nothing here waits for the device.
+    identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
+    solvable = torch.where(finite, factors, identity)
+    try:
+        found = _roots(solvable, root, eps)
+    except torch.linalg.LinAlgError:
+        pairs = zip(solvable.split(1), last.split(1), strict=True)
+        found = torch.cat([_root_or_last(factor, kept, root, eps) for factor, kept in pairs])
+    return torch.where(finite, found, torch.nan)
+
+
+def _roots(factors: torch.Tensor, root: int, eps: float) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(factors)
+    least = values[:, :1]
+    values = values + torch.where(least < eps, eps - least, torch.zeros_like(least))
+    return torch.bmm(vectors * values.pow(-1.0 / root).unsqueeze(1), vectors.mT)
+
+
+def _root_or_last(factor: torch.Tensor, last: torch.Tensor, root: int, eps: float) -> torch.Tensor:
     for dtype in (torch.float32, torch.float64):
         try:
-            values, vectors = torch.linalg.eigh(factor.to(dtype))
+            return _roots(factor.to(dtype), root, eps).to(factor.dtype)
         except torch.linalg.LinAlgError:
             continue
-        least = values[0]
-        values = values + torch.where(least < eps, eps - least, torch.zeros_like(least))
-        return ((vectors * values.pow(-1.0 / root)) @ vectors.mT).to(factor.dtype)
     warnings.warn("Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2)
-    return None
+    return last
 
 
-def graft(direction: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A direction with the norm of another update of the same block."""
-    return direction * (like.norm() / (direction.norm() + 1e-16))
+def graft(directions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Directions with the norms of another update of the same blocks, [n, height, width] both."""
+    # One norm per block over all its elements: a norm over two dims rounds otherwise, and by how many there are.
+    norms, wanted = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, like))
+    return directions * (wanted / (norms + 1e-16)).view(-1, 1, 1)

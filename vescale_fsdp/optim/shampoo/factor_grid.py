@@ -15,24 +15,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
 
-__all__ = ["Block", "FactorGrid", "factor_grid_of", "granularity_of"]
+__all__ = ["BlockArea", "FactorGrid", "factor_grid_of", "granularity_of"]
 
 
-class Block(NamedTuple):
-    """One block of a rank's piece: where it lies in the piece's lines, and its factors' place in the local state."""
+class BlockArea(NamedTuple):
+    """Blocks of equal size that lie side by side in a rank's piece, and their factors' place in the local state."""
 
     top: int  # first line, counted from the start of the piece
-    height: int
     left: int  # first column
+    height: int  # of a block
     width: int
-    band: int  # counted from the first band of the piece
+    band: int  # the first, counted from the first band of the piece
     column: int
+    bands: int = 1  # how many
+    columns: int = 1
+
+    @property
+    def side_numel(self) -> int:
+        """Elements of the larger one of a block's factors: never fewer than its own."""
+        return max(self.height, self.width) ** 2
+
+    @property
+    def numel(self) -> int:
+        """Elements of all blocks' larger factors."""
+        return self.bands * self.columns * self.side_numel
+
+    def parts(self, most_blocks: int) -> Iterator[BlockArea]:
+        """Areas of at most so many blocks."""
+        columns = min(self.columns, most_blocks)
+        bands = most_blocks // columns
+        for band in range(0, self.bands, bands):
+            for column in range(0, self.columns, columns):
+                yield self._replace(
+                    top=self.top + band * self.height,
+                    left=self.left + column * self.width,
+                    band=self.band + band,
+                    column=self.column + column,
+                    bands=min(bands, self.bands - band),
+                    columns=min(columns, self.columns - column),
+                )
 
 
 @dataclass(frozen=True)
@@ -102,15 +130,21 @@ class FactorGrid:
         matrix, line = divmod(start // self.cols, self.rows)
         return matrix * self.bands_per_matrix + line // self.block
 
-    def blocks_in(self, piece: FlatRange) -> Iterator[Block]:
-        """The blocks of a piece, band by band."""
-        top = 0
-        for index, band in enumerate(self.bands_in(piece)):
-            height = min(self.block, self.rows - band % self.bands_per_matrix * self.block)
-            for column in range(self.num_columns):
-                left = column * self.block
-                yield Block(top, height, left, min(self.block, self.cols - left), index, column)
-            top += height
+    def areas_in(self, piece: FlatRange) -> Iterator[BlockArea]:
+        """The blocks of a piece; bands of one height that follow each other, together."""
+        top = first = 0
+        last_height = self.rows - (self.bands_per_matrix - 1) * self.block
+        heights = (
+            last_height if band % self.bands_per_matrix == self.bands_per_matrix - 1 else self.block
+            for band in self.bands_in(piece)
+        )
+        for height, alike in groupby(heights):
+            bands = len(list(alike))
+            whole, rest = divmod(self.cols, self.block)
+            for column, width, columns in ((0, self.block, whole), (whole, rest, min(1, rest))):
+                if columns:
+                    yield BlockArea(top, column * self.block, height, width, first, column, bands, columns)
+            top, first = top + bands * height, first + bands
 
 
 def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:

@@ -9,7 +9,7 @@ other blocks are another optimizer. Factors are ragged tensors indexed by block,
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, ClassVar, Literal
@@ -20,11 +20,20 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
-from vescale_fsdp.optim.shampoo.block_math import accumulate, graft, inverse_root
-from vescale_fsdp.optim.shampoo.factor_grid import Block, factor_grid_of, granularity_of
-from vescale_fsdp.optim.structured_optimizer import AdamWOptions, StructuredOptimizer, check_rates
+from vescale_fsdp.optim.shampoo.block_step import BlockJob, write_directions
+from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of, granularity_of
+from vescale_fsdp.optim.structured_optimizer import (
+    AdamWOptions,
+    StructuredOptimizer,
+    batches_of,
+    check_rates,
+    launches,
+)
+from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
 __all__ = ["Shampoo"]
+
+_BATCH_NUMEL = 8 << 20  # elements stepped as one: some six fp32 tensors as large are there meanwhile
 
 
 class Shampoo(StructuredOptimizer):
@@ -130,32 +139,64 @@ class Shampoo(StructuredOptimizer):
             state[f"{side}_root"] = zeros_beside(param, pieces, shape, numels)
         return state
 
-    def _step_param(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        state["step"] += 1
-        step = int(state["step"].item())
-        grid = factor_grid_of(tuple(param.shape), group["block_size"])
-        local, grad = local_tensor(param), local_grad(param).float()
-        average = local_tensor(state["exp_avg"], "state").lerp_(grad, 1 - group["betas"][0])
-        average = average / (1 - group["betas"][0] ** step)
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._step_adamw()
+        for group in groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                self.state[param]["step"] += 1
+            found = ((self._kind(param), local_tensor(param).numel(), param) for param in params)
+            for batch in batches_of(found, _BATCH_NUMEL):
+                self._step_batch(batch, group)
+
+    def _kind(self, param: torch.Tensor) -> Hashable:
+        """Equal for parameters that are stepped as one."""
+        alike = (float(self.state[param]["step"]), param.dtype, param.device)
+        return alike if launches(param.device) else id(param)
+
+    def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[param] for param in params]
+        step, beta1 = int(states[0]["step"].item()), group["betas"][0]
+        locals_ = [local_tensor(param) for param in params]
+        numels = [local.numel() for local in locals_]
+        grad = _joined([local_grad(param) for param in params])
+        averages = [local_tensor(state["exp_avg"], "state") for state in states]
+        foreach_lerp_(averages, list(grad.split(numels)), 1 - beta1)
+        average = _joined(averages) / (1 - beta1**step)
         plain = average  # what the grafted optimizer would step
         if group["grafting"] != "none":
             beta2 = group["graft_beta2"]
-            squares = local_tensor(state["exp_avg_sq"], "state").lerp_(grad.square(), 1 - beta2)
-            plain = average / ((squares / (1 - beta2**step)).sqrt() + group["graft_eps"])
-        piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
+            squares = [local_tensor(state["exp_avg_sq"], "state") for state in states]
+            foreach_lerp_(squares, list(grad.square().split(numels)), 1 - beta2)
+            plain = average / ((_joined(squares) / (1 - beta2**step)).sqrt() + group["graft_eps"])
         update = torch.empty_like(grad)
-        lines = [t.view(-1, grid.cols) for t in (grad, average, plain, update)]
-        factors = {side: _local_factors(state, side, shape) for side, shape in grid.factor_shapes.items()}
-        for block in grid.blocks_in(piece):
-            parts = [_cut(t, block) for t in lines]
-            parts[3].copy_(_block_direction(block, parts, factors, step, group))
-        update.add_(local.float(), alpha=group["weight_decay"])
-        local.copy_(local.float().add_(update, alpha=-float(group["lr"])))
+        parts = zip(*(each.split(numels) for each in (grad, average, plain, update)), strict=True)
+        jobs = [_job(*each, group["block_size"]) for each in zip(params, states, parts, strict=True)]
+        write_directions(jobs, step, group)
+        values = _joined(locals_)
+        update.add_(values, alpha=group["weight_decay"])
+        stepped = torch.add(values, update, alpha=-float(group["lr"]))
+        foreach_copy_(locals_, list(stepped.split(numels)))
 
 
-# By side: factors and roots, [bands, columns, side, side].
-_Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+def _job(
+    param: torch.Tensor, state: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], block_size: int
+) -> BlockJob:
+    grid = factor_grid_of(tuple(param.shape), block_size)
+    piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
+    *lines, update = (part.view(-1, grid.cols) for part in parts)
+    factors = {side: _local_factors(state, side, shape) for side, shape in grid.factor_shapes.items()}
+    return BlockJob(list(grid.areas_in(piece)), tuple(lines), update, factors)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """1-D tensors as one, in fp32; a single one that is fp32 is itself."""
+    if len(parts) == 1:
+        return parts[0].float()
+    numels = [part.numel() for part in parts]
+    joined = torch.empty(sum(numels), dtype=torch.float32, device=parts[0].device)
+    foreach_copy_(list(joined.split(numels)), list(parts))
+    return joined
 
 
 def _local_factors(
@@ -163,38 +204,3 @@ def _local_factors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     factor, root = (local_tensor(state[f"{side}_{kind}"], "state") for kind in ("factor", "root"))
     return factor.view(-1, *shape[1:]), root.view(-1, *shape[1:])
-
-
-def _cut(lines: torch.Tensor, block: Block) -> torch.Tensor:
-    return lines[block.top : block.top + block.height, block.left : block.left + block.width]
-
-
-def _block_direction(
-    block: Block, parts: Sequence[torch.Tensor], factors: _Factors, step: int, group: dict[str, Any]
-) -> torch.Tensor:
-    """Update a block's factors and, when due, their roots; return its direction [height, width].
-
-    Args:
-        parts: the block of the gradient, of the averaged gradient and of the grafted direction, in this order.
-    """
-    # Copies: matrix products may round otherwise for other strides, and strides must not depend on the cut.
-    grad, average, plain = (part.clone(memory_format=torch.contiguous_format) for part in parts[:3])
-    beta2, start, every = group["betas"][1], group["start_step"], group["update_every"]
-    due = step == start or (step > start and step % every == 0)
-    direction = average
-    for side, (all_factors, all_roots) in factors.items():
-        size = block.height if side == "left" else block.width
-        factor = all_factors[block.band, block.column, :size, :size]
-        root = all_roots[block.band, block.column, :size, :size]
-        accumulate(factor, grad if side == "left" else grad.mT, beta2)
-        if due:
-            unbiased = factor / (1 - beta2**step) if beta2 < 1 else factor.clone()
-            found = inverse_root(unbiased, 2 * len(factors), group["eps"])
-            if found is not None:
-                root.copy_(found)
-        if step >= start:
-            whole = root.clone(memory_format=torch.contiguous_format)
-            direction = whole @ direction if side == "left" else direction @ whole
-    if step < start:
-        return plain
-    return graft(direction, plain) if group["grafting"] == "adam" else direction
