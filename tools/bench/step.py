@@ -167,7 +167,7 @@ class Trainer:
         self.model = shard(rival, build(name, settings.scale, device), mesh, settings.half)
         self.optimizer: torch.optim.Optimizer
         if rival == STEPPING:
-            self.optimizer = FlatOptimizer(torch.optim.AdamW, self.model.parameters(), lr=1e-4)
+            self.optimizer = FlatOptimizer(torch.optim.AdamW, self.model.parameters(), lr=1e-4, fused=True)
             self.optimizer.step_in_backward(self.model)
         else:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
