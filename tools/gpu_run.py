@@ -64,29 +64,32 @@ def _module(name: str, *options: str) -> tuple[str, ...]:
 
 def steps(out: Path, *, dry: bool, num_gpus: int) -> Iterator[Step]:
     """Correctness first, then figures, the most telling first."""
-    device = "cpu" if dry else "cuda"
-    parity = ("tools.gpu.parity", "--device", device)
-    few = ("--only", "bf16, accumulation") if dry else ()  # the tests try every case on the CPU
-    alone = ("--backend", "gloo" if dry else "nccl")
-    compiled = () if dry else ("--inductor",)
-    yield Step("parity, one rank", _module(*parity, *few, *alone, *compiled, *_json(out, "parity")), 240)
-    yield Step("parity, a weight changed", _module(*parity, *alone, "--only", "fp32", "--sabotage"), 60)
-    two = _module(*parity, "--backend", "gloo", "--ranks", "2", *few)
-    yield Step("parity, two ranks over gloo", two, 120)
+    yield from (_parity_in_small(out) if dry else _correctness(out, num_gpus))
+    yield from _figures(out, "cpu" if dry else "cuda", dry=dry)
+
+
+def _parity_in_small(out: Path) -> Iterator[Step]:
+    """One process: the tests try every case on the CPU, and the mirror, and imports of torch take longest here."""
+    few = ("--device", "cpu", "--backend", "gloo", "--ranks", "2", "--only", "bf16, accumulation")
+    command = _module("tools.gpu.parity", *few, "--control", *_json(out, "parity"))
+    yield Step("parity, two ranks over gloo, and with a weight changed", command, 120)
+
+
+def _correctness(out: Path, num_gpus: int) -> Iterator[Step]:
+    parity = ("tools.gpu.parity", "--device", "cuda", "--backend")
+    one = _module(*parity, "nccl", "--inductor", "--control", *_json(out, "parity"))
+    yield Step("parity, one rank, and with a weight changed", one, 300)
+    yield Step("parity, two ranks over gloo", _module(*parity, "gloo", "--ranks", "2"), 120)
     if num_gpus > 1:
-        every = _module(*parity, "--backend", "nccl", "--ranks", str(num_gpus))
+        every = _module(*parity, "nccl", "--ranks", str(num_gpus))
         yield Step("parity, all GPUs over NCCL", every, 240)
-    if not dry:  # tests try the mirror on the CPU
-        for count in (8, 64):
-            mirror = _module("tools.mirror", "--device", device, "--world", str(count))
-            yield Step(f"mirror of {count} ranks", mirror, 120)
-        tests = _module("pytest", "-m", "gpu", "-q", "-o", "filterwarnings=default", "tests")
-        yield Step("tests marked gpu", tests, 240)
-        sanitized = {"TORCH_CUDA_SANITIZER": "1"}
-        yield Step(
-            "parity under the sanitizer", _module(*parity, *alone, "--only", "bf16"), 120, env=sanitized
-        )
-    yield from _figures(out, device, dry=dry)
+    for count in (8, 64):
+        mirror = _module("tools.mirror", "--device", "cuda", "--world", str(count))
+        yield Step(f"mirror of {count} ranks", mirror, 120)
+    tests = _module("pytest", "-m", "gpu", "-q", "-o", "filterwarnings=default", "tests")
+    yield Step("tests marked gpu", tests, 240)
+    strict = _module(*parity, "nccl", "--only", "bf16")
+    yield Step("parity under the sanitizer", strict, 120, env={"TORCH_CUDA_SANITIZER": "1"})
 
 
 def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:

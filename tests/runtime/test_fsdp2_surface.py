@@ -360,20 +360,6 @@ def test_requires_grad_may_change_between_iterations() -> None:
     run_ranks(2, frozen_then_thawed)
 
 
-def compiled() -> None:
-    model = models.build()
-    for block in model.blocks:
-        block.compile(backend="eager")
-        fully_shard(block, mesh=cpu_mesh())
-    fully_shard(model, mesh=cpu_mesh())
-    check_steps(model, models.build())
-
-
-def test_compiled_blocks() -> None:
-    """torch.compile of each block inside its unit (the hooks are graph breaks)."""
-    run_ranks(2, compiled)
-
-
 def labels() -> set[str]:
     model = shard(models.build())
     models.loss_of(model, models.batch(0, dist.get_rank())).backward()

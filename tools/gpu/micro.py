@@ -113,10 +113,15 @@ def checkpoints(device: torch.device, mebibytes: int, folder: Path) -> Iterator[
     shutil.rmtree(path)
 
 
+def _num_layers(device: torch.device) -> int:
+    return 8 if device.type == "cuda" else 2
+
+
 def _sharded(device: torch.device, function: Any, width: int) -> nn.Module:
     torch.manual_seed(0)
     with device:
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(8)])
+        layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(_num_layers(device))]
+        model = nn.Sequential(*layers)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model, model):
         function(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -129,7 +134,7 @@ def _backward(model: nn.Module, device: torch.device, width: int) -> None:
 
 def steps(device: torch.device, width: int) -> Iterator[Row]:
     """Clipping and steps of a rank of 64, whose collectives move nothing, beside FSDP2's."""
-    title = f"8 layers of {width}, rank of 64"
+    title = f"{_num_layers(device)} layers of {width}, rank of 64"
     kinds: dict[str, Any] = {
         "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
         "FlatOptimizer": lambda params: FlatOptimizer(torch.optim.AdamW, params, lr=1e-4, foreach=True),
@@ -163,8 +168,9 @@ def trace(device: torch.device, width: int, folder: Path) -> Iterator[Row]:
         _backward(model, device, width)
         _synchronize(device)
     seen.export_chrome_trace(str(folder / "trace.json.gz"))
-    on_device = [event for event in seen.events() or () if event.device_type.name != "CPU"]
-    count = len(on_device) if device.type == "cuda" else len(seen.events() or ())
+    events = seen.events() or ()
+    on_device = [event for event in events if event.device_type.name != "CPU"]
+    count = len(on_device if device.type == "cuda" else events)
     yield Row("forward and backward", "kernels of a step", "", float(count))
 
 

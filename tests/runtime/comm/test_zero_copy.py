@@ -1,9 +1,10 @@
-"""No copies between a shard and the forward, at most one pass over gradients; FSDP2 is the control."""
+"""What gathers copy, by back end, and at most one pass over gradients; FSDP2 is the control."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
+from tools.mirror import MirroredGroup, mirrored
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.fsdp_state import state_of
 
@@ -30,6 +32,11 @@ COPIES = (
     "fsdp.chunk_cat",
 )
 
+# Copies of a shard that a back end may make where nothing is cast: in a gather, and behind a reduction. NCCL, which the
+# mirror stands for, reads the shard where it is and writes where it is wanted. gloo works on one buffer, into which a
+# rank's own slice goes; and its sums, which we make, begin with a copy of the first slice.
+SLICE_COPIES = {"gloo": (1, 1), "mirror": (0, 0)}
+
 
 class CountOps(TorchDispatchMode):
     """Counts operators, and the elements that copying ones write."""
@@ -44,9 +51,20 @@ class CountOps(TorchDispatchMode):
         self.calls[name] += 1
         result = func(*args, **(kwargs or {}))
         if name in COPIES:
-            written = result if isinstance(result, torch.Tensor) else None
-            self.copied.append((name, written.numel() if written is not None else -1))
+            written = args[0] if name.endswith("_") else result
+            tensors = [written] if isinstance(written, torch.Tensor) else written or []
+            self.copied.append((name, sum(tensor.numel() for tensor in tensors)))
         return result
+
+
+class Counted(NamedTuple):
+    """Copies of a forward and of a backward, as (operator, elements), and what they are held to."""
+
+    forward: list[tuple[str, int]]
+    backward: list[tuple[str, int]]
+    own: int  # elements that the plain model's backward copies
+    shards: list[int]  # elements of each unit's, the root's first
+    payload: int
 
 
 def shard_with(shard: Any, policy: MixedPrecisionPolicy) -> models.Stack:
@@ -56,8 +74,8 @@ def shard_with(shard: Any, policy: MixedPrecisionPolicy) -> models.Stack:
     return shard(model, mesh=cpu_mesh(), mp_policy=policy)
 
 
-def count(use_ours: bool, half: bool) -> tuple[Counter[str], Counter[str], list[int], int, int]:
-    """Copies in a forward and in a backward, shard sizes, payload, and elements the backward copied."""
+def count(use_ours: bool, half: bool) -> Counted:
+    """Copies of a training step that is not the first."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     model = shard_with(fully_shard if use_ours else torch_fully_shard, policy)
     x = models.batch(0, torch.distributed.get_rank())
@@ -76,36 +94,56 @@ def count(use_ours: bool, half: bool) -> tuple[Counter[str], Counter[str], list[
     loss = models.loss_of(models.build(), models.batch(0, 0))
     with autograds_own:
         loss.backward()
-    shards = [g.shard.numel() for m in model.modules() if (s := state_of(m)) for g in s.groups]
-    payload = sum(p.numel() for p in model.parameters())
-    return (
-        Counter(name for name, _ in forward.copied),
-        Counter(name for name, _ in backward.copied),
-        shards,
-        payload,
-        sum(numel for _, numel in backward.copied) - sum(numel for _, numel in autograds_own.copied),
+    return Counted(
+        forward.copied,
+        backward.copied,
+        sum(numel for _, numel in autograds_own.copied),
+        [g.shard.numel() for m in model.modules() if (s := state_of(m)) for g in s.groups],
+        sum(p.numel() for p in model.parameters()),
     )
 
 
+def counted_on(backend: str, half: bool) -> list[Counted]:
+    """What ours copies, by rank."""
+    if backend == "gloo":
+        return run_ranks(2, count, True, half)
+
+    def on_the_wire(*given: Any) -> Any:
+        with _disable_current_modes():  # what the group itself does stands for NCCL's kernels
+            return run(*given)
+
+    run = MirroredGroup._run
+    with mirrored(8), mock.patch.object(MirroredGroup, "_run", on_the_wire):
+        return [count(True, half)]
+
+
+@pytest.mark.parametrize("backend", SLICE_COPIES)
 @pytest.mark.parametrize("half", [False, True])
-def test_forward_copies_nothing_but_the_cast(half: bool) -> None:
-    """Per unit: no copy in fp32, one cast of the shard in bf16."""
-    units = 4
-    for forward, _, _, _, _ in run_ranks(2, count, True, half):
-        assert forward == (Counter({"aten.copy_": units}) if half else Counter())
+def test_forward_copies_no_more_than_the_shard(half: bool, backend: str) -> None:
+    """Per unit: one cast of the shard in bf16; in fp32 as often as the back end asks, and never more than the shard."""
+    for found in counted_on(backend, half):
+        per_gather = 1 if half else SLICE_COPIES[backend][0]
+        assert sorted(found.forward) == sorted([("aten.copy_", numel) for numel in found.shards] * per_gather)
+        assert len(found.shards) == 4 and min(found.shards) > 0
 
 
-def test_backward_passes_over_gradients_once() -> None:
-    """In the backward each gradient is written once; the rest is gloo's own copy of the reduced shard."""
-    for _, backward, shards, payload, written in run_ranks(2, count, True, False):
-        assert set(backward) == {"aten.copy_"}
-        # gloo's reduce-scatter copies its result once, a shard per unit, inside wait()
-        assert payload <= written <= payload + sum(shards)
+@pytest.mark.parametrize("backend", SLICE_COPIES)
+def test_backward_passes_over_gradients_once(backend: str) -> None:
+    """In the backward each gradient is written once; the rest is what the back end does with a rank's own slice."""
+    for found in counted_on(backend, False):
+        per_gather, per_reduction = SLICE_COPIES[backend]
+        assert {name for name, _ in found.backward} <= {"aten.copy_", "aten._foreach_copy_"}
+        gathered_again = sum(found.shards[1:])  # the root's parameters have stayed
+        slices = per_gather * gathered_again + per_reduction * sum(found.shards)
+        assert sum(numel for _, numel in found.backward) - found.own == found.payload + slices
 
 
 def test_fsdp2_is_seen_to_copy() -> None:
     """The same counter finds FSDP2's copy-in, copy-out and gradient copy: it can see copies."""
-    for forward, backward, _, _, _ in run_ranks(2, count, False, False):
+    for found in run_ranks(2, count, False, False):
+        forward, backward = (
+            Counter(name for name, _ in copied) for copied in (found.forward, found.backward)
+        )
         assert forward["fsdp.all_gather_copy_in"] == 4
         assert forward["fsdp.split_with_sizes_copy"] == 4
         # One chunk_cat per unit, or (torch 2.15) plain copies; gloo's reduce-scatter makes one more per unit.

@@ -1,7 +1,8 @@
 """DBuffer: one flat allocation of a group's global size, a view per tensor, collectives in place.
 
 The buffer *is* the storage of the tensors in it: an all-gather writes full parameters where the matmuls
-read them, and a reduce-scatter reads gradients from where they were written. Nothing is copied in or out.
+read them, and a reduce-scatter reads gradients from where they were written. Nothing is copied in or out (gloo, which
+works on one buffer, copies a rank's own slice into it).
 
     storage      freed: the tensors exist, their memory does not     allocated: it does
     allocate()   freed -> allocated (contents undefined)
