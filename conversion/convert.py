@@ -130,6 +130,7 @@ def convert(
         chosen = replace(chosen, run=replace(chosen.run, limits=limits))
     with gc_paused():
         report = plan_conversion(source, target, kind, chosen)
+        chosen = _with_room_for_chunks(chosen, source, report.state)
         announce(report.plan.tensor_nbytes)
         execution = Execution(
             report.plan,
@@ -140,6 +141,15 @@ def convert(
             asked={"SRC": source.url, "files of SRC": source.fingerprint, **chosen.asked()},
         )
     return replace(report, outcome=execution.run())
+
+
+def _with_room_for_chunks(options: ConvertOptions, source: Source, state: CarriedState) -> ConvertOptions:
+    """The options, with what decoding holds counted in the memory budget."""
+    if not source.decoded:
+        return options
+    names = (name for view in state.views.values() for _, name in view.sources())
+    nbytes, name = max(((source.decoded.get(name, 0), name) for name in names), default=(0, ""))
+    return replace(options, run=replace(options.run, limits=options.run.limits.decoding(name, nbytes)))
 
 
 def _own_assets(source: Source, kind: str) -> str | None:

@@ -372,6 +372,8 @@ class LocalStorage(Storage):
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
         path = self.root / name
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a rename would put a file in its place
+            raise FileExistsError(errno.EEXIST, "a device or a pipe is there", str(path))
         self.folders.make(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

@@ -14,6 +14,7 @@ from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
+from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.rounding import cast_array
 
@@ -110,6 +111,14 @@ def diff(
 
 def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:
     """The tensors of both sides by keys that are equal where they mean the same tensor."""
+    start = f"{model_prefix.rstrip('.')}." if model_prefix else ""
+    if not any(name.startswith(start) for source in (a, b) for name in source.tensors):
+        raise ConversionError(
+            "No tensor has the model's prefix.",
+            expected=f"names that begin with {start} on one side at least",
+            got=f"names such as {some([*a.tensors, *b.tensors], 3)}",
+            todo="leave out --model-prefix, or list the names with: vescale-convert inspect",
+        )
     left, right = _views(a, model_prefix), _views(b, model_prefix)
     _add_twins(a, left, right)
     _add_twins(b, right, left)

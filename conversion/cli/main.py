@@ -34,6 +34,7 @@ def main() -> None:
 
     A second Ctrl-C ends the process at once, whatever it waits for: what is on the disk is as safe as after a crash.
     """
+    gc.disable()  # what a command makes lives to its end; looking through all of a large plan costs seconds
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, _interrupt)
@@ -42,7 +43,7 @@ def main() -> None:
     finally:
         if signal.getsignal(signal.SIGINT) is _interrupt:  # else the process is about to end, and may at once
             signal.signal(signal.SIGINT, before)
-    gc.freeze()  # or the interpreter looks through all that a large plan is made of before it ends
+    gc.freeze()  # or the interpreter looks through it all the same before it ends
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,16 @@ class Size(click.ParamType[int]):
             return parse_bytes(value)
         except ConversionError as error:
             self.fail(str(error), param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers that can be compared with: nothing is above or below nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no tolerance.", param, ctx)
+        return number
 
 
 class Location(click.ParamType[str]):
@@ -82,7 +93,7 @@ def positive_numbers(ctx: click.Context, param: click.Parameter, text: str) -> l
     return [int(part) for part in parts]
 
 
-TOLERANCE = click.FloatRange(0)
+TOLERANCE = FiniteRange(0)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 MODEL_PREFIX = click.option(
     "--model-prefix",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import xxhash
@@ -23,6 +23,7 @@ import xxhash
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.conversion.output.copy_jobs import (
     Job,
+    MoveJob,
     Segment,
     jobs_by_source,
     jobs_in_order,
@@ -31,6 +32,7 @@ from vescale_fsdp.conversion.output.copy_jobs import (
 )
 from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes
 from vescale_fsdp.conversion.output.prove_sources import answered_for
+from vescale_fsdp.conversion.output.stretches import Stretch, StretchFiller, stretch_steps, stretches
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError
 
@@ -51,6 +53,7 @@ class CopyLimits:
     Args:
         memory_budget_bytes: for all working buffers together.
         threads: readers and writers at work at once.
+        decoded_bytes: what each holds beside its buffers, of sources whose chunks are decoded whole.
 
     Examples:
         >>> CopyLimits(memory_budget_bytes=64 << 20, threads=8).usable_threads
@@ -59,9 +62,10 @@ class CopyLimits:
 
     memory_budget_bytes: int = 512 * 2**20
     threads: int = 4
+    decoded_bytes: int = 0
 
     def __post_init__(self) -> None:
-        least = _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
+        least = self._least_bytes
         if self.memory_budget_bytes < least or self.threads < 1:
             raise ConversionError(
                 "The memory budget is too small to work in.",
@@ -71,16 +75,37 @@ class CopyLimits:
             )
 
     @property
+    def _least_bytes(self) -> int:
+        """For one thread."""
+        return _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD + self.decoded_bytes
+
+    @property
     def usable_threads(self) -> int:
         """Threads that the budget can give a buffer each."""
-        most = self.memory_budget_bytes // (_MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD)
-        return min(self.threads, most)
+        return min(self.threads, self.memory_budget_bytes // self._least_bytes)
+
+    def decoding(self, name: str, nbytes: int) -> CopyLimits:
+        """The same where chunks of tensors are decoded, of which this one's need the most.
+
+        Raises:
+            ConversionError: if the budget has no room for one.
+        """
+        needed = nbytes + _MIN_BUFFER_BYTES * _BUFFERS_PER_THREAD
+        if needed > self.memory_budget_bytes:
+            raise ConversionError(
+                "The memory budget is too small for a compressed chunk, which is decoded whole.",
+                expected=f"at least {needed} bytes",
+                got=f"{self.memory_budget_bytes} bytes",
+                where=f"tensor {name}",
+                todo=f"pass --memory-budget {-(-needed // 2**20)}MiB",
+            )
+        return replace(self, decoded_bytes=nbytes)
 
     @property
     def buffer_bytes(self) -> int:
         """Size of one thread's buffer, a whole number of items of every type."""
-        share = self.memory_budget_bytes // (self.usable_threads * _BUFFERS_PER_THREAD)
-        return min(_MAX_BUFFER_BYTES, share) // 16 * 16
+        share = self.memory_budget_bytes // self.usable_threads - self.decoded_bytes
+        return min(_MAX_BUFFER_BYTES, share // _BUFFERS_PER_THREAD) // 16 * 16
 
 
 class _WorkingFile:
@@ -93,29 +118,43 @@ class _WorkingFile:
         self._crcs: dict[int, list[tuple[int, int, int]]] = {}  # content -> (byte offset, crc, bytes)
         self._digests: list[tuple[int, int]] = []  # (byte offset, xxh3 of what was written there)
 
-    def do(self, job: Job, buffer: memoryview) -> tuple[int, bool]:
-        """Do one job; returns its bytes and whether it was the last of the file."""
-        nbytes = 0
+    def do(self, job: Job | Stretch, buffer: memoryview) -> tuple[int, bool]:
+        """Do one job; returns its bytes of tensors and whether it was the last of the file."""
         if isinstance(job, Segment):
             nbytes = self._compute(job, buffer)
+        elif isinstance(job, Stretch):
+            nbytes = self._put_together(job, buffer)
         else:
-            stripe = xxhash.xxh3_64()
-            for start, stop, moves in steps(job, len(buffer)):
-                data = buffer[: stop - start]
-                if job.checked is None:
-                    job.source.read_bytes(job.file, start, data)
-                else:  # read once, and proven at the stripe's end
-                    job.source.store.read_into(job.file, start, data)
-                    stripe.update(data)
-                for move in moves:
-                    at = move.offset - start
-                    self._write(move.target, data[at : at + move.nbytes], move.content)
-                    nbytes += move.nbytes
-            if job.checked is not None:
-                job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
+            nbytes = self._move(job, buffer)
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0
+
+    def _move(self, job: MoveJob, buffer: memoryview) -> int:
+        stripe, nbytes = xxhash.xxh3_64(), 0
+        for start, stop, moves in steps(job, len(buffer)):
+            data = buffer[: stop - start]
+            if job.checked is None:
+                job.source.read_bytes(job.file, start, data)
+            else:  # read once, and proven at the stripe's end
+                job.source.store.read_into(job.file, start, data)
+                stripe.update(data)
+            for move in moves:
+                at = move.offset - start
+                self._write(move.target, data[at : at + move.nbytes], move.content)
+                nbytes += move.nbytes
+        if job.checked is not None:
+            job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
+        return nbytes
+
+    def _put_together(self, stretch: Stretch, buffer: memoryview) -> int:
+        filler, nbytes = StretchFiller(self.plan), 0
+        for start, stop in stretch_steps(self.plan, stretch, len(buffer)):
+            data = buffer[: stop - start]
+            nbytes += filler.fill(start, data)
+            self._write(start, data)
+        filler.finish()
+        return nbytes
 
     def _compute(self, segment: Segment, buffer: memoryview) -> int:
         import numpy as np  # only views that change their tensor need it
@@ -129,14 +168,15 @@ class _WorkingFile:
         self._write(segment.place(self.plan)[0], data, segment.content)
         return len(data)
 
-    def _write(self, offset: int, data: memoryview, content: int) -> None:
+    def _write(self, offset: int, data: memoryview, content: int | None = None) -> None:
+        """Bytes of one content, or of several that have no CRCs."""
         self.out.write_at(offset, [data])
         digest = xxhash.xxh3_64_intdigest(data)
-        kind = self.plan.tensor(content).crc
+        kind = None if content is None else self.plan.tensor(content).crc
         crc = kind.of(data) if kind else 0
         with self._lock:
             self._digests.append((offset, digest))
-            if kind:
+            if kind and content is not None:
                 self._crcs.setdefault(content, []).append((offset, crc, len(data)))
 
     def write_known(self, first: int, stop: int) -> None:
@@ -174,8 +214,12 @@ def written_digest(
     plan: FilePlan, read: Callable[[int, int], bytes], buffer_bytes: int, *, in_order: bool
 ) -> str:
     """The checksum a finished file was recorded with, from its bytes as they are now."""
-    jobs = (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
-    written = writes(plan, jobs, buffer_bytes)
+    if plan.stretch_bytes and not in_order:
+        bounds = (step for each in stretches(plan) for step in stretch_steps(plan, each, buffer_bytes))
+        written = [(start, stop - start) for start, stop in bounds]
+    else:
+        jobs = (jobs_in_order if in_order else jobs_by_source)(plan, buffer_bytes)
+        written = writes(plan, jobs, buffer_bytes)
     return _join_digests(xxhash.xxh3_64_intdigest(read(offset, nbytes)) for offset, nbytes in written)
 
 
@@ -219,17 +263,19 @@ class Copier:
         with self._lock:
             self.on_finished(file.plan, file.digest)
 
-    def _jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job]]:
+    def _jobs(self, plans: Sequence[FilePlan]) -> Iterator[tuple[_WorkingFile, Job | Stretch]]:
         """The work on files that take it in any order; each file is created when its first job is taken."""
         for plan in plans:
-            jobs = list(jobs_by_source(plan, self.limits.buffer_bytes))
+            jobs: list[Job | Stretch] = [
+                *(stretches(plan) if plan.stretch_bytes else jobs_by_source(plan, self.limits.buffer_bytes))
+            ]
             file = _WorkingFile(plan, self.create(plan), len(jobs))
             if not jobs:
                 self._finish(file)
             for job in jobs:
                 yield file, job
 
-    def _work(self, jobs: Shared[tuple[_WorkingFile, Job]]) -> None:
+    def _work(self, jobs: Shared[tuple[_WorkingFile, Job | Stretch]]) -> None:
         """Do jobs until there are none."""
         # A map of its own, since pages that are never touched cost nothing.
         buffer = memoryview(mmap.mmap(-1, self.limits.buffer_bytes))
@@ -237,7 +283,7 @@ class Copier:
             nbytes, is_last = file.do(job, buffer)
             self.progress(nbytes)
             if is_last:
-                self._finish(file)
+                self._finish(file, len(file.plan.contents) - 1 if file.plan.stretch_bytes else 0)
 
     def _stream(self, plans: Shared[FilePlan]) -> None:
         """Write whole files front to back, one after the other; a file is finished only if complete."""

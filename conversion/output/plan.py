@@ -85,10 +85,16 @@ def whole(view: TensorView) -> TensorItems:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One data file: its name and its contents, front to back."""
+    """One data file: its name and its contents, front to back.
+
+    Args:
+        stretch_bytes: if not 0, the file is written in runs of so many bytes, each from front to back (see
+            `stretches`); its last content alone is computed.
+    """
 
     name: str
     contents: tuple[Content, ...]
+    stretch_bytes: int = 0
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -110,6 +116,11 @@ class FilePlan:
     def tensors(self) -> tuple[tuple[int, TensorItems], ...]:
         """(index, content) of the contents that are tensors."""
         return tuple((i, items) for i, items in enumerate(self.contents) if isinstance(items, TensorItems))
+
+    @cached_property
+    def is_moved(self) -> bool:
+        """Whether all its tensors are bytes of the source as they are."""
+        return all(items.view.byte_ranges(items.start, items.stop) is not None for _, items in self.tensors)
 
     def tensor(self, index: int) -> TensorItems:
         """Content number ``index``, which is a tensor."""
@@ -135,7 +146,7 @@ class OutputPlan:
         files: data files.
         closing: small files, the decisive one last.
         is_stale: whether an old file in the target must go when this plan is published.
-        wrap: put around each output file, which is then written front to back.
+        wrap: put around each output file.
         single_file: the target is this one file rather than a folder.
         when_written: called when all data files are written, in whatever run or process, before the closing files are
             made.

@@ -269,7 +269,7 @@ class Execution:
 
     @property
     def _in_order(self) -> bool:
-        return self._plan.wrap is not None or self._store.in_order
+        return self._store.in_order
 
     def _create(self, file: FilePlan) -> FileWriter:
         name = self._store.working_name(file.name)

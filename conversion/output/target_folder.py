@@ -53,6 +53,9 @@ def open_target(
         in_the_way = next((path for path in (store.root, *store.root.parents) if path.is_file()), None)
         if in_the_way is not None:
             raise _refusal(url, "a folder", f"a file {in_the_way}", "choose another target")
+    path = store.root / name if isinstance(store, LocalStorage) else None
+    if path is not None and path.exists() and not (path.is_dir() or path.is_file()):
+        raise _refusal(url, "a new name, or that of a file", "a device or a pipe", "choose another target")
     if single_file and (not name or (isinstance(store, LocalStorage) and (store.root / name).is_dir())):
         raise _refusal(url, "a file", "a folder", "add a file name to the target")
     ours = dict.fromkeys((name, store.working_name(name), f".{name}.vescale-convert.jsonl"))

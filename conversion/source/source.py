@@ -86,6 +86,7 @@ class Source:
         values: everything else, by flattened name.
         paths: where a flattened name sits in the nested state it came from; absent names are at the root.
         readers: for tensors whose bytes are not plain in their files, how to read a box (raw items).
+        decoded: of tensors whose chunks are decoded whole, how many bytes that holds at a time.
         aliases: names of tensors that are an earlier one, where their bytes are not in files that would show it -> its
             name.
         file: name of the one file that is the whole checkpoint; empty for a folder.
@@ -113,6 +114,7 @@ class Source:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     readers: Mapping[str, BoxReader] = field(default_factory=dict)
+    decoded: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     file: str = ""
     omitted: tuple[str, ...] = ()
@@ -241,6 +243,20 @@ class Source:
                 digest = file.hash_stripe(index, bytearray(_SCRATCH_BYTES))
             file.prove_stripe(index, digest)
             proven.add(index)
+
+    def prove_stripe(self, file: str, index: int, checksum: int | None = None) -> None:
+        """Compare a stripe of a file that has them, unless it was before; without its checksum it is read for it.
+
+        Raises:
+            CorruptCheckpointError: if it is not what was saved.
+        """
+        proven, checked = self._proven.setdefault(file, set()), self.checked(file)
+        if index in proven or checked is None:
+            return
+        if checksum is None:
+            checksum = checked.hash_stripe(index, bytearray(_SCRATCH_BYTES))
+        checked.prove_stripe(index, checksum)
+        proven.add(index)
 
     def seen_in_part(self) -> list[SeenPieces]:
         """What has been read of ranges with checksums that were not read to the end."""

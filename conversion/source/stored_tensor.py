@@ -95,6 +95,8 @@ class StoredTensor:
 
     def __post_init__(self) -> None:
         shape = self.info.shape
+        if len(self.chunks) == 1 and _is_whole(self.chunks[0], shape):
+            return  # as most are
         for chunk in self.chunks:
             box = chunk.box
             try:
@@ -127,6 +129,18 @@ class StoredTensor:
             where=f"tensor {self.info.name}",
             todo="save the checkpoint again; its sharding was described wrongly when saving",
         )
+
+
+def _is_whole(chunk: StoredChunk, shape: tuple[int, ...]) -> bool:
+    """Whether a chunk is surely all of a tensor, in numbers as they should be."""
+    sizes, offset, nbytes = chunk.box.sizes, chunk.offset, chunk.nbytes
+    return (
+        (sizes is shape or (sizes == shape and set(map(type, sizes)) <= {int}))
+        and chunk.strides is None
+        and chunk.box.offsets == (0,) * len(shape)
+        and type(offset) is int is type(nbytes)
+        and offset >= 0 <= nbytes
+    )
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:

@@ -127,8 +127,7 @@ class CarriedState:
         first: dict[object, str] = {}
         found = {}
         for name, view in self.views.items():
-            key = (view.info.shape, view.info.dtype, view.identity())
-            if view.info.numel and (kept := first.setdefault(key, name)) != name:
+            if view.info.numel and (kept := first.setdefault(view.sameness, name)) != name:
                 found[name] = kept
         return found
 

@@ -34,7 +34,7 @@ class ListIndex(int):
 
 def name_of(path: Path) -> str:
     """The flattened name of a path."""
-    return ".".join(map(str, path))
+    return ".".join([part if type(part) is str else str(part) for part in path])
 
 
 def flatten(state: Mapping[Any, Any], is_tensor: Callable[[Any], bool]) -> dict[Path, Any]:

@@ -48,6 +48,13 @@ class CastRules:
         patterns: dict[str, DType] = {}
         for text in texts:
             pattern, _, name = text.rpartition("=")
+            if text.startswith("="):
+                raise ConversionError(
+                    "A cast has no pattern of names.",
+                    expected="TYPE, or PATTERN=TYPE",
+                    got=text,
+                    todo="write --dtype bf16, or --dtype '*.bias=float32'",
+                )
             if pattern:
                 patterns[pattern] = float_type(name)
             else:

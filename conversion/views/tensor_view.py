@@ -7,7 +7,7 @@ views, so that a renamed, cast, stacked tensor streams in small parts like any o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
@@ -64,6 +64,11 @@ class TensorView(ABC):
     def identity(self) -> str:
         """Where its values come from; two runs with equal identities read the same things."""
 
+    @property
+    def sameness(self) -> Hashable:
+        """Equal for views of one process that are the very same tensor, whatever its names."""
+        return self.info.shape, self.info.dtype, self.identity()
+
 
 @dataclass(frozen=True, slots=True)
 class SourceView(TensorView):
@@ -99,6 +104,10 @@ class SourceView(TensorView):
     @property
     def stored(self) -> SourceView | None:
         return self
+
+    @property
+    def sameness(self) -> Hashable:
+        return id(self.source), self.source.ties.get(self.source_name, self.source_name)
 
     def identity(self) -> str:
         name = self.source.ties.get(self.source_name, self.source_name)  # tied tensors are one
@@ -218,6 +227,10 @@ class RenamedView(TensorView):
     @property
     def stored(self) -> SourceView | None:
         return self.inner.stored
+
+    @property
+    def sameness(self) -> Hashable:
+        return self.inner.sameness
 
     def identity(self) -> str:
         return self.inner.identity()

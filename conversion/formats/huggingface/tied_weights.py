@@ -46,7 +46,8 @@ def declared_ties(
         config: a config.json.
         names: of the tensors at hand, for where transformers is not installed.
     """
-    said, classes = set(_settings(config)), config.get("architectures") or ()
+    said, classes = set(_settings(config)), config.get("architectures")
+    classes = classes if isinstance(classes, list) else ()
     # Only what is said of the whole model says no: its parts may be untied in themselves.
     says_no = config.get("tie_word_embeddings") is False and True not in said
     if says_no or (True not in said and not classes):
@@ -66,7 +67,7 @@ def _settings(config: Any) -> Iterator[object]:
     """What a config.json says of ties, of its parts (text, vision) too."""
     for key, value in config.items():
         if key == "tie_word_embeddings":
-            yield value
+            yield value if isinstance(value, bool) else None  # no list can be in a set
         elif isinstance(value, dict):
             yield from _settings(value)
 

@@ -25,6 +25,7 @@ from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntrie
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.conversion.state.nesting import ListIndex
 from vescale_fsdp.errors import ConversionError
 
 __all__ = ["open_megatron"]
@@ -40,7 +41,7 @@ _BY_RANGES = (
     "the optimizer is left out: its state is stored by ranges of buffers, not by parameter; Megatron stores it by "
     "parameter with --dist-ckpt-optim-fully-reshardable"
 )
-_OPTIONS = "options of the optimizer are left out: which parameters they are for is not stored"
+_NOT_OPTIONS = ("params", "step")  # the parameters, which Megatron leaves out, and what they count together
 
 
 def open_megatron(store: Storage, *, trust_pickle: bool = False) -> Source:
@@ -148,7 +149,8 @@ class _State:
 def _add_common(entries: FoundEntries, common: OpenedFile) -> None:
     """Steps of the optimizer, and everything that is not of tensors."""
     content = dict(common.content)
-    step = next(_steps(content.pop("optimizer", {})), None)
+    optimizer = content.pop("optimizer", {})
+    step = next(_steps(optimizer), None)
     moved = dict.fromkeys(
         str(path[2]) for path in entries.paths.values() if path[:2] == ("optimizer", "state")
     )
@@ -156,10 +158,48 @@ def _add_common(entries: FoundEntries, common: OpenedFile) -> None:
         for name in moved:
             entries.add_step(("optimizer", "state", name, "step"), step, common)
     if moved:
-        entries.warnings.append(_OPTIONS)
+        _add_options(entries, list(_groups(optimizer)), list(moved), common)
     for key, value in content.items():
         if value not in (None, {}, []) and not str(key).startswith("model"):
             entries.add_all((str(key),), value, common)
+
+
+def _groups(value: Any) -> Iterator[dict[str, Any]]:
+    """Options of each group of parameters, of however many optimizers."""
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        if key != "param_groups":
+            yield from _groups(inner)
+            continue
+        for group in inner if isinstance(inner, (list, tuple)) else ():
+            if isinstance(group, Mapping):
+                yield {str(option): said for option, said in group.items() if option not in _NOT_OPTIONS}
+
+
+def _add_options(
+    entries: FoundEntries, groups: list[dict[str, Any]], names: list[str], common: OpenedFile
+) -> None:
+    """One group of all parameters where all groups say the same; else they are named, since Megatron does not store
+    which parameters a group is for."""
+    options = {option: [group.get(option) for group in groups] for group in groups for option in group}
+    differ = {option: said for option, said in options.items() if any(other != said[0] for other in said)}
+    if differ:
+        told = "; ".join(
+            f"{option} {' or '.join(dict.fromkeys(f'{value!r:.60}' for value in said))}"
+            for option, said in differ.items()
+        )
+        same = ", ".join(
+            f"{option} {said[0]!r:.60}" for option, said in options.items() if option not in differ
+        )
+        entries.warnings.append(
+            f"options of the optimizer are left out: it has {len(groups)} groups, and which a parameter is in is not "
+            f"stored; they differ in {told}, and have in common {same or 'nothing'}"
+        )
+        return
+    options = {"params": [names], **options} if groups else {}
+    for option, said in options.items():
+        entries.add_all(("optimizer", "param_groups", ListIndex(0), option), said[0], common)
 
 
 def _steps(value: Any) -> Iterator[Any]:

@@ -38,6 +38,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 __all__ = ["plan_native"]
 
+_STRETCH_STRIPES = 16  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -154,35 +155,37 @@ def _names_inside(path: Path) -> Iterator[str]:
 
 
 class _Stripes(FileWriter):
-    """Passes bytes on, from front to back, and keeps the checksum of every stripe of them."""
+    """Passes bytes on and keeps the checksum of every stripe, of which each is written from front to back."""
 
     def __init__(self, out: FileWriter, stripe_bytes: int) -> None:
         self._out, self._stripe_bytes = out, stripe_bytes
-        self._position = 0
-        self._hash = xxhash.xxh3_64()
-        self._checksums: list[int] = []
+        self._hashes: dict[int, tuple[xxhash.xxh3_64, int]] = {}  # stripe -> hash so far, next byte
+        self._checksums: dict[int, int] = {}
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        assert offset_bytes == self._position, f"written at {offset_bytes}, expected {self._position}"
         self._out.write_at(offset_bytes, buffers)
         for view in [memoryview(buffer).cast("B") for buffer in buffers]:
             while len(view):
-                room = self._stripe_bytes - self._position % self._stripe_bytes
-                self._hash.update(view[:room])
-                self._position += min(room, len(view))
-                view = view[room:]
-                if self._position % self._stripe_bytes == 0:
-                    self._close_stripe()
+                part = view[: self._stripe_bytes - offset_bytes % self._stripe_bytes]
+                self._hash(offset_bytes, part)
+                offset_bytes, view = offset_bytes + len(part), view[len(part) :]
 
-    def _close_stripe(self) -> None:
-        self._checksums.append(self._hash.intdigest())
-        self._hash = xxhash.xxh3_64()
+    def _hash(self, offset_bytes: int, data: memoryview) -> None:
+        """Bytes of one stripe."""
+        index = offset_bytes // self._stripe_bytes
+        state, expected = self._hashes.pop(index, (xxhash.xxh3_64(), index * self._stripe_bytes))
+        assert offset_bytes == expected, f"written at {offset_bytes}, expected {expected}"
+        state.update(data)
+        stop = offset_bytes + len(data)
+        if stop % self._stripe_bytes:
+            self._hashes[index] = state, stop
+        else:  # as ints: there are 250 of them per GB
+            self._checksums[index] = state.intdigest()
 
     def table(self) -> bytes:
         """Checksums of all bytes so far, and the checksum of those."""
-        if self._position % self._stripe_bytes:
-            self._close_stripe()
-        return pack_table(self._checksums)
+        known = self._checksums | {index: state.intdigest() for index, (state, _) in self._hashes.items()}
+        return pack_table([known[index] for index in range(len(known))])
 
     def close(self) -> None:
         self._out.close()
@@ -198,4 +201,4 @@ def _file(file: RankFile, views: Mapping[str, TensorView], tables: Mapping[str, 
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
     name = file.name  # the file's pieces need not be kept
     contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables[name].table()))
-    return FilePlan(name, tuple(contents))
+    return FilePlan(name, tuple(contents), _STRETCH_STRIPES * file.manifest.stripe_bytes)

@@ -18,7 +18,7 @@ from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.zarr.metadata import DAMAGE, damaged, read_metadata
 from vescale_fsdp.conversion.formats.zarr.read import Array3
-from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2
+from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path
@@ -60,7 +60,7 @@ def open_orbax(store: Storage) -> Source:
         "arrays": str(len(read.tensors)),
         "items": ", ".join(item.rstrip("/") for item in items) or "one",
     }
-    return Source("orbax", store, read.tensors, read.values, read.paths, facts, read.readers)
+    return Source("orbax", store, read.tensors, read.values, read.paths, facts, read.readers, read.decoded)
 
 
 class _Arrays:
@@ -72,6 +72,8 @@ class _Arrays:
         self.values: dict[str, StoredValue] = {}
         self.paths: dict[str, Path] = {}
         self.readers: dict[str, BoxReader] = {}
+        self.decoded: dict[str, int] = {}
+        self._last = LastChunk()
 
     def add_item(self, folder: str, container: Path) -> None:
         """All leaves of the tree in a folder, which ends in a slash or is empty."""
@@ -98,15 +100,16 @@ class _Arrays:
 
     def _add_array(self, node: str, name: str) -> None:
         if f"{node}/{ARRAY_FILE}" in self._files:
-            old = Array2(self._store, node, read_metadata(self._store, f"{node}/{ARRAY_FILE}", 2), name)
+            metadata = read_metadata(self._store, f"{node}/{ARRAY_FILE}", 2)
+            old = Array2(self._store, node, metadata, name, self._last)
             self.tensors[name] = old.stored(self._files)
             if not old.is_plain:
-                self.readers[name] = old.read
+                self.readers[name], self.decoded[name] = old.read, old.decoded_bytes
         else:
             new = Array3(self._store, node, read_metadata(self._store, f"{node}/{ZARR_NAME}"), name)
             self.tensors[name] = new.stored(self._files)
             if not new.is_plain:
-                self.readers[name] = new.reader()
+                self.readers[name], self.decoded[name] = new.reader(), new.decoded_bytes
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:

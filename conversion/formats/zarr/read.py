@@ -20,7 +20,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import split_name
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.zarr.metadata import DAMAGE, damaged, read_metadata
-from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2
+from vescale_fsdp.conversion.formats.zarr.version_2 import ARRAY_FILE, Array2, LastChunk
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.crc import CRC32C
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
@@ -34,6 +34,7 @@ from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 __all__ = ["Array3", "has_manifest", "open_zarr"]
 
 _ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
+_AT_ONCE = 10  # as the zarr library sets out, by `async.concurrency`
 _UNDECODED = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings
 
 
@@ -57,6 +58,7 @@ def open_zarr(store: Storage) -> Source:
     root = read_metadata(store, ZARR_NAME)
     tensors: dict[str, StoredTensor] = {}
     readers: dict[str, BoxReader] = {}
+    decoded: dict[str, int] = {}
     paths: dict[str, Path] = {}
     for file in sorted(name for name in files if name.endswith(ZARR_NAME)):
         found = root if file == ZARR_NAME else read_metadata(store, file)
@@ -70,6 +72,7 @@ def open_zarr(store: Storage) -> Source:
                 paths[array.info.name] = array.path
             if not array.is_plain:
                 readers[array.info.name] = array.reader()
+                decoded[array.info.name] = array.decoded_bytes
         except DAMAGE as error:
             raise damaged(store, file, error) from error
     try:
@@ -84,23 +87,26 @@ def open_zarr(store: Storage) -> Source:
     # Files are listed by name; what is planned from here depends on the order of the state that was saved.
     tensors = {name: tensors[name] for name in (*filter(tensors.__contains__, paths), *tensors)}
     facts = {"arrays": str(len(tensors)), "decoded by zarr": str(len(readers))}
-    return Source("zarr", store, tensors, values, paths, facts, readers=readers)
+    return Source("zarr", store, tensors, values, paths, facts, readers, decoded)
 
 
 def _open_version_2(store: Storage, files: set[str]) -> Source:
     tensors: dict[str, StoredTensor] = {}
     readers: dict[str, BoxReader] = {}
+    decoded: dict[str, int] = {}
+    last = LastChunk()
     for file in sorted(name for name in files if name.rpartition("/")[2] == ARRAY_FILE):
         node = file.removesuffix(ARRAY_FILE).rstrip("/")
         try:
-            array = Array2(store, node, read_metadata(store, file, 2), node.replace("/", "."))
+            array = Array2(store, node, read_metadata(store, file, 2), node.replace("/", "."), last)
             tensors[array.info.name] = array.stored(files)
         except DAMAGE as error:
             raise damaged(store, file, error) from error
         if not array.is_plain:
             readers[array.info.name] = array.read
+            decoded[array.info.name] = array.decoded_bytes
     facts = {"arrays": str(len(tensors)), "zarr version": "2"}
-    return Source("zarr", store, tensors, facts=facts, readers=readers)
+    return Source("zarr", store, tensors, facts=facts, readers=readers, decoded=decoded)
 
 
 def _from_json_1(data: Any) -> Any:
@@ -158,6 +164,14 @@ class Array3:
         self.info = TensorInfo(name, whole_numbers(metadata["shape"]), dtype)
         self._stored_as: DType = stored_as
         self._codecs = [codec["name"] for codec in metadata["codecs"]]
+        self._inner_chunk = next(
+            (
+                c["configuration"]["chunk_shape"]
+                for c in metadata["codecs"]
+                if c["name"] == "sharding_indexed"
+            ),
+            None,
+        )
         self._endian = metadata["codecs"][0].get("configuration", {}).get("endian", "little")
         self._grid = metadata["chunk_grid"]
         self._separator, self._prefix = _key_encoding(metadata["chunk_key_encoding"])
@@ -210,8 +224,27 @@ class Array3:
         key = self._separator.join((*self._prefix, *index))
         return f"{self._node}/{key}" if self._node else key
 
+    @property
+    def _regular_chunks(self) -> tuple[int, ...]:
+        """The chunk's shape, of which one is read at a time; the whole array if they differ."""
+        shape = self.info.shape
+        if self._grid["name"] != "regular":
+            return shape
+        return whole_numbers(self._grid["configuration"]["chunk_shape"], len(shape))
+
+    @property
+    def decoded_bytes(self) -> int:
+        """What reading a box holds beside it: a chunk as it is stored and as it is decoded. Of shards it is their inner
+        chunks, of which the library decodes some at a time."""
+        chunk, at_once = self._regular_chunks, 1
+        if self._inner_chunk is not None:
+            inner = whole_numbers(self._inner_chunk, len(chunk))
+            at_once = min(_AT_ONCE, math.prod(-(-a // b) for a, b in zip(chunk, inner, strict=True)))
+            chunk = inner
+        return 2 * at_once * math.prod(chunk) * self.info.dtype.itemsize
+
     def reader(self) -> BoxReader:
-        """Boxes as the zarr library decodes them."""
+        """Boxes as the zarr library decodes them, chunk after chunk."""
         path = f"{self._store.where}/{self._node}" if self._node else self._store.where
         try:
             import zarr  # only arrays that are not plain need it
@@ -229,14 +262,21 @@ class Array3:
             from vescale_fsdp.conversion.formats.zarr.as_integers import open_as_integers
 
             array = open_as_integers(path, self._stored_as)
-        raw = self.info.dtype.raw
+        raw, chunks = self.info.dtype.raw, self._regular_chunks
 
         def read(box: Box) -> np.ndarray:
-            try:
-                values = np.ascontiguousarray(array[box.slices()]).reshape(box.sizes)
-            except _UNDECODED as error:
-                raise damaged(self._store, f"{self._node}/{ZARR_NAME}", error) from error
-            return values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
+            out = np.empty(box.sizes, dtype=raw)
+            for chunk in chunk_boxes(self.info.shape, chunks, box) if box.numel else ():
+                part = clipped(chunk, self.info.shape).intersect(box)
+                if part is None:
+                    continue
+                try:
+                    values = np.ascontiguousarray(array[part.slices()]).reshape(part.sizes)
+                except _UNDECODED as error:
+                    raise damaged(self._store, f"{self._node}/{ZARR_NAME}", error) from error
+                place: tuple[Any, ...] = (*part.slices(box.offsets), ...)
+                out[place] = values.view(raw) if values.ndim else values.reshape(1).view(raw).reshape(())
+            return out
 
         return read
 

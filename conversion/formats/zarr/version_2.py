@@ -22,12 +22,19 @@ from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
-__all__ = ["ARRAY_FILE", "GROUP_FILE", "Array2"]
+__all__ = ["ARRAY_FILE", "GROUP_FILE", "Array2", "LastChunk"]
 
 ARRAY_FILE = ".zarray"
 GROUP_FILE = ".zgroup"
 # numcodecs knows more, one of which runs pickles.
 _CODECS = {"blosc", "bz2", "gzip", "lz4", "lzma", "shuffle", "zlib", "zstd"}
+
+
+class LastChunk(threading.local):
+    """What a thread decoded last, of whichever array: neighbours in a chunk are wanted one after the other."""
+
+    file: str = ""
+    values: np.ndarray | None = None
 
 
 class Array2:
@@ -38,12 +45,15 @@ class Array2:
         node: its folder.
         metadata: what ``.zarray`` says.
         name: of the tensor.
+        last: shared by the arrays of a source.
 
     Raises:
         ValueError: if its metadata is not of this version, or names codecs or types that are not known.
     """
 
-    def __init__(self, store: Storage, node: str, metadata: dict[str, Any], name: str) -> None:
+    def __init__(
+        self, store: Storage, node: str, metadata: dict[str, Any], name: str, last: LastChunk
+    ) -> None:
         if metadata["zarr_format"] != 2:
             raise ValueError(f"zarr_format is not 2 but {metadata['zarr_format']!r:.60}")
         self._store, self._node = store, node
@@ -59,7 +69,7 @@ class Array2:
             raise ValueError(f"fill value {metadata['fill_value']!r:.60}")
         if 0 in self._chunk:
             raise ValueError(f"chunks of shape {self._chunk}")
-        self._last = threading.local()
+        self._last = last
 
     @property
     def is_plain(self) -> bool:
@@ -86,6 +96,11 @@ class Array2:
     def _chunk_bytes(self) -> int:
         return math.prod(self._chunk) * self.info.dtype.itemsize
 
+    @property
+    def decoded_bytes(self) -> int:
+        """What decoding holds: a chunk as it is stored, and as it is after each of its codecs."""
+        return (1 + max(1, len(self._codecs)) + self._is_swapped) * self._chunk_bytes
+
     def _file(self, chunk: Box) -> str:
         index = (str(o // c) for o, c in zip(chunk.offsets, chunk.sizes, strict=True))
         key = self._separator.join(index) or "0"
@@ -107,19 +122,19 @@ class Array2:
     def _decoded(self, chunk: Box) -> np.ndarray | None:
         """The items of a chunk; None if it lies nowhere, and is zeros."""
         file = self._file(chunk)
-        if getattr(self._last, "file", None) == file:
-            found: np.ndarray = self._last.values
-            return found
+        if self._last.file == file:
+            return self._last.values
+        self._last.file, self._last.values = "", None  # before there is another
         if self._store.size(file) is None:
             return None
         from numcodecs import get_codec
-        from numcodecs.compat import ensure_bytes
+        from numcodecs.compat import ensure_contiguous_ndarray
 
         try:
             data: Any = self._store.read(file)
             for codec in reversed(self._codecs):
                 data = get_codec(dict(codec)).decode(data)
-            raw = np.frombuffer(ensure_bytes(data), dtype=self.info.dtype.raw)
+            raw = ensure_contiguous_ndarray(data).view(np.uint8).view(self.info.dtype.raw)
             values = raw.reshape(self._chunk, order=self._order)  # type: ignore[call-overload]
         except (EOFError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
@@ -129,9 +144,9 @@ class Array2:
                 where=f"tensor {self.info.name} in {self._store.where}/{file}",
                 todo="copy the hierarchy again from where it was made",
             ) from error
-        self._last.file, self._last.values = file, values.byteswap() if self._is_swapped else values
-        kept: np.ndarray = self._last.values
-        return kept
+        found: np.ndarray = values.byteswap() if self._is_swapped else values
+        self._last.file, self._last.values = file, found
+        return found
 
 
 def _dtype(text: object) -> tuple[bool, DType]:

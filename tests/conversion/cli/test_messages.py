@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,17 @@ def test_a_part_says_what_it_wrote(tmp_path: Path) -> None:
     ).stdout
     assert "part 1 of 3, counted from 0: model-00002-of-00005.safetensors, model-00005-of-00005" in said
     assert "00003-of" not in said and "not published yet" in said
+
+
+@pytest.mark.parametrize("command", ["report {} --out {}", "to-torch {} {}", "to-torch {} {} --overwrite"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, command: str) -> None:
+    """A file in the place of /dev/null would end every program on the machine; a pipe stands for it here."""
+    os.mkfifo(tmp_path / "pipe")
+    source = _dcp(tmp_path / "dcp")
+    result = _run(*command.format(source, tmp_path / "pipe").split())
+    assert isinstance(result.exception, (FileExistsError, VescaleError))
+    assert "a device or a pipe" in str(result.exception) and (tmp_path / "pipe").is_fifo()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dcp", "pipe"]
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "lost").mkdir()
     index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
     (root / "lost" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (root / "odd_config").mkdir()
+    save_file(model, root / "odd_config" / "model.safetensors", {"format": "pt"})
+    (root / "odd_config" / "config.json").write_text('{"architectures": 3, "tie_word_embeddings": [1]}')
+    os.mkfifo(root / "pipe")
     (root / "empty").mkdir()
     (root / "text").mkdir()
     (root / "text" / "notes.txt").write_text("x")
@@ -122,6 +127,12 @@ WRONG = [
     "to-hf {dcp} {text}",
     "to-hf {dcp} {a.pt}",
     "to-torch {dcp} {text}",
+    "to-torch {dcp} {pipe}",
+    "to-torch {dcp} {pipe} --overwrite",
+    "to-hf {dcp} {pipe}",
+    "to-hf {dcp} {out} --dtype =bf16",
+    "diff {dcp} {dcp} --rtol nan",
+    "diff {dcp} {dcp} --model nobody",
     "to-hf {dcp} {out} --model decoder",
     "to-hf {dcp} {out} --include w*",
     "to-hf {dcp} {out} --exclude *",
@@ -205,6 +216,7 @@ def test_one_sentence_and_what_to_do(root: Path, tmp_path: Path, line: str) -> N
         assert rest and rest[-1].startswith("  what to do: "), told
     assert not out.exists()
     assert {file: file.stat().st_mtime_ns for file in root.rglob("*") if file.is_file()} == before
+    assert (root / "pipe").is_fifo()
 
 
 def test_the_sources_are_sound(root: Path, tmp_path: Path) -> None:
@@ -215,6 +227,7 @@ def test_the_sources_are_sound(root: Path, tmp_path: Path) -> None:
         "merge-adapter {hf} {adapter} {out}/c",
         "to-fsdp2 {hf} {out}/d --exclude up*",
         "diff {dcp} {native}",
+        "to-hf {odd_config} {out}/e",
     ):
         arguments = _arguments(line, _Paths(root, tmp_path))
         assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0, line

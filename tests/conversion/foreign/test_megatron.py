@@ -118,8 +118,13 @@ def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def write(folder: Path, weights: dict[str, Tensor], *, is_stacked: bool, **more: Tensor) -> Path:
-    """A checkpoint in bf16 with masters and moments (the negated weights)."""
+OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "wd_mult": 1.0}
+
+
+def write(
+    folder: Path, weights: dict[str, Tensor], *, is_stacked: bool, wd_mult: float = 1.0, **more: Tensor
+) -> Path:
+    """A checkpoint in bf16 with masters and moments (the negated weights), and an optimizer of two groups."""
     named = stacked(weights) if is_stacked else weights
     state: dict[str, Any] = {name: tensor.bfloat16() for name, tensor in named.items()}
     for name, tensor in named.items():
@@ -129,7 +134,7 @@ def write(folder: Path, weights: dict[str, Tensor], *, is_stacked: bool, **more:
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     optimizer = {
         "optimizer": {
-            "param_groups": [{"lr": 0.1, "params": []}],
+            "param_groups": [{**OPTIONS, "step": 7}, {**OPTIONS, "wd_mult": wd_mult}],  # without params
             "state": {"common_step": torch.tensor(7.0)},
         }
     }
@@ -160,6 +165,8 @@ def test_to_hugging_face_with_the_optimizer(tmp_path: Path, family: str, is_stac
         assert same_bytes(found["model"][name], tensor)
         state = found["optimizer"]["state"][name]
         assert same_bytes(state["exp_avg"], -tensor) and state["step"] == 7
+    (group,) = found["optimizer"]["param_groups"]
+    assert sorted(group.pop("params")) == sorted(hf) and group == OPTIONS
     convert(
         source, str(tmp_path / "hf"), "hf", ConvertOptions(rules=f"megatron-{family}", assets=rules.assets)
     )
@@ -188,6 +195,18 @@ def test_optimizers_by_ranges_of_buffers(tmp_path: Path) -> None:
     assert any("--dist-ckpt-optim-fully-reshardable" in text for text in source.warnings)
     assert name in source.omitted and not any(n.startswith("optimizer") for n in source.tensors)
     assert source.info("model.output_layer.weight").dtype.name == "bfloat16"
+
+
+def test_groups_that_differ_are_named(tmp_path: Path) -> None:
+    """Nobody can tell which parameters have which options: none are carried, and all are in the warning."""
+    folder = write(
+        tmp_path / "run", megatron_weights(hf_weights("llama"), "llama"), is_stacked=True, wd_mult=0.0
+    )
+    source = open_source(str(folder))
+    (told,) = source.warnings
+    assert "differ in wd_mult 1.0 or 0.0" in told and "lr 0.1, betas (0.9, 0.95)" in told
+    assert not any("param_groups" in name for name in (*source.tensors, *source.values))
+    assert any(name.endswith("exp_avg") for name in source.tensors)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:

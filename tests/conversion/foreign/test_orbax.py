@@ -4,6 +4,7 @@ numcodecs; `tests/stacks/conversion` has its own."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from safetensors.torch import load_file
 
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.output.copying import CopyLimits
+from vescale_fsdp.conversion.output.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, VescaleError
+from vescale_fsdp.layout.geometry import Box
 
 ZSTD = {"id": "zstd", "level": 1}
 NUMPY = {
@@ -172,6 +176,39 @@ def test_a_tree_without_params(tmp_path: Path) -> None:
     convert(source, str(tmp_path / "hf"), "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(weights["a.kernel"], tensor) and torch.equal(weights["b.kernel"], -tensor)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_chunk_counts_in_the_budget(tmp_path: Path, version: int) -> None:
+    """Decoding holds it as it is stored and as it is: refused by name, with the budget that is enough, which gives as
+    many threads as it has room for. What was decoded last is kept once, not of every array."""
+    tensors = {
+        f"w{place}": torch.full((512, 1024), place + 1.0) for place in range(5)
+    }  # 2 MiB each, in one chunk
+    for name, tensor in tensors.items():
+        if version == 2:
+            _write_2(tmp_path / "run" / name, tensor, (512, 1024))
+        else:
+            zarr.create_array(tmp_path / "run" / name, data=tensor.numpy(), chunks=(512, 1024))
+    if version == 3:
+        zarr.open_group(tmp_path / "run", mode="a")
+    source = open_source(str(tmp_path / "run"), kind="zarr")
+    small, enough = CopyLimits(7 << 20), CopyLimits(17 << 20)
+    with pytest.raises(
+        ConversionError, match=r"budget is too small(.|\n)*tensor w4(.|\n)*--memory-budget 8MiB"
+    ):
+        convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(run=RunOptions(limits=small)))
+    assert not (tmp_path / "out.pt").exists()
+    assert enough.usable_threads == 4 and enough.decoding("w4", source.decoded["w4"]).usable_threads == 2
+    convert(source, str(tmp_path / "out.pt"), "torch", ConvertOptions(run=RunOptions(limits=enough)))
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    tracemalloc.start()
+    for name in tensors:
+        source.read_into(name, Box((0, 0), (1, 4)), np.empty((1, 4), dtype=source.info(name).dtype.raw))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 5 << 20
 
 
 def test_zarr_of_version_2(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_moments_follow(saved: Path, tmp_path: Path, form: str) -> None:
     convert(open_source(str(folder)), str(tmp_path / "out.pt"), "torch", options)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert found["iteration"] == 10 and len(found["model"]) == 3 + 3 * 9
+    (group,) = found["optimizer"]["param_groups"]
+    assert sorted(group["params"]) == sorted(found["model"]) and group["betas"] == (0.9, 0.999)
     for name, weight in found["model"].items():
         state = found["optimizer"]["state"][name]
         torch.testing.assert_close(state["exp_avg"], 0.1 * torch.sin(100 * weight), rtol=1e-3, atol=1e-5)

@@ -1,12 +1,13 @@
 """vescale-convert beside cp and other people's tools, on the same tensors, alternating, as separate processes.
 
-    python tools/bench/convert.py --gb 1 --repeat 3 --json convert.json
+    python tools/bench/conversion/convert.py --gb 1 --repeat 3 --json convert.json
+    python tools/bench/conversion/convert.py --gb 4 --no-rivals
 
 Every contender is a fresh process: its wall time includes start-up, its peak memory is what the kernel
 recorded (VmHWM of /proc/PID/status, read from outside). The sources are a stock DCP checkpoint of bfloat16
-weights in two data files and a native one of the same tensors; torch's consolidator gets them in the form it
-needs. ``start-up`` is our time for a checkpoint of one number. accelerate is optional: without it, its row
-says so.
+weights in two data files and, of as many bytes, a native one, a file of `torch.save`, and a native one of fp32 weights
+with both moments; torch's consolidator gets the weights in the form it needs. ``start-up`` is our time for a
+checkpoint of one number. accelerate is optional: without it, its row says so.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import save
@@ -36,6 +38,14 @@ BUDGET_MIB = 512
 INTERPRETER_MIB = 150  # allowed beside the budget
 LAYER_NUMEL = 4096 * 4096
 ACCELERATE_NAME = "accelerate merge"
+PAIRS = {  # command, source, and what part of cp's speed is wanted from 4 GB up
+    "DCP to HF": ("to-hf", "dcp", 0.9),
+    "native to HF": ("to-hf", "native", 0.9),
+    "native to native": ("to-vescale", "native", 0.9),
+    "native with moments to native": ("to-vescale", "trained", 0.7),
+    "torch.save to HF": ("to-hf", "torch.pt", 0.7),
+    "native to torch.save": ("to-torch", "native", 0.7),
+}
 RIVALS = ("dcp_to_torch_save", ACCELERATE_NAME, "consolidate_safetensors_files")
 
 DCP_TO_TORCH = """
@@ -69,6 +79,7 @@ class Contender:
 
     name: str
     command: list[str]
+    nbytes: int  # of its source
     seconds: list[float] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
 
@@ -109,51 +120,77 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_sources(folder: Path, gigabytes: float) -> int:
-    """Write the two checkpoints and the consolidator's input; returns tensor bytes."""
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def make_sources(folder: Path, gigabytes: float) -> None:
+    """Write all sources, and the consolidator's input."""
     count = max(1, round(gigabytes * 1e9 / (2 * LAYER_NUMEL)))
     block = torch.randn(LAYER_NUMEL // 16).to(torch.bfloat16)
     weights = {f"model.layers.{i}.weight": block.roll(i).repeat(16).view(4096, 4096) for i in range(count)}
     writer = dcp.FileSystemWriter(folder / "dcp", thread_count=2)
     dcp.save({"model": weights}, storage_writer=writer, no_dist=True)
     save(folder / "native", {"model": weights})
+    torch.save({"model": weights}, folder / "torch.pt")
+    save(folder / "trained", _trained(block, max(1, count // 6)))
     split = HuggingFaceStorageWriter(str(folder / "split"), save_distributed=True, thread_count=1)
     dcp.save(weights, storage_writer=split, no_dist=True)
     dcp.save({"x": torch.zeros(())}, checkpoint_id=folder / "tiny", no_dist=True)
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
-def contenders(folder: Path) -> list[Contender]:
+def _trained(block: torch.Tensor, count: int) -> dict[str, Any]:
+    """Weights and moments of a model, six times the bytes of ``count`` layers."""
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    layers = [f"model.layers.{i}.weight" for i in range(count)]
+    made = {
+        kind: {name: block.float().roll(place).repeat(16).view(4096, 4096) for name in layers}
+        for place, kind in enumerate(kinds)
+    }
+    moments = {name: {kind: made[kind][name] for kind in kinds[1:]} for name in layers}
+    return {"model": made["weight"], "optimizer": {"state": moments}}
+
+
+def contenders(folder: Path, *, with_rivals: bool) -> list[Contender]:
     """All programs that are installed."""
-    budget = f"{BUDGET_MIB}MiB"
-    ours = [sys.executable, "-m", "vescale_fsdp.conversion", "to-hf", "--memory-budget", budget, "-q"]
-    source, split = str(folder / "dcp"), str(folder / "split")
+    command = [sys.executable, "-m", "vescale_fsdp.conversion"]
+    options = ["--memory-budget", f"{BUDGET_MIB}MiB", "-q"]
+    source, split, nbytes = str(folder / "dcp"), str(folder / "split"), size_of(folder / "dcp")
     found = [
-        Contender("ours, DCP", [*ours, source]),
-        Contender("cp", ["cp", "-r", source]),
-        Contender("ours, native", [*ours, str(folder / "native")]),
-        Contender("dcp_to_torch_save", [sys.executable, "-c", DCP_TO_TORCH, source]),
-        Contender("consolidate_safetensors_files", [sys.executable, "-c", CONSOLIDATE, split]),
-        Contender("start-up", [*ours, str(folder / "tiny")]),
+        Contender(name, [*command, target, *options, str(folder / file)], size_of(folder / file))
+        for name, (target, file, _) in PAIRS.items()
+    ]
+    found += [
+        Contender("cp", ["cp", "--reflink=never", "-r", source], nbytes),
+        Contender("start-up", [*command, "to-hf", *options, str(folder / "tiny")], 0),
+    ]
+    if not with_rivals:
+        return found
+    found += [
+        Contender("dcp_to_torch_save", [sys.executable, "-c", DCP_TO_TORCH, source], nbytes),
+        Contender("consolidate_safetensors_files", [sys.executable, "-c", CONSOLIDATE, split], nbytes),
     ]
     if importlib.util.find_spec("accelerate"):
-        found.insert(4, Contender(ACCELERATE_NAME, [sys.executable, "-c", ACCELERATE, source]))
+        found.append(Contender(ACCELERATE_NAME, [sys.executable, "-c", ACCELERATE, source], nbytes))
     return found
 
 
-def rows_of(case: str, nbytes: int, measured: list[Contender]) -> list[Row]:
-    """Speeds and peaks of both our conversions beside each rival's."""
+def rows_of(case: str, measured: list[Contender], *, with_rivals: bool) -> list[Row]:
+    """Speeds and peaks of our conversions beside each rival's."""
     by_name = {contender.name: contender for contender in measured}
 
     def speed(name: str, without_s: float = 0.0) -> float:
-        return nbytes / 1e6 / max(1e-9, statistics.median(by_name[name].seconds) - without_s)
+        seconds = statistics.median(by_name[name].seconds) - without_s
+        return by_name[name].nbytes / 1e6 / max(1e-9, seconds)
 
     startup = statistics.median(by_name["start-up"].seconds)
-    rows = [Row(case, "start-up", "s", startup)]
-    for name in ("ours, DCP", "ours, native"):
-        ours, label = by_name[name], f"{case}, {name.removeprefix('ours, ')} to HF"
+    rows = [Row(case, "start-up", "s", startup, target="<= 0.15")]
+    for name, (_, _, target) in PAIRS.items():
+        ours, label = by_name[name], f"{case}, {name}"
         limit = BUDGET_MIB + INTERPRETER_MIB
-        rows.append(Row(label, "speed", "MB/s", speed(name), speed("cp"), "cp", ">= 0.7"))
+        rows.append(Row(label, "speed", "MB/s", speed(name), speed("cp"), "cp", f">= {target}"))
         rows.append(Row(label, "peak memory", "MiB", max(ours.peak_mib), target=f"<= {limit}"))
         if startup < 0.9 * statistics.median(ours.seconds):  # else the difference is noise
             rows.append(Row(label, "speed without start-up", "MB/s", speed(name, startup), speed("cp"), "cp"))
@@ -162,7 +199,7 @@ def rows_of(case: str, nbytes: int, measured: list[Contender]) -> list[Row]:
                 peaks = (max(ours.peak_mib), max(rival.peak_mib))
                 rows.append(Row(label, "speed", "MB/s", speed(name), speed(rival.name), rival.name, "> 1"))
                 rows.append(Row(label, "peak memory", "MiB", *peaks, rival.name, "< 1"))
-        if ACCELERATE_NAME not in by_name:
+        if with_rivals and ACCELERATE_NAME not in by_name:
             absent = f"{ACCELERATE_NAME}: not installed"
             rows.append(Row(label, "speed", "MB/s", speed(name), rival_name=absent))
     return rows
@@ -173,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="vescale-convert beside cp and other tools")
     parser.add_argument("--gb", type=float, nargs="+", default=[1.0], help="sizes of the model")
     parser.add_argument("--repeat", type=int, default=3, help="alternating runs; medians are reported")
+    parser.add_argument("--no-rivals", action="store_true", help="nothing but cp beside ours")
     parser.add_argument("--dir", type=Path, help="where to work; default a temporary folder")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
@@ -180,12 +218,12 @@ def main() -> None:
     for gigabytes in arguments.gb:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
             folder = Path(name)
-            nbytes = make_sources(folder, gigabytes)
-            measured = contenders(folder)
+            make_sources(folder, gigabytes)
+            measured = contenders(folder, with_rivals=not arguments.no_rivals)
             for _ in range(arguments.repeat):
                 for contender in measured:
                     contender.run(folder / "target")
-            rows += rows_of(f"{gigabytes:g} GB", nbytes, measured)
+            rows += rows_of(f"{gigabytes:g} GB", measured, with_rivals=not arguments.no_rivals)
     print_table(rows)
     if arguments.json:
         write_json(arguments.json, rows)
