@@ -23,7 +23,6 @@ import xxhash
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
 from vescale_fsdp.conversion.output.copy_jobs import (
     Job,
-    MoveJob,
     Segment,
     jobs_by_source,
     jobs_in_order,
@@ -120,32 +119,29 @@ class _WorkingFile:
 
     def do(self, job: Job | Stretch, buffer: memoryview) -> tuple[int, bool]:
         """Do one job; returns its bytes of tensors and whether it was the last of the file."""
+        nbytes = 0
         if isinstance(job, Segment):
             nbytes = self._compute(job, buffer)
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            nbytes = self._move(job, buffer)
+            stripe = xxhash.xxh3_64()
+            for start, stop, moves in steps(job, len(buffer)):
+                data = buffer[: stop - start]
+                if job.checked is None:
+                    job.source.read_bytes(job.file, start, data)
+                else:  # read once, and proven at the stripe's end
+                    job.source.store.read_into(job.file, start, data)
+                    stripe.update(data)
+                for move in moves:
+                    at = move.offset - start
+                    self._write(move.target, data[at : at + move.nbytes], move.content)
+                    nbytes += move.nbytes
+            if job.checked is not None:
+                job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0
-
-    def _move(self, job: MoveJob, buffer: memoryview) -> int:
-        stripe, nbytes = xxhash.xxh3_64(), 0
-        for start, stop, moves in steps(job, len(buffer)):
-            data = buffer[: stop - start]
-            if job.checked is None:
-                job.source.read_bytes(job.file, start, data)
-            else:  # read once, and proven at the stripe's end
-                job.source.store.read_into(job.file, start, data)
-                stripe.update(data)
-            for move in moves:
-                at = move.offset - start
-                self._write(move.target, data[at : at + move.nbytes], move.content)
-                nbytes += move.nbytes
-        if job.checked is not None:
-            job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
-        return nbytes
 
     def _put_together(self, stretch: Stretch, buffer: memoryview) -> int:
         filler, nbytes = StretchFiller(self.plan), 0
