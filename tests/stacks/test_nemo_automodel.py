@@ -6,13 +6,13 @@ Its recipes and its model classes need CUDA kernels; its parallelizers, which ar
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from examples.automodel.train import parallelized, train
 from examples.stack_options import Options
 from tests.stacks.example_ranks import (
     HALF,
@@ -26,9 +26,15 @@ from tests.stacks.example_ranks import (
 )
 from tests.support.distributed import cpu_mesh
 from vescale_fsdp import FSDPModule, Rows
-from vescale_fsdp.integrations.nemo_automodel import fully_shard_fn
 
 CLIP = {"norm_type": LARGEST, "max_norm": 0.05}
+
+
+def train(*args: Any, **kwargs: Any) -> History:
+    """The example's; importing Automodel warns, so that is left to the ranks."""
+    from examples.automodel import train as example
+
+    return example.train(*args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +71,8 @@ def test_the_converter_opens_a_save(folder: Path) -> None:
 
 def _units(runtime: str) -> list[bool]:
     """Whether each sharded module is ours."""
+    from examples.automodel.train import parallelized
+
     model = parallelized(Options(Path(), runtime))
     sharded = [module for module in model.modules() if isinstance(module, TorchFSDPModule)]
     return [isinstance(module, FSDPModule) for module in sharded]
@@ -72,6 +80,8 @@ def _units(runtime: str) -> list[bool]:
 
 def _through_the_argument() -> bool:
     """Whether `fully_shard_fn`, called as Automodel calls it, gives what `fully_shard` gives."""
+    from vescale_fsdp.integrations.nemo_automodel import fully_shard_fn
+
     shard = fully_shard_fn(granularity=Rows(4))
     model = nn.Linear(8, 6)
     shard(model, mesh=cpu_mesh(), mp_policy=None, offload_policy=None, reshard_after_forward=None)
