@@ -1,6 +1,6 @@
 """The whole idea on real text: train sharded, die, go on with more ranks, export, load elsewhere.
 
-    make demo            or: python -m tools.demo [--steps 200] [--save-at 70] [--out demo_output]
+    make demo            or: python -m tools.demo [--steps 200] [--save-at 70] [--lost 10] [--out demo_output]
 
     killed/              2 ranks; checkpoint at step k; all ranks SIGKILLed some steps later
     restarted/           3 ranks; loads that checkpoint and runs to the end
@@ -29,7 +29,6 @@ from tools.torchrun_job import Job, JobFailed, losses_of
 # gradients, over 4 windows on 3 ranks and 6 on 2, which training carries on: bf16 keeps 8 bits.
 FIRST_STEP_BOUND = 1e-5  # of the loss, relative
 LATER_STEPS_BOUND = 2**-8  # of the loss, relative: one unit in the last place of bf16
-STEPS_LOST = 10  # how long the job goes on after its checkpoint before it is killed
 
 
 class Report:
@@ -69,13 +68,13 @@ def train(out: Path, ranks: int, steps: range, *arguments: str, title: str) -> N
     job.wait()
 
 
-def train_with_a_kill(out: Path, steps: int, save_at: int, report: Report) -> None:
+def train_with_a_kill(out: Path, steps: int, save_at: int, lost: int, report: Report) -> None:
     """Two ranks until shortly after the checkpoint, SIGKILL, then three ranks to the end."""
-    heading(f"1. Train on 2 ranks, save at step {save_at}, kill all ranks {STEPS_LOST} steps later")
+    heading(f"1. Train on 2 ranks, save at step {save_at}, kill all ranks {lost} steps later")
     killed, restarted = out / "killed", out / "restarted"
     arguments = ["--out", str(killed), "--steps", str(steps), "--save-at", str(save_at)]
     job = Job("examples.train", 2, arguments, killed / "log")
-    last = job.follow(killed, "2 ranks", range(steps), until=lambda step: step >= save_at + STEPS_LOST)
+    last = job.follow(killed, "2 ranks", range(steps), until=lambda step: step >= save_at + lost)
     if job.process.poll() is not None:
         job.wait()  # it ended by itself: say why
     job.kill_ranks(killed)
@@ -205,12 +204,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo_output"), help="folder, replaced if it exists")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-at", type=int, default=70)
+    parser.add_argument("--lost", type=int, default=10, help="steps between the checkpoint and the kill")
     options = parser.parse_args()
     out, steps, save_at = options.out.absolute(), options.steps, options.save_at
     shutil.rmtree(out, ignore_errors=True)
     report = Report()
     try:
-        train_with_a_kill(out, steps, save_at, report)
+        train_with_a_kill(out, steps, save_at, options.lost, report)
         heading("3. The same training on 2 ranks, not interrupted")
         train(out / "uninterrupted", 2, range(steps), title="2 ranks")
         compare_losses(out, steps, save_at, report)

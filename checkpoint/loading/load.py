@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -159,12 +158,10 @@ class _Wanted(NamedTuple):
 
     Attributes:
         local: its own part, to be filled.
-        is_alone: whether no other rank has the same part.
     """
 
     region: Region
     local: torch.Tensor
-    is_alone: bool
 
 
 @dataclass
@@ -308,7 +305,7 @@ class Loader:
                 wanted[memory] = (read, asked)
         targets = []
         for read, asked in wanted.values():
-            target = reads.ask(read.place, *asked[:2], alone=asked.is_alone)
+            target = reads.ask(read.place, *asked)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
         for place in found.fresh:
@@ -370,8 +367,7 @@ class Loader:
             return None
         _prove_writable(read.name, described.local)
         region = describer.region(described, self.coordinator.rank)
-        num_parts = prod(axis.size for axis in described.distribution.axes)
-        return _Wanted(region, described.local, num_parts >= self.coordinator.world_size)
+        return _Wanted(region, described.local)
 
     def _fresh(
         self, reader: CheckpointReader, reads: Reads, targets: list[LoadTarget], place: int

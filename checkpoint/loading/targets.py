@@ -39,15 +39,13 @@ class LoadTarget:
 
     Args:
         tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
-        alone: whether no other rank is likely to read the same bytes.
 
     Attributes:
         is_overwritten: whether the tensor may hold something of what is read.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, alone: bool = True) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self.is_alone = alone
         self.is_overwritten = False
         self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it says
         direct = tensor.is_contiguous() and not self._is_lazy

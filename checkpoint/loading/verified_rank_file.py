@@ -7,8 +7,7 @@ Needs neither torch nor a `Storage`, only something that opens files by name, so
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import xxhash
 
@@ -65,16 +64,6 @@ class OpenRankFile:
             return self.reader.view(start_bytes, stop_bytes)
         except (*_GONE, EOFError) as error:
             raise self._unlike_a_file(error) from error
-
-    @contextmanager
-    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
-        """Bytes [start, stop) as `FileReader.borrowed` gives them; raises as `view`."""
-        with ExitStack() as held:
-            try:
-                data = held.enter_context(self.reader.borrowed(start_bytes, stop_bytes))
-            except (*_GONE, EOFError) as error:
-                raise self._unlike_a_file(error) from error
-            yield data
 
     def _unlike_a_file(self, error: Exception) -> CorruptCheckpointError:
         """What it means that a file cannot be read: of all errors, those that prove damage."""

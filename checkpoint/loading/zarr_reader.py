@@ -34,8 +34,8 @@ class ZarrReads(Reads):
         self._tables = tables
         self._reads: list[_ChunkRead] = []
 
-    def ask(self, place: int, region: Region, tensor: torch.Tensor, *, alone: bool = True) -> LoadTarget:
-        target, manifest = LoadTarget(tensor, alone=alone), self._tables.manifest
+    def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
+        target, manifest = LoadTarget(tensor), self._tables.manifest
         place = manifest.places_by_name[manifest.entries[place].name][0]
         self._reads += [_ChunkRead(chunk, region, target) for chunk in chunks_of(manifest, place, region)]
         return target

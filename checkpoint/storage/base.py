@@ -137,17 +137,8 @@ class FileReader(ABC):
         return data
 
     def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
-        """Whether these bytes are in memory already, so that small reads cost no more than a large one."""
+        """Whether these bytes are in memory already, so that reading them waits for nothing."""
         return False
-
-    @contextmanager
-    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
-        """Bytes [start, stop), brought in the fastest way, to look at while the block lasts.
-
-        Raises:
-            EOFError: if the file ends before.
-        """
-        yield self.view(start_bytes, stop_bytes)
 
     @abstractmethod
     def close(self) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
-from vescale_fsdp.checkpoint.storage.direct_reads import DirectReads, is_cached
 from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
+from vescale_fsdp.checkpoint.storage.page_cache import is_cached
 from vescale_fsdp.checkpoint.storage.preallocate import reserve
 
 __all__ = ["LOCK_NAMES", "LocalStorage"]
@@ -154,9 +154,9 @@ class _LocalReader(FileReader):
 
     _held = -1
 
-    def __init__(self, path: Path, direct: DirectReads, *, lasting: bool) -> None:
+    def __init__(self, path: Path, *, lasting: bool) -> None:
         self.looks_in_place = True  # until it fails
-        self._path, self._direct, self._lasting = path, direct, lasting
+        self._path, self._lasting = path, lasting
         self._size = _size_of_file(path)
         if lasting:
             self._held = _open(path)
@@ -184,11 +184,6 @@ class _LocalReader(FileReader):
 
     def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
         return is_cached(self._path, start_bytes, stop_bytes)
-
-    @contextmanager
-    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
-        with self._direct.read(self._path, start_bytes, stop_bytes) as data:
-            yield self.view(start_bytes, stop_bytes) if data is None else data
 
     def close(self) -> None:
         if not self._lasting:
@@ -320,10 +315,9 @@ class LocalStorage(Storage):
         )
         self._durable, self._whole_files = durable, whole_files
         self._held: dict[str, _LocalReader] = {}
-        self._direct = DirectReads()
         # This rank's share of the cores: more threads would not copy faster.
         self.read_threads = max(1, min(4, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", neighbours))))
-        # These wait for the disk now and then: a second thread hashes meanwhile.
+        # These wait for the disk now and then: a second thread copies or hashes meanwhile.
         self.far_read_threads = self.write_threads = max(2, self.read_threads)
 
     @property
@@ -361,8 +355,8 @@ class LocalStorage(Storage):
 
     def open_file(self, name: str) -> FileReader:
         if not self._whole_files:
-            return _LocalReader(self.root / name, self._direct, lasting=False)
-        found = self._held.get(name) or _LocalReader(self.root / name, self._direct, lasting=True)
+            return _LocalReader(self.root / name, lasting=False)
+        found = self._held.get(name) or _LocalReader(self.root / name, lasting=True)
         if len(self._held) < _MAX_OPEN_FILES:
             self._held[name] = found
         return found

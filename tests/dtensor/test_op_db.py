@@ -29,7 +29,7 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
 
 TAKES_ALL = os.environ.get("OP_DB") == "all"
-MOST_SAMPLES = 40
+MOST_SAMPLES = 25
 
 # Values that nobody can predict: memory that was not written, and random numbers of another generator.
 UNPREDICTABLE = {
@@ -255,7 +255,7 @@ def test_every_sample_is_right_or_refused() -> None:
     for verdicts, wrong, right in run_ranks(2, walk, None, timeout_s=1000.0):
         assert wrong == []
         assert right >= ESSENTIAL
-        assert verdicts["right"] > 5000 and verdicts["refused"] > 1500
+        assert verdicts["right"] > 4000 and verdicts["refused"] > 1200
 
 
 def test_a_wrong_rule_is_found() -> None:

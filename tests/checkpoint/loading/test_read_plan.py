@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint.loading import read_plan
 from vescale_fsdp.checkpoint.loading.load import Verify
-from vescale_fsdp.checkpoint.loading.read_plan import _SLICE_BYTES
 from vescale_fsdp.checkpoint.manifest.distribution import Distribution
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.storage import direct_reads as direct_module
 from vescale_fsdp.checkpoint.storage import local as local_module
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
@@ -29,16 +28,14 @@ from vescale_fsdp.layout.geometry import Box, FlatRange
 MODES: list[Verify] = ["before", "while", "never"]
 
 
-@pytest.fixture(params=["mapped", "read", "direct", "far"])
+@pytest.fixture(params=["mapped", "read", "cold"])
 def mapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """With and without a system that maps files and says what went wrong; and with files that the page cache does not
-    hold, read past it or, where that cannot be, through it."""
+    hold."""
     if request.param == "read":
         monkeypatch.setattr(local_module, "_mapped", lambda path, start, stop: None)
-    if request.param in ("direct", "far"):
+    if request.param == "cold":
         monkeypatch.setattr(local_module, "is_cached", lambda path, start, stop: False)
-    if request.param == "far":
-        monkeypatch.setattr(direct_module, "_filled", lambda path, offset, memory: None)
     return bool(request.param != "read")
 
 
@@ -51,16 +48,43 @@ def test_a_view_is_the_files_bytes(tmp_path: Path, mapped: bool, start: int, sto
     reader = LocalStorage(tmp_path).open_file("f")
 
     assert bytes(reader.view(start, stop)) == content[start:stop]
-    with reader.borrowed(start, stop) as data:
-        assert bytes(data) == content[start:stop]
     with pytest.raises(EOFError):
         reader.view(9_000, 10_001)
-    with pytest.raises(EOFError), reader.borrowed(9_000, 10_001):
-        pass
 
 
-def test_what_is_not_cached_is_read_past_the_cache(tmp_path: Path) -> None:
-    """What was just written is at hand; once it is dropped it is not, and a direct read leaves it so."""
+@pytest.mark.parametrize(
+    "count, parts, order", [(7, 3, [0, 3, 6, 1, 4, 2, 5]), (2, 1, [0, 1]), (2, 2, [0, 1])]
+)
+def test_threads_that_take_turns_are_far_apart(count: int, parts: int, order: list[int]) -> None:
+    """Each part in its order, all parts at once."""
+    assert read_plan._interleaved(range(count), parts) == order
+
+
+def test_what_is_not_cached_is_read_by_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of this rank's share of the cores for what is at hand, which wait for nothing; more for a disk."""
+    values = torch.arange(1 << 20)
+    save(tmp_path / "c", {"w": values})
+    storage = LocalStorage(tmp_path / "c")
+    storage.read_threads, storage.far_read_threads = 1, 3
+    found: list[tuple[int, int]] = []
+    real = read_plan._interleaved
+
+    def recorded(items: Sequence[Any], num_parts: int) -> list[Any]:
+        found.append((len(items), num_parts))
+        return real(items, num_parts)
+
+    monkeypatch.setattr(read_plan, "_JOB_BYTES", 1 << 20)
+    monkeypatch.setattr(read_plan, "_interleaved", recorded)
+    for is_cached in (True, False):
+        monkeypatch.setattr(local_module, "is_cached", lambda *_, told=is_cached: told)
+        state = {"w": torch.zeros(1 << 20, dtype=torch.int64)}
+        load(storage, state, verify="never")
+        assert torch.equal(state["w"], values)
+    assert found == [(8, 3)]
+
+
+def test_the_page_cache_is_asked(tmp_path: Path) -> None:
+    """What was just written is at hand; what was dropped is not, and asking does not bring it."""
     content = os.urandom(4 << 20)
     (tmp_path / "f").write_bytes(content)
     reader = LocalStorage(tmp_path).open_file("f")
@@ -70,9 +94,6 @@ def test_what_is_not_cached_is_read_past_the_cache(tmp_path: Path) -> None:
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
     is_held = reader.is_at_hand(5, len(content))  # a file system in memory drops nothing
-
-    with reader.borrowed(4097, len(content) - 1) as data:
-        assert bytes(data) == content[4097:-1]
 
     assert reader.is_at_hand(5, len(content)) == is_held
     assert reader.is_at_hand(0, 100)  # so little is not worth the question
@@ -223,7 +244,7 @@ def test_many_small_tensors_are_few_reads(
 
     assert torch.equal(torch.arange(count * 100, dtype=torch.float32), buffer)
     assert found["region"] <= 2 and found["touching"] <= 1
-    assert found["read_at"] <= 4 + state_bytes // _SLICE_BYTES and found["view"] <= 4
+    assert found["read_at"] <= 4 + state_bytes // read_plan._SLICE_BYTES and found["view"] <= 4
 
 
 @pytest.mark.parametrize("verify", MODES)

@@ -65,7 +65,7 @@ def test_runs_are_recorded_whole(calls: dict[Setting, list[list[Call]]]) -> None
     operations = {call.operation for ranks in calls.values() for own in ranks for call in own}
     written = {"lock", "create", "write_at", "close", "commit", "sync_folder", "remove"}
     written |= {"lay_out", "join", "take_over", "list_files", "free_bytes", "rename"}
-    read = {"exists", "list_folder", "read_small", "open_file", "read_at", "view", "borrowed"}
+    read = {"exists", "list_folder", "read_small", "open_file", "read_at", "view"}
     assert operations == written | read
 
 

@@ -10,7 +10,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from tests.support.faults.passing_storage import PassingStorage
@@ -168,7 +168,7 @@ class _WatchedReader(FileReader):
 
     @property
     def looks_in_place(self) -> bool:  # type: ignore[override]
-        return self._inner.looks_in_place
+        return not self._is_far and self._inner.looks_in_place
 
     @property
     def size_bytes(self) -> int:
@@ -186,13 +186,6 @@ class _WatchedReader(FileReader):
 
     def is_at_hand(self, start_bytes: int, stop_bytes: int) -> bool:
         return not self._is_far and self._inner.is_at_hand(start_bytes, stop_bytes)
-
-    @contextmanager
-    def borrowed(self, start_bytes: int, stop_bytes: int) -> Iterator[memoryview]:
-        with ExitStack() as held:
-            yield self._do(
-                "borrowed", lambda: held.enter_context(self._inner.borrowed(start_bytes, stop_bytes))
-            )
 
     def close(self) -> None:
         self._inner.close()
