@@ -26,6 +26,7 @@ class Options:
     tied: bool = False
     bf16: bool = False
     replicas: int = 1  # HSDP, of accelerate
+    activation_checkpointing: bool = False  # of accelerate
     # Of the clipping. The largest gradient (inf) is the same however gradients are cut; a sum is not, in its last bits.
     norm_type: float = 2.0
     max_norm: float = 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
@@ -25,7 +25,6 @@ from torch._tensor_str import printoptions
 from torch.distributed._composable.contract import REGISTRY_KEY as COMPOSABLE_KEY
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATES
 from torch.distributed._composable.contract import RegistryItem
-from torch.distributed._composable.contract import _get_registry as composable_apis
 
 # torch 2.11-2.15: what cuts full tensors inside torch's set_*_state_dict; it knows no foreign placements.
 from torch.distributed._state_dict_utils import _distribute_tensors
@@ -401,7 +400,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 def is_replicated(module: torch.nn.Module) -> bool:
     """Whether ``torch.distributed._composable.replicate`` has taken a module (torch 2.11-2.13)."""
-    return "replicate" in (composable_apis(module) or ())
+    return "replicate" in _parallelisms_of(module)
 
 
 def note_sharded(module: torch.nn.Module, state: object) -> None:
@@ -443,7 +442,14 @@ def refuse_set_state_dict(what: str) -> None:
 
 def is_noted_sharded(module: torch.nn.Module) -> bool:
     """Whether a ``fully_shard``, ours or torch's, has been called on a module (torch 2.11-2.13)."""
-    return "fully_shard" in (composable_apis(module) or ())
+    return "fully_shard" in _parallelisms_of(module)
+
+
+def _parallelisms_of(module: torch.nn.Module) -> Mapping[str, RegistryItem]:
+    # torch's own question asks the attribute, for which wrappers (of checkpointing, torch.compile, peft) answer with
+    # that of the module inside them.
+    found: Mapping[str, RegistryItem] = vars(module).get(COMPOSABLE_KEY, {})
+    return found
 
 
 def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bool:

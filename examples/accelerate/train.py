@@ -38,6 +38,7 @@ def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
         "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
         "state_dict_type": options.state_dict_type,
         "cpu_ram_efficient_loading": options.cpu_ram_efficient_loading,
+        "activation_checkpointing": options.activation_checkpointing,
     }
     if options.runtime == "fsdp2":
         return FullyShardedDataParallelPlugin(**flags)

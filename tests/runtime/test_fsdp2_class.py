@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 import vescale_fsdp
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
-from vescale_fsdp.errors import LifecycleError, UnsupportedOpError
+from vescale_fsdp.errors import LifecycleError, MisuseError, UnsupportedOpError
 from vescale_fsdp.runtime import fsdp2_state
 from vescale_fsdp.runtime.comm.group_state import GroupState
 
@@ -142,6 +143,54 @@ def finalized_by_hand() -> None:
 def test_backwards_finalized_by_hand() -> None:
     """torch 2.15's set_manual_backward_finalization and finalize_backward, on every torch."""
     run_ranks(2, finalized_by_hand)
+
+
+class Forwarding(nn.Module):
+    """A wrapper that has all attributes of what is in it, as those of torch.compile and peft have."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def wrapped_after_sharding() -> None:
+    reference = models.build()
+    losses = [models.loss_of(reference, models.batch(0, rank)) for rank in range(2)]
+    (torch.stack(losses).sum() / 2).backward()
+    for wrap in (checkpoint_wrapper, Forwarding):
+        for shard_the_wrapper in (False, True):  # accelerate does, with activation checkpointing
+            model = models.build()
+            for number, block in enumerate(model.blocks):
+                fully_shard(block, mesh=cpu_mesh())
+                model.blocks[number] = wrap(block)
+                if shard_the_wrapper:
+                    fully_shard(model.blocks[number], mesh=cpu_mesh())
+            fully_shard(model, mesh=cpu_mesh())
+            for _ in range(2):
+                model.zero_grad()
+                models.loss_of(model, models.batch(0, dist.get_rank())).backward()
+            for param, twin in zip(model.parameters(), reference.parameters(), strict=True):
+                assert isinstance(param, DTensor)
+                torch.testing.assert_close(param.grad.full_tensor(), twin.grad)
+    stocks = models.build()
+    fsdp.fully_shard(stocks.blocks[0], mesh=cpu_mesh())
+    stocks.blocks[0] = Forwarding(stocks.blocks[0])
+    with pytest.raises(MisuseError, match="FSDP2"):
+        fully_shard(stocks, mesh=cpu_mesh())
+
+
+def test_wrappers_of_sharded_modules() -> None:
+    """A wrapper that answers for the module in it was taken for one that FSDP2 has sharded."""
+    run_ranks(2, wrapped_after_sharding)
 
 
 class Newer(fsdp.FSDPModule):

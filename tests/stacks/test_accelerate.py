@@ -86,6 +86,13 @@ def test_copies_of_a_sharded_model(bf16: bool, folder: Path) -> None:
         assert ours == stock
 
 
+def test_activation_checkpointing(folder: Path, stock: History) -> None:
+    """accelerate wraps each layer, and shards the layer and its wrapper: the losses of without it."""
+    options = Options(folder / "checkpointing", steps=8, save_at=4, activation_checkpointing=True, **CLIP)
+
+    assert run_example(2, train, options) == stock[:8]
+
+
 def test_tied_embeddings(folder: Path) -> None:
     """One weight at two places, prepared from meta: FSDP2's losses but for the order of sums (it reduces twice)."""
     stock, ours = (

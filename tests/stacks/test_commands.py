@@ -10,7 +10,7 @@ import pytest
 from tools.torchrun_job import Job
 
 
-@pytest.mark.parametrize("stack", ["accelerate", "trainer", "trl_lora"])
+@pytest.mark.parametrize("stack", ["accelerate", "automodel", "trainer", "trl_lora"])
 def test_the_command_runs(stack: str, tmp_path: Path) -> None:
     """It trains and learns, without a warning of ours."""
     arguments = ["--out", str(tmp_path / "run"), "--steps", "12", "--save-at", "6"]

@@ -32,15 +32,29 @@ MIXTRAL = MixtralConfig(
 )
 
 
+class _Counted:
+    """A tensor of the files that counts the bytes it is asked for."""
+
+    def __init__(self, source: Any, read: list[int]) -> None:
+        self._source, self._read = source, read
+
+    def get_shape(self) -> Any:
+        return self._source.get_shape()
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        found: torch.Tensor = self._source[where]
+        self._read.append(found.nbytes)
+        return found
+
+
 def _loads(folder: Path, granularity: Any) -> dict[str, Any]:
-    """Load, run, save; how many elements this rank read of the files."""
+    """Load, run, save; how many bytes all ranks read of the files."""
     read: list[int] = []
     shard_tensor = ours._PieceOperation.shard_tensor
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        piece = shard_tensor(self, *args, **kwargs)
-        read.append(piece.numel())
-        return piece
+    def counted(self: Any, source: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert not isinstance(source, torch.Tensor)  # it is in the file yet
+        return shard_tensor(self, _Counted(source, read), *args, **kwargs)
 
     ours._PieceOperation.shard_tensor = counted  # type: ignore[method-assign]
     config = DistributedConfig(fsdp_size=dist.get_world_size())
@@ -79,17 +93,17 @@ def _check(model: nn.Module, folder: Path, granularity: Any) -> int:
     return found["read"]
 
 
-def _numel(model: nn.Module) -> int:
-    return sum(param.numel() for param in model.parameters())
+def _nbytes(model: nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters())
 
 
 def test_a_dense_model(tmp_path: Path) -> None:
-    """Each rank reads its own elements and no others, at any granularity, tied embeddings too."""
+    """Each rank reads its own bytes and no others, at any granularity, tied embeddings too."""
     tied: LlamaForCausalLM = tiny_llama(tied=True)
     apart = tiny_llama()
 
-    assert _check(apart, tmp_path / "elements", None) == _numel(apart)
-    assert _check(tied, tmp_path / "rows", {"*mlp*": Rows(8), "*self_attn*": Whole()}) == _numel(tied)
+    assert _check(apart, tmp_path / "elements", None) == _nbytes(apart)
+    assert _check(tied, tmp_path / "rows", {"*mlp*": Rows(8), "*self_attn*": Whole()}) == _nbytes(tied)
 
 
 def test_merged_experts(tmp_path: Path) -> None:
@@ -97,7 +111,7 @@ def test_merged_experts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MixtralForCausalLM(MIXTRAL)
 
-    assert _check(model, tmp_path, None) > _numel(model)
+    assert _check(model, tmp_path, None) > _nbytes(model)
 
 
 def _imported_too_late(folder: Path) -> str:

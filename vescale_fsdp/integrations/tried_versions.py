@@ -11,8 +11,8 @@ from vescale_fsdp.errors import explain
 
 __all__ = ["TRIED", "UntriedVersionWarning", "check_version"]
 
-# Package -> versions that `make test-stacks` passed with. docs/stacks.md, docs/compatibility.json and pyproject's
-# extras say the same (tests/integrations/test_tried_versions.py).
+# Package -> versions that `make test-stacks` passed with. README, docs/stacks.md, docs/compatibility.json and
+# pyproject's extras say the same (tests/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "accelerate": ("1.15.0",),
