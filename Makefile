@@ -75,6 +75,8 @@ test-stacks:
 	$(INSTALL_STACKS) setuptools wheel einops hjson msgpack ninja py-cpuinfo
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL_STACKS) --no-deps --no-build-isolation deepspeed==0.19.8
 	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
+	$(INSTALL_STACKS) gcsfs==2026.10.1 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
+	! command -v npm > /dev/null || npm install --silent --prefix $(STACKS_VENV)/node azurite@3.37.0
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
 gpu: venv

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from examples.stack_options import GLOBAL_BATCH, MICRO_BATCHES, Options, parse_options
 from examples.tiny_llm import Sequences, tiny_llama
@@ -76,9 +77,8 @@ def train(
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
-        norm = nn.utils.clip_grad_norm_(
-            model.parameters(), options.max_norm, norm_type=options.norm_type
-        ).full_tensor()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_norm, norm_type=options.norm_type)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         optimizer.step()
         optimizer.zero_grad()
         history.append((total.item() / dist.get_world_size(), norm.item()))
