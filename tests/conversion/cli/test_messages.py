@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -203,7 +204,7 @@ def test_no_assets(tmp_path: Path) -> None:
 def test_version_and_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a report of a defect needs; and what --help says of completion works."""
     said = _run("--version").stdout
-    assert f"torch {torch.__version__}" in said and "checkpoint format 2" in said and "Python 3." in said
+    assert f"torch {version('torch')}" in said and "checkpoint format 2" in said and "Python 3." in said
     assert "_VESCALE_CONVERT_COMPLETE=bash_source" in " ".join(_run("--help").stdout.split())
     monkeypatch.setenv("_VESCALE_CONVERT_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "vescale-convert to-h")
