@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -187,13 +187,13 @@ DataParallelMeshDims: Any = newer_class(
 REDUCES_AS_STORED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 SUMS_HALVES_AS_REDUCED = REDUCES_AS_STORED
 
-# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 # torch 2.11-2.15: foreach operators, one call for many tensors, are documented and still spelled as private.
 foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
 foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 foreach_norm_of = torch._foreach_norm
 
+# torch 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have only those.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -446,10 +446,8 @@ def is_noted_sharded(module: torch.nn.Module) -> bool:
 
 
 def _parallelisms_of(module: torch.nn.Module) -> Mapping[str, RegistryItem]:
-    # torch's own question asks the attribute, for which wrappers (of checkpointing, torch.compile, peft) answer with
-    # that of the module inside them.
-    found: Mapping[str, RegistryItem] = vars(module).get(COMPOSABLE_KEY, {})
-    return found
+    # Of the module alone: wrappers (of checkpointing, torch.compile, peft) answer with attributes of what is inside.
+    return cast(Mapping[str, RegistryItem], vars(module).get(COMPOSABLE_KEY, {}))
 
 
 def loads_what_it_is_given(module: torch.nn.Module, *, num_own_hooks: int) -> bool:
@@ -479,10 +477,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def restore_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter (torch 2.11-2.13), which autograd compares for what it saved.
-
-    The runtime refills buffers with the very values autograd saw; that is not a modification.
-    """
+    """Set a tensor's version counter (torch 2.11-2.13): to fill a buffer with the values that autograd saved is no
+    modification."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 

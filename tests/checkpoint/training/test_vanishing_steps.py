@@ -16,7 +16,7 @@ from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import WatchedRoot, outcome_of, save_steps, state_of, value_of
 from vescale_fsdp.checkpoint import CheckpointManager
 from vescale_fsdp.checkpoint.loading.load import Verify
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import CheckpointError, PartialLoadError
 
 
 class _Replaced:
@@ -125,7 +125,7 @@ def test_restoring_beside_a_job_that_saves(world: int, times: int, tmp_path: Pat
 
 
 def test_steps_that_vanish_for_good(tmp_path: Path) -> None:
-    """If the only step goes while it is read, restoring raises: the state may hold some of it."""
+    """If the only step goes while it is read, restoring raises and names what of the state may hold some of it."""
     save_steps(tmp_path, [1])
 
     def remove(operation: str) -> None:
@@ -133,7 +133,7 @@ def test_steps_that_vanish_for_good(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "step-00000001", ignore_errors=True)
 
     kind, text = outcome_of(CheckpointManager(WatchedRoot(tmp_path, remove)))
-    assert kind is CheckpointError and "removed while they were read" in text
+    assert kind is PartialLoadError and "removed while they were read" in text and "overwritten: w, v" in text
 
 
 def test_a_step_that_vanishes_every_time(tmp_path: Path) -> None:
