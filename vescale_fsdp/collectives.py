@@ -208,7 +208,7 @@ class _Gloo(_Native):
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     ) -> Work | None:
-        if full.device.type == "cpu":
+        if self.sums_in_wider(full.device.type):
             _sum_slices(shard, full, group, group.size() if op == dist.ReduceOp.AVG else 1)
             return None
         # An all-reduce in place, of which each rank keeps its slice: gloo sends no slices of a GPU's memory.
@@ -217,7 +217,7 @@ class _Gloo(_Native):
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return device_type == "cpu"
+        return device_type == "cpu"  # by slices, which go from rank to rank
 
 
 _OTHER = _Native()
