@@ -93,13 +93,15 @@ def _replicas(model: nn.Module) -> dict[str, Any]:
     return {"mesh": init_device_mesh(_device_of(model).type, shape, mesh_dim_names=("replicate", "shard"))}
 
 
+def _halve(shard: torch.Tensor) -> None:
+    shard.mul_(0.5)
+
+
 def _halves_together(unit: FSDPModule) -> None:
     """A sum over half the ranks, halved by a hook, on a stream of its own where there are streams: the mean."""
-    is_cuda = _device_of(unit).type == "cuda"
+    stream: Any = torch.cuda.Stream(priority=-1) if _device_of(unit).type == "cuda" else None
     unit.set_gradient_divide_factor(dist.get_world_size() / 2)
-    unit.set_all_reduce_hook(
-        lambda shard: shard.mul_(0.5), stream=torch.cuda.Stream(priority=-1) if is_cuda else None
-    )
+    unit.set_all_reduce_hook(_halve, stream=stream)
 
 
 def _leave_event(model: FSDPModule) -> None:

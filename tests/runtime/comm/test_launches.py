@@ -71,10 +71,10 @@ def scales_in_fp64(model: Any) -> None:
         block.scale.data = block.scale.data.double()
 
 
-def unit(copies: int = 3, gathers: int = 2, reductions: int = 1, **others: float) -> dict[str, float]:
-    """Besides copies: gradients are written in one, a unit's gathers are one launch."""
-    launched = {"copy_": copies, "_foreach_copy_": 1, **others}
-    return {**launched, "all_gather_each": gathers, "reduce_scatter_into": reductions}
+def unit(copies: int = 3, gathers: int = 2, groups: int = 1, **others: float) -> dict[str, float]:
+    """Gradients of a group are written in one copy and reduced as one; a unit's gathers are one launch."""
+    launched = {"copy_": copies, "_foreach_copy_": groups, **others}
+    return {**launched, "all_gather_each": gathers, "reduce_scatter_into": groups}
 
 
 CODES = QuantizedGather(torch.bfloat16, codecs=Fp8Blocks(1, 4))
@@ -83,15 +83,15 @@ KINDS = {
     "bf16": Kind({"mp_policy": HALF}, unit()),
     "fp32": Kind({}, unit()),
     "kept after the forward": Kind({"mp_policy": HALF, "reshard_after_forward": False}, unit(2, gathers=1)),
-    "two dtypes": Kind({"mp_policy": HALF}, unit(7, reductions=2, _to_copy=1), scales_in_fp64),
+    "two dtypes": Kind({"mp_policy": HALF}, unit(6, groups=2, _to_copy=1), scales_in_fp64),
     "codes": Kind({"mp_policy": CODES, "granularity": Rows(1)}, unit(31, _to_copy=31, clone=8)),
     "offload": Kind({"mp_policy": HALF}, unit(6), offload=True),
     "accumulation": Kind({"mp_policy": HALF}, unit(6, gathers=4), microbatches=2),
 }
 
 
-def write_at_once(grads: UnshardedGrads, slot: Any, grad: torch.Tensor, dtype: torch.dtype) -> None:
-    grads._write([(slot, grad)], dtype)
+def write_at_once(grads: UnshardedGrads, slot: Any, grad: torch.Tensor) -> None:
+    grads._write(slot, grad)
 
 
 def of_units() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
