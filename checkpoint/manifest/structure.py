@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from sys import intern
 from typing import Any
 
 import xxhash
@@ -31,7 +32,10 @@ __all__ = ["Entry", "Structure", "dump_json", "renumber"]
 
 def dump_json(value: Json) -> bytes:
     """The one way JSON is written here: compact, so that equal values have equal bytes."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    return _encode(value).encode()
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Entry:
             raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
         axes = whole_numbers([data["axes"]])[0]
-        return cls(name, dtype, whole_numbers(data["shape"]), axes, cuts)
+        return cls(name, intern(dtype), whole_numbers(data["shape"]), axes, cuts)
 
 
 @dataclass(frozen=True)
@@ -85,17 +89,15 @@ class Structure:
     axes: tuple[Axes, ...]
     layouts: tuple[GroupLayout, ...]
 
-    @cached_property
+    @property
     def document(self) -> bytes:
-        """The structure as JSON, equal for equal structures."""
-        return dump_json(
-            {
-                "state": self.tree,
-                "tensors": [entry.to_json() for entry in self.entries],
-                "axes": [[axis.to_json() for axis in axes] for axes in self.axes],
-                "layouts": [layout.to_json() for layout in self.layouts],
-            }
-        )
+        """The structure as JSON, equal for equal structures; made anew each time, since it is large."""
+        # Entry by entry: dicts of all at once are many times the text.
+        tensors = b",".join(dump_json(entry.to_json()) for entry in self.entries)
+        axes = dump_json([[axis.to_json() for axis in axes] for axes in self.axes])
+        layouts = dump_json([layout.to_json() for layout in self.layouts])
+        state = dump_json(self.tree)
+        return b'{"state":%b,"tensors":[%b],"axes":%b,"layouts":%b}' % (state, tensors, axes, layouts)
 
     @cached_property
     def digest(self) -> bytes:

@@ -84,7 +84,7 @@ class _LocalWriter(FileWriter):
         self._is_new = is_new
         self._file = os.open(path, (_MAKE if is_new else 0) | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
-            with self._named_errors():
+            with _named_errors(path):
                 reserve(self._file, reserved_bytes)
                 if size_bytes is not None:
                     os.ftruncate(self._file, size_bytes)
@@ -92,17 +92,8 @@ class _LocalWriter(FileWriter):
             self.abort()
             raise
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Errors of calls that know only the file's number."""
-        try:
-            yield
-        except OSError as error:
-            error.filename = os.fspath(self._path)
-            raise
-
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
-        with self._named_errors():
+        with _named_errors(self._path):
             stopped_at = _transfer(os.pwritev, self._file, offset_bytes, buffers)
         if stopped_at is not None:
             raise OSError(f"wrote nothing to {self._path} at {stopped_at}")
@@ -122,6 +113,17 @@ class _LocalWriter(FileWriter):
         with contextlib.suppress(OSError):
             if self._is_new:
                 self._path.unlink()
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Errors of calls that know only the file's number."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def _transfer(
@@ -377,7 +379,7 @@ class LocalStorage(Storage):
         self.folders.make(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "wb") as file:
+            with _named_errors(path), open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 if self._durable:
@@ -420,7 +422,7 @@ class LocalStorage(Storage):
 
     def append(self, name: str, data: bytes) -> None:
         path = self.root / name
-        with self.folders.using(path.parent, lambda: path.open("ab")) as file:
+        with _named_errors(path), self.folders.using(path.parent, lambda: path.open("ab")) as file:
             file.write(data)
 
     def rename(self, old: str, new: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,13 @@ def diff(
 def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tuple[Views, Views]:
     """The tensors of both sides by keys that are equal where they mean the same tensor."""
     start = f"{model_prefix.rstrip('.')}." if model_prefix else ""
+    if not a.tensors and not b.tensors:
+        raise ConversionError(
+            "Neither side holds a tensor.",
+            expected="two checkpoints with tensors",
+            got=f"{a.url} and {b.url}",
+            todo="list what they hold with: vescale-convert inspect",
+        )
     if not any(name.startswith(start) for source in (a, b) for name in source.tensors):
         raise ConversionError(
             "No tensor has the model's prefix.",
@@ -132,8 +139,17 @@ def _values(a: Source, b: Source) -> Iterator[Difference]:
             yield Difference(name, only, f"only in {source.url}")
             continue
         left, right = a.values[name](), b.values[name]()
-        if left != right:
+        if not _is_same(left, right):
             yield Difference(name, "value", f"{left!r:.60} and {right!r:.60}")
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Whether two values that are no tensors are equal; a NaN is, to a NaN, as in tensors."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_is_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(_is_same, left, right))
+    return bool(left == right or (left != left and right != right))
 
 
 def _views(source: Source, prefix: str | None) -> Views:

@@ -26,7 +26,15 @@ from vescale_fsdp.errors import VescaleError
 __all__ = ["cli", "main"]
 
 _RESUME = "if files were finished, continue with --resume"
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_RESUMABLE = ("to-", "merge-")  # how the commands begin that have --resume
+_TODO = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EISDIR: "name a file: a folder is there",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name another place: a file is where a folder would be"),
+    errno.ELOOP: "name another place: links go in a circle there",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+}
 
 
 def main() -> None:
@@ -71,7 +79,7 @@ def _run() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _fail(f"{error}{_what_to_do(error)}")
+        return _fail(f"{_what_happened(error)}{_what_to_do(error)}")
 
 
 def _fail(message: str, code: int = 1) -> int:
@@ -86,11 +94,20 @@ def _print_error(message: str) -> None:
         click.echo(json.dumps({"error": message}))
 
 
+def _what_happened(error: OSError) -> str:
+    """The system's words as a sentence, and which file they are about."""
+    if not error.strerror:
+        return str(error)
+    file = error.filename2 if error.filename2 is not None else error.filename
+    place = "" if file is None else f"\n  where: {os.fsdecode(file) if isinstance(file, bytes) else file}"
+    return f"{error.strerror[:1].upper()}{error.strerror[1:].rstrip('.')}.{place}"
+
+
 def _what_to_do(error: OSError) -> str:
+    resume = f"; {_RESUME}" if any(word.startswith(_RESUMABLE) for word in sys.argv[1:2]) else ""
     if "what to do" in str(error):
-        return f"; {_RESUME}" if isinstance(error, ConnectionError) else ""
-    if error.errno in _NO_ROOM:
-        return f"\n  what to do: make room; {_RESUME}"
+        return resume if isinstance(error, ConnectionError) else ""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "\n  what to do: check who may read the source and write to the target"
-    return f"\n  what to do: check the paths and the disk; {_RESUME}"
+    todo = _TODO.get(error.errno or 0, "check the paths and the disk")
+    return f"\n  what to do: {todo}{resume}"

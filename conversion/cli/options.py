@@ -13,6 +13,10 @@ from vescale_fsdp.conversion.checks.byte_sizes import parse_bytes
 from vescale_fsdp.conversion.formats.table import KINDS, OPTIMIZER_FORMS
 from vescale_fsdp.errors import ConversionError
 
+_MANY_DIGITS = (
+    8  # of a number of ranks; planning takes time with its logarithm, and there is no end to digits
+)
+
 __all__ = [
     "CONVERT_OPTIONS",
     "GRANULARITY",
@@ -58,6 +62,8 @@ class Location(click.ParamType[str]):
     name = "path"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value.strip():  # as from a variable of the shell that is not set
+            self.fail(f"{value!r} is no path.", param, ctx)
         return os.path.expanduser(value)
 
 
@@ -88,8 +94,10 @@ def with_options(*options: Decorator) -> Decorator:
 def positive_numbers(ctx: click.Context, param: click.Parameter, text: str) -> list[int]:
     """A list such as ``8,64,512``; the callback of an option."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise click.BadParameter(f"{text!r} is not a list of numbers such as 8,64,512")
+    if not all(part.isdecimal() and len(part) < _MANY_DIGITS and int(part) for part in parts):
+        raise click.BadParameter(
+            f"{text!r} is not a list of numbers such as 8,64,512, of seven digits at most."
+        )
     return [int(part) for part in parts]
 
 

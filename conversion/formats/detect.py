@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Literal
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
@@ -15,7 +16,7 @@ from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
 from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
 from vescale_fsdp.conversion.formats.table import FORMATS, TRAINED
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.lazy import lazy_function
 
 __all__ = ["open_source"]
@@ -94,7 +95,7 @@ def _refuse_wrong_kind(kind: str, folder: Storage, url: str, error: VescaleError
             expected=f"a checkpoint of kind {kind}",
             got=f"one that looks like {looks_like}",
             where=url,
-            todo=f"leave out --from {kind}, or pass another source",
+            todo=f"pass one of kind {kind}, or leave out --from {kind}",
         ) from error
 
 
@@ -123,7 +124,7 @@ def _detect(folder: Storage, url: str) -> str:
         raise ConversionError(
             "There is nothing to read.",
             expected="a checkpoint folder or file",
-            got="an empty folder" if os.path.isdir(url) else "no such file or folder",
+            got=_what_is_there(url),
             where=url,
             todo="check the path",
         )
@@ -135,6 +136,17 @@ def _detect(folder: Storage, url: str) -> str:
     if is_torch_file(parent, name):
         return "torch"
     raise _unreadable(url, [name], f"a file {name}")
+
+
+def _what_is_there(url: str) -> str:
+    """In the place of a checkpoint whose files are none that can be opened."""
+    path = Path(url)
+    if path.is_dir():
+        lost = [each.name for each in path.iterdir() if each.is_symlink() and not os.path.exists(each)]
+        return f"links that lead nowhere: {some(sorted(lost))}" if lost else "an empty folder"
+    if os.path.exists(path):
+        return "a device or a pipe"
+    return "a link that leads nowhere" if path.is_symlink() else "no such file or folder"
 
 
 _INSIDE = (  # one of several checkpoints, in whatever folder
@@ -158,6 +170,11 @@ _FOREIGN = (
         _INSIDE,
         "a folder around checkpoints",
         "pass the folder of one checkpoint",
+    ),
+    (
+        r"(config|tokenizer_config)\.json",
+        "a model's settings without its weights",
+        "copy or download the files of its weights too, such as model.safetensors",
     ),
 )
 

@@ -37,6 +37,9 @@ _UNFINISHED = (
     ),
     (r"(.*/)?[^/]*\.(incomplete|crdownload|part)", None, "a download that did not end", "download it again"),
 )
+_NEVER_EMPTY = re.compile(
+    rf"\.(safetensors(\.index\.json)?|bin|pth?|ckpt)$|(^|/)(\.metadata|zarr\.json|{re.escape(MANIFEST_NAME)})$"
+)
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 
 
@@ -51,6 +54,14 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
     """
     found = sorted(files)
     refuse_pointers(store, found, error)
+    if empty := [file for file in found if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
+        raise ConversionError(
+            "A file of the checkpoint is empty.",
+            expected="files with something in them",
+            got=some(empty),
+            where=store.where,
+            todo="copy or download it again, or take an older checkpoint",
+        ) from error
     for left, deciding, what, todo in _UNFINISHED:
         files_left = [file for file in found if re.fullmatch(left, file)]
         if files_left and not (deciding and any(re.fullmatch(deciding, file) for file in found)):

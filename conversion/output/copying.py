@@ -39,6 +39,7 @@ __all__ = ["Copier", "CopyLimits", "Progress", "written_digest"]
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
 
+_MAX_THREADS = 1024  # more would wait for each other
 _MAX_BUFFER_BYTES = 8 * 2**20  # 8 MiB: larger ones read no faster
 _MIN_BUFFER_BYTES = 2**20
 # A view that changes its tensor needs scratch as large as the buffer, up to three times (read, work, result).
@@ -81,7 +82,7 @@ class CopyLimits:
     @property
     def usable_threads(self) -> int:
         """Threads that the budget can give a buffer each."""
-        return min(self.threads, self.memory_budget_bytes // self._least_bytes)
+        return min(self.threads, _MAX_THREADS, self.memory_budget_bytes // self._least_bytes)
 
     def decoding(self, name: str, nbytes: int) -> CopyLimits:
         """The same where chunks of tensors are decoded, of which this one's need the most.

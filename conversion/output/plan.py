@@ -8,7 +8,7 @@ sizes are known beforehand: fixed bytes, tensors, and bytes that are computed fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -101,21 +101,20 @@ class FilePlan:
         """Byte offset of every content."""
         return tuple(accumulate((content.nbytes for content in self.contents), initial=0))[:-1]
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Size of the whole file."""
-        last = len(self.contents) - 1
-        return self.offsets[last] + self.contents[last].nbytes if self.contents else 0
+        return sum(content.nbytes for content in self.contents)
 
-    @cached_property
+    @property
     def tensor_nbytes(self) -> int:
         """Bytes of tensors in the file."""
         return sum(items.nbytes for _, items in self.tensors)
 
-    @cached_property
-    def tensors(self) -> tuple[tuple[int, TensorItems], ...]:
+    @property
+    def tensors(self) -> Iterator[tuple[int, TensorItems]]:
         """(index, content) of the contents that are tensors."""
-        return tuple((i, items) for i, items in enumerate(self.contents) if isinstance(items, TensorItems))
+        return ((i, items) for i, items in enumerate(self.contents) if isinstance(items, TensorItems))
 
     @cached_property
     def is_moved(self) -> bool:
@@ -129,7 +128,7 @@ class FilePlan:
         return items
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ClosingFile:
     """A small file written after all tensors."""
 
@@ -167,12 +166,13 @@ class OutputPlan:
 
     def fingerprint(self) -> str:
         """Equal for equal plans: names, sizes and contents of all files, as far as metadata tells."""
-        lines = [self.kind]
+        digest = xxhash.xxh3_128(self.kind.encode())
         for file in self.files:
-            lines.append(f"{file.name} {file.nbytes}")
+            digest.update(f"\n{file.name} {file.nbytes}".encode())
             for _, items in file.tensors:
                 info = items.view.info
-                line = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"
-                lines.append(f" {line} {items.view.identity()}")
-        lines += [closing.name for closing in self.closing]
-        return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+                place = f"{info.name} {info.shape} {info.dtype.name} {items.start} {items.stop}"
+                digest.update(f"\n {place} {items.view.identity()}".encode())
+        for closing in self.closing:
+            digest.update(f"\n{closing.name}".encode())
+        return digest.hexdigest()

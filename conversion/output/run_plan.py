@@ -26,6 +26,8 @@ from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 __all__ = ["Execution", "Outcome", "Part", "RunOptions"]
 
+_MAX_PARTS = 65_536  # each part has a journal, which all others look for
+
 
 @dataclass(frozen=True)
 class Part:
@@ -40,10 +42,10 @@ class Part:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
+        if not 0 <= self.index < self.count <= _MAX_PARTS:
             raise ConversionError(
                 "There is no such part.",
-                expected="--part I/N with 0 <= I < N",
+                expected=f"--part I/N with 0 <= I < N, and N at most {_MAX_PARTS:,}",
                 got=f"{self.index}/{self.count}",
                 todo="number the parts from 0",
             )
@@ -60,10 +62,22 @@ class Part:
 
     @classmethod
     def from_environment(cls) -> Part:
-        """As torchrun numbers its processes; the whole work outside of torchrun."""
+        """As torchrun numbers its processes; the whole work outside of torchrun.
+
+        Raises:
+            ConversionError: if torchrun's variables hold no numbers.
+        """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+        if not (rank.isdecimal() and count.isdecimal()):
+            raise ConversionError(
+                "The environment does not say which part is wanted.",
+                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them beside TORCHELASTIC_RUN_ID",
+                got=f"RANK={rank!r}, WORLD_SIZE={count!r}",
+                todo="unset TORCHELASTIC_RUN_ID, or pass --part I/N",
+            )
+        return cls(int(rank), int(count))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
-from vescale_fsdp.checkpoint.manifest.structure import Structure, renumber
+from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
 from vescale_fsdp.conversion.views.tensor_view import TensorView
@@ -47,6 +47,7 @@ def native_tree(
     leaves |= {state.path(name): read() for name, read in state.values.items()}
     found: list[tuple[str, str]] = []
     numbers: dict[str, int] = {}
+    nodes: list[dict[str, Any]] = []
     taken = set(reserved)
 
     def number(name: str, leaf: _TensorLeaf) -> Json:
@@ -56,11 +57,15 @@ def native_tree(
             taken.add(name)
             numbers[first] = len(found)
             found.append((name, leaf.name))
-        return {"$": "tensor", "i": numbers[first]}
+        nodes.append({"$": "tensor", "i": numbers[first]})
+        return nodes[-1]
 
     tree = _node(nest(leaves), "", number)
     order = sorted(range(len(found)), key=lambda place: file_order(found[place][1]))
-    return renumber(tree, {old: new for new, old in enumerate(order)}), [found[place] for place in order]
+    number_of = {old: new for new, old in enumerate(order)}
+    for node in nodes:  # in place: a copy of a large tree is large
+        node["i"] = number_of[node["i"]]
+    return tree, [found[place] for place in order]
 
 
 def _node(value: Any, name: str, number: Callable[[str, _TensorLeaf], Json]) -> Json:

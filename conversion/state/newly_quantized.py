@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
-from vescale_fsdp.conversion.views.casting import CastView
+from vescale_fsdp.conversion.views.casting import CastView, require_one_rule_each
 from vescale_fsdp.conversion.views.coded_tensors import EncodedView
 from vescale_fsdp.conversion.views.tensor_view import MappedView, TensorView
 from vescale_fsdp.errors import ConversionError, some
@@ -68,6 +68,7 @@ class QuantizeRules:
                 patterns[pattern] = scheme
             else:
                 default = scheme
+        require_one_rule_each("--quantize", texts)
         schemes = {default, *patterns.values()} - {None, _KEEP}
         if len(schemes) != 1:
             got = " and ".join(sorted(map(str, schemes))) or "none"

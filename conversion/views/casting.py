@@ -22,7 +22,7 @@ from vescale_fsdp.layout.geometry import Box
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["CastRules", "CastView", "float_type"]
+__all__ = ["CastRules", "CastView", "float_type", "require_one_rule_each"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class CastRules:
                 patterns[pattern] = float_type(name)
             else:
                 default = float_type(name)
+        require_one_rule_each("--dtype", texts)
         return cls(default, patterns)
 
     def apply(self, views: Sequence[TensorView], kept: Collection[str] = ()) -> list[TensorView]:
@@ -84,6 +85,25 @@ class CastRules:
         if unused:
             raise _bad("patterns that match a tensor", ", ".join(sorted(unused)))
         return found
+
+
+def require_one_rule_each(option: str, texts: Sequence[str]) -> None:
+    """Refuse texts such as ``bf16`` and ``*.bias=fp16`` of which two differ in what the same names get: none is the
+    last word.
+
+    Raises:
+        ConversionError: naming them.
+    """
+    given: dict[str, str] = {}
+    for text in texts:
+        pattern = text.rpartition("=")[0]
+        if (other := given.setdefault(pattern, text)) != text:
+            raise ConversionError(
+                f"Two {option} are given for the same tensors.",
+                expected="one for all, and one for each pattern of names",
+                got=f"{other} and {text}",
+                todo="leave one out, or give it a pattern of its own",
+            )
 
 
 def float_type(name: str) -> DType:

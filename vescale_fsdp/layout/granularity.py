@@ -320,8 +320,17 @@ def parse_granularities(texts: Sequence[str]) -> dict[str, Granularity]:
     {'*.w1': Whole(per='tensor'), '*': Rows(rows=32)}
 
     Raises:
-        LayoutError: for a text without a granularity.
+        LayoutError: for a text without a granularity, or two that differ for the same pattern.
     """
     rules = [text.rpartition("=") for text in texts]
-    patterns_first = sorted(rules, key=lambda rule: not rule[0])
-    return {pattern or "*": parse_granularity(rule) for pattern, _, rule in patterns_first}
+    found: dict[str, Granularity] = {}
+    for pattern, _, rule in sorted(rules, key=lambda rule: not rule[0]):  # what is for all comes last
+        granularity = parse_granularity(rule)
+        if (other := found.setdefault(pattern or "*", granularity)) != granularity:
+            raise LayoutError(
+                "Two granularities are given for the same tensors.",
+                expected="one for all, and one for each pattern of names",
+                got=f"{other} and {granularity} for {pattern or '*'}",
+                todo="leave one out, or give it a pattern of its own",
+            )
+    return found

@@ -124,6 +124,13 @@ def _locate(store: Storage, trust_pickle: bool, info: TensorInfo, chunk: StoredC
     return archive.chunk(chunk.box, chunk.file, chunk.offset, ref, where)
 
 
+def _read_value(name: str, store: Storage, place: tuple[str, int, int], trust: bool) -> Any:
+    """A value that is no tensor. It knows its place alone: the metadata of all the others need not stay."""
+    file, offset, nbytes = place
+    where = f"{name} in {store.where}/{file} at byte {offset}"
+    return load_torch_bytes(store.read(file, offset, nbytes), where=where, trust=trust)
+
+
 def _path(parts: tuple[Any, ...]) -> tuple[str | int, ...]:
     """A path as this package keeps it: ints, which DCP uses for places in lists, are marked as such."""
     return tuple([ListIndex(part) if isinstance(part, int) else str(part) for part in parts])
@@ -163,13 +170,7 @@ class _MetadataReader:
 
     def _value(self, name: str) -> StoredValue:
         file, offset, nbytes = self._place(name, None)
-        where = f"{name} in {self._store.where}/{file} at byte {offset}"
-
-        def read() -> Any:
-            data = self._store.read(file, offset, nbytes)
-            return load_torch_bytes(data, where=where, trust=self._trust)
-
-        return read
+        return partial(_read_value, name, self._store, (file, offset, nbytes), self._trust)
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
         """(file, offset, nbytes) of an item, checked against the file's size."""

@@ -6,6 +6,7 @@ Files are those of ranks, or the chunks of zarr arrays with ranks' files for the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,7 +51,8 @@ def open_native(store: Storage) -> Source:
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
-    files = [RankFile(manifest, rank, shares) for rank, shares in enumerate(manifest.shares)]
+    shares = manifest.shares
+    files = [RankFile(manifest, rank, its_shares) for rank, its_shares in enumerate(shares)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)
     ranks = {file.name: file.rank for file in files}
     del files  # each has its pieces and its header by now
@@ -59,6 +61,7 @@ def open_native(store: Storage) -> Source:
     tensors = {
         name: StoredTensor(leaves.infos[name], tuple(chunks[place])) for name, place in leaves.tensors.items()
     }
+    manifest = replace(manifest, structure=replace(manifest.structure, tree=None))  # the leaves have it
     form = "zarr" if manifest.is_zarr else "native"
     facts = {"saved by ranks": str(manifest.world_size), "save id": manifest.save_id, "form": form}
 
@@ -66,7 +69,7 @@ def open_native(store: Storage) -> Source:
     @lru_cache(maxsize=_MAX_OPEN_FILES)
     def checked(name: str) -> OpenRankFile | None:
         rank = ranks.get(name)
-        return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, manifest.shares[rank]))
+        return None if rank is None else OpenRankFile(store, RankFile(manifest, rank, shares[rank]))
 
     return Source(
         "native",

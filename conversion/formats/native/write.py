@@ -32,6 +32,7 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
 from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
@@ -39,6 +40,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 __all__ = ["plan_native"]
 
 _STRETCH_STRIPES = 16  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
+_MAX_RANKS = 65_536  # each has a file, which is planned
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -46,10 +48,17 @@ def plan_native(state: CarriedState, num_ranks: int, granularity: GranularityRul
     """One file per rank, and the manifest.
 
     Raises:
-        ConversionError: for types that torch lacks.
+        ConversionError: for types that torch lacks, or more ranks than anybody starts.
         LayoutError: if the granularity does not fit a tensor, or has a pattern that matches none.
         CheckpointError: for values that the format cannot hold.
     """
+    if not 1 <= num_ranks <= _MAX_RANKS:
+        raise ConversionError(
+            "A checkpoint cannot be laid out for so many ranks.",
+            expected=f"1 to {_MAX_RANKS:,} ranks",
+            got=num_ranks,
+            todo="lay it out for the ranks that will load it; any other number reads it too",
+        )
     layouts, slots = _plan_layouts(state.without(state.twins), num_ranks, granularity)
     structure, views = _structure(state, num_ranks, layouts, slots)
     manifest = native_manifest("", structure, views, num_ranks)

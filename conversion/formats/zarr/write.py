@@ -8,7 +8,7 @@ manifest comes last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import xxhash
@@ -22,7 +22,6 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     CRC_BYTES,
     array_json,
     as_arrays,
-    chunk_boxes,
     chunk_file,
     clipped,
     group_files,
@@ -60,15 +59,16 @@ def plan_zarr(state: CarriedState) -> OutputPlan:
     whole = native_manifest("zarr", structure, views, 1)
     manifest = as_arrays(whole, [_chunk_shape(view.info) for view in views])
     known: dict[Chunk, int] = {}
-    files = [file for place, view in enumerate(views) for file in _chunk_files(manifest, place, view, known)]
+    sums = RankFile(manifest, 0)
+    files = [_chunk_file(manifest, chunk, views[chunk.place], known) for chunk in sums.chunks]
+    # Made when they are written: all together are larger than the rest of the plan.
     closing = [
-        _small(f"{manifest.array_paths[place]}/{ZARR_NAME}", array_json(manifest, place))
-        for place in range(len(views))
+        ClosingFile(f"{path}/{ZARR_NAME}", partial(_array_json, manifest, place))
+        for place, path in enumerate(manifest.array_paths)
     ]
     groups = [_small(name, content) for name, content in group_files(manifest).items()]
-    sums = RankFile(manifest, 0)
     closing += [*groups[:-1], ClosingFile(sums.name, lambda: (_sealed(sums, known),)), groups[-1]]
-    closing.append(_small(MANIFEST_NAME, manifest.to_bytes()))
+    closing.append(ClosingFile(MANIFEST_NAME, lambda: (manifest.to_bytes(),)))
     learn = partial(_learn_checksums, manifest, sums.chunks, known)
     return OutputPlan("zarr", tuple(files), tuple(closing), is_stale=_is_stale, when_written=learn)
 
@@ -80,6 +80,10 @@ def _is_stale(name: str) -> bool:
 
 def _small(name: str, content: bytes) -> ClosingFile:
     return ClosingFile(name, lambda: (content,))
+
+
+def _array_json(manifest: Manifest, place: int) -> tuple[bytes]:
+    return (array_json(manifest, place),)
 
 
 def _structure(state: CarriedState) -> tuple[Structure, list[TensorView]]:
@@ -101,31 +105,22 @@ def _chunk_shape(info: TensorInfo) -> tuple[int, ...]:
     return (rows, *(max(1, size) for size in info.shape[1:]))
 
 
-def _chunk_files(
-    manifest: Manifest, place: int, view: TensorView, known: dict[Chunk, int]
-) -> Iterator[FilePlan]:
-    info = view.info
-    for box in chunk_boxes(info.shape, manifest.chunk_sizes[place]):
-        inside = clipped(box, info.shape)
-        start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
-        items = TensorItems(view, start, start + inside.numel, CRC32C)
-        padding_bytes = (box.numel - inside.numel) * info.dtype.itemsize
-        contents = _chunk_contents(items, padding_bytes, Chunk(place, box), known)
-        yield FilePlan(chunk_file(manifest, place, box), contents)
-
-
-def _chunk_contents(
-    items: TensorItems, padding_bytes: int, chunk: Chunk, known: dict[Chunk, int]
-) -> tuple[Content, ...]:
+def _chunk_file(manifest: Manifest, chunk: Chunk, view: TensorView, known: dict[Chunk, int]) -> FilePlan:
     """Data, zeros up to a whole chunk, and the CRC-32C of both, which is remembered too."""
-    zeros = bytes(padding_bytes)
-    zeros_crc = CRC32C.of(zeros)
+    info, box = view.info, chunk.box
+    inside = clipped(box, info.shape)
+    start = box.offsets[0] * (info.numel // info.shape[0]) if info.shape else 0
+    zeros = bytes((box.numel - inside.numel) * info.dtype.itemsize)
+    contents: list[Content] = [TensorItems(view, start, start + inside.numel, CRC32C)]
+    if zeros:
+        contents.append(FixedBytes(zeros))
+    contents.append(ComputedBytes(CRC_BYTES, partial(_checksum, known, chunk, zeros)))
+    return FilePlan(chunk_file(manifest, *chunk), tuple(contents))
 
-    def checksum(crc_of: CrcOf) -> bytes:
-        known[chunk] = CRC32C.combine(crc_of(0), zeros_crc, padding_bytes)
-        return known[chunk].to_bytes(CRC_BYTES, "little")
 
-    return (items, FixedBytes(zeros), ComputedBytes(CRC_BYTES, checksum))
+def _checksum(known: dict[Chunk, int], chunk: Chunk, zeros: bytes, crc_of: CrcOf) -> bytes:
+    known[chunk] = CRC32C.combine(crc_of(0), CRC32C.of(zeros), len(zeros))
+    return known[chunk].to_bytes(CRC_BYTES, "little")
 
 
 def _learn_checksums(

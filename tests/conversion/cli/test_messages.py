@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,8 +19,10 @@ from safetensors.torch import save_file
 
 from tests.support.rule_cases import experts, hf_folder
 from vescale_fsdp.checkpoint import CheckpointManager, save
+from vescale_fsdp.conversion.cli import main as entry
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.formats.detect import open_source
+from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.errors import ConversionError, VescaleError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456789\n"
@@ -211,3 +217,79 @@ def test_version_and_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_CWORD", "1")
     found = CliRunner().invoke(cli, [], prog_name="vescale-convert")
     assert "to-hf" in found.output
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> tuple[int, str]:
+    """Exit code and message of the command as its entry point tells them."""
+    told = io.StringIO()
+    monkeypatch.setattr(sys, "argv", ["vescale-convert", *map(str, args)])
+    with redirect_stderr(told), redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as ended:
+        entry.main()
+    return int(str(ended.value.code)), told.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("plan {source} --shards 4 --out {file}", "a file is where a folder would be"),
+        ("plan {source} --shards 4 --out {file}/inside", "a file is where a folder would be"),
+        ("report {source} --out {folder}", "name a file"),
+        ("report {source} --out {file}/inside.html", "a file is where a folder would be"),
+        ("to-hf {source} {loop}", "links go in a circle"),
+        ("to-torch {source} {folder}/" + "x" * 300, "a shorter name"),
+        ("inspect " + "x" * 300, "a shorter name"),
+    ],
+)
+def test_errors_of_the_system_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str
+) -> None:
+    """They name the file and what to do, and speak of --resume where a command has it; nothing is left."""
+    source, folder, file, loop = (tmp_path / name for name in ("dcp", "folder", "file", "loop"))
+    _dcp(source)
+    folder.mkdir()
+    file.touch()
+    loop.symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    words = line.format(source=source, folder=folder, file=file, loop=loop).split()
+    code, message = _main(monkeypatch, *words)
+    first, *rest = message.removeprefix("vescale-convert: ").splitlines()
+    assert code == 1 and first[0].isupper() and first.endswith(".") and "Errno" not in message, message
+    assert rest[-1].startswith("  what to do: ") and told in rest[-1], message
+    assert ("--resume" in message) == line.startswith("to-")
+    assert rest[0].startswith("  where: ") and sorted(tmp_path.rglob("*")) == before
+
+
+def test_pages_and_plans_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be finished leaves nothing that looks finished, and the file is named."""
+    source = _dcp(tmp_path / "dcp")
+
+    def full(old: Path, new: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(old), None, str(new))
+
+    monkeypatch.setattr(os, "replace", full)
+    for args in (["plan", source, "--shards", "4", "--out"], ["report", source, "--out"]):
+        code, message = _main(monkeypatch, *args, tmp_path / "out")
+        assert code == 1 and f"where: {tmp_path}/out" in message and message.endswith("make room\n"), message
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and source not in path.parents]
+
+
+@pytest.mark.parametrize("rank", [None, "", "q", "-1", "\N{SUPERSCRIPT TWO}"])
+def test_torchrun_s_variables_hold_no_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str | None
+) -> None:
+    """As where one of them is carried into another shell."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    source = _dcp(tmp_path / "dcp")
+    assert "--part I/N" in _error("to-hf", source, tmp_path / "out")
+    monkeypatch.setenv("RANK", "1")
+    assert _run("to-hf", source, tmp_path / "out").exit_code == 0
+
+
+def test_threads_have_an_end() -> None:
+    """Whatever is asked for, and however large the budget."""
+    assert CopyLimits(1 << 60, threads=10**9).usable_threads == 1024
+    assert CopyLimits(1 << 60, threads=7).usable_threads == 7

@@ -170,3 +170,18 @@ def test_exit_codes(tmp_path: Path) -> None:
     data.write_bytes(data.read_bytes().replace(one, b"\1" + one[1:]))
     broken = run.invoke(cli, ["verify", a])
     assert broken.exit_code == 1 and "checksum" in broken.stdout
+
+
+def test_a_nan_among_the_values_is_equal_to_itself(tmp_path: Path) -> None:
+    """As in tensors; what is another value, kind or length is not."""
+    sides = {
+        "a": {"loss": float("nan"), "seen": [1.0, {"best": float("nan")}]},
+        "b": {"loss": float("nan"), "seen": [1.0, {"best": 2.0}]},
+        "c": {"loss": 3.0, "seen": [1.0]},
+    }
+    for name, values in sides.items():
+        torch.save({"model": {"w": torch.ones(2)}, **values}, tmp_path / f"{name}.pt")
+    a, b, c = (open_source(str(tmp_path / f"{name}.pt")) for name in sides)
+    assert [each.name for each in diff(a, a)[0]] == []
+    assert [each.name for each in diff(a, b)[0]] == ["seen.1.best"]
+    assert {"loss", "seen.1.best"} <= {each.name for each in diff(a, c)[0]}

@@ -90,7 +90,85 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     (root / "text").mkdir()
     (root / "text" / "notes.txt").write_text("x")
+    _empty_and_lost(root)
+    _odd_headers(root)
+    _odd_indices(root)
+    _odd_states(root)
     return root
+
+
+def _empty_and_lost(root: Path) -> None:
+    """Files without bytes, settings without weights, links that lead nowhere, pipes."""
+    for name in ("empty.pt", "empty.bin", "empty.safetensors"):
+        (root / name).touch()
+    for name in (".metadata", "manifest.json", "zarr.json", "model.safetensors", "pytorch_model.bin"):
+        (root / f"empty_{name}").mkdir()
+        (root / f"empty_{name}" / name).touch()
+    for name in ("settings", "dangling", "circle", "piped"):
+        (root / name).mkdir()
+    (root / "settings" / "config.json").write_text("{}")
+    (root / "dangling" / "model.safetensors").symlink_to("../blobs/1f")
+    (root / "circle" / "model.safetensors").symlink_to("model.safetensors")
+    (root / "loop").symlink_to("loop")
+    os.mkfifo(root / "piped" / "model.safetensors")
+
+
+def _odd_headers(root: Path) -> None:
+    """Single files of safetensors, each wrong in one way."""
+
+    def tensor(start: int, stop: int, shape: object = (4,), dtype: str = "F32") -> dict[str, object]:
+        return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+    one = json.dumps(tensor(0, 16))
+    headers: dict[str, object] = {
+        "overlap": {"v": tensor(0, 16), "w": tensor(8, 24)},
+        "below": {"w": tensor(-16, 0)},
+        "vast": {"w": tensor(0, 16, (1 << 40, 1 << 40))},
+        "nan": {"w": tensor(0, 16, (float("nan"),))},
+        "type": {"w": tensor(0, 16, (4,), "F99")},
+        "number": {"__metadata__": {"a": 3}, "w": tensor(0, 16)},
+        "long": {"w": tensor(0, 32, (8,))},
+        "twice": f'{{"w": {one}, "w": {one}}}',
+        "letters": b"\xff\xfe{}".decode("latin-1"),
+    }
+    for name, header in headers.items():
+        data = (header if isinstance(header, str) else json.dumps(header)).encode("latin-1")
+        (root / f"{name}.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(24))
+    (root / "huge.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}" + bytes(24))
+
+
+def _odd_indices(root: Path) -> None:
+    """Folders whose index names what is not there, and arrays of zarr that cannot be."""
+    maps: dict[str, object] = {"out": {"w": "../hf/model.safetensors"}, "listed": ["w"], "numbers": {"w": 3}}
+    for name, places in maps.items():
+        (root / name).mkdir()
+        (root / name / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    sound = {"zarr_format": 2, "shape": [8, 6], "chunks": [8, 6], "dtype": "<f4", "order": "C"}
+    sound |= {"compressor": None, "filters": None, "fill_value": 0}
+    for name, wrong in {
+        "below_zarr": {"shape": [-8, 6]},
+        "flat_zarr": {"chunks": [8]},
+        "thin_zarr": {"chunks": [0, 6]},
+        "untyped_zarr": {"dtype": "<q9"},
+        "object_zarr": {"dtype": "|O"},
+        "filled_zarr": {"fill_value": "q"},
+        "vast_zarr": {"shape": [10**12, 10**12]},
+    }.items():
+        (root / name / "w").mkdir(parents=True)
+        (root / name / ".zgroup").write_text('{"zarr_format": 2}')
+        (root / name / "w" / ".zarray").write_text(json.dumps(sound | wrong))
+
+
+def _odd_states(root: Path) -> None:
+    """What torch.save writes and no other format holds."""
+    for name, state in {
+        "sparse": {"w": torch.ones(4).to_sparse()},
+        "meta": {"w": torch.empty(3, device="meta")},
+        "joined": {"a.b": torch.ones(2), "a": {"b": torch.ones(3)}},
+        "keys": {1: torch.ones(2), "1": torch.ones(3)},
+        "nothing": {},
+    }.items():
+        torch.save(state, root / f"{name}.pt")
 
 
 # Command lines; {name} is one of the sources, {out} a new folder.
@@ -179,6 +257,43 @@ WRONG = [
     "merge-adapter {hf} {rank} {out}",
     "merge-adapter {hf} {other} {out}",
     "merge-adapter {hf} {long} {out}",
+    *(f"inspect {{empty.{end}}}" for end in ("pt", "bin", "safetensors")),
+    *(f"inspect {{empty_{end}}}" for end in (".metadata", "manifest.json", "zarr.json")),
+    *(f"inspect {{empty_{end}}}" for end in ("model.safetensors", "pytorch_model.bin")),
+    "to-hf {settings} {out}",
+    "inspect {dangling}",
+    "inspect {circle}",
+    "inspect {loop}",
+    "inspect {pipe}",
+    "inspect {piped}",
+    *(f"inspect {{{name}.safetensors}}" for name in ("overlap", "below", "vast", "nan", "type", "number")),
+    *(f"inspect {{{name}.safetensors}}" for name in ("long", "twice", "letters", "huge")),
+    *(f"inspect {{{name}}}" for name in ("out", "listed", "numbers")),
+    *(
+        f"inspect {{{name}_zarr}}"
+        for name in ("below", "flat", "thin", "untyped", "object", "filled", "vast")
+    ),
+    *(f"inspect {{{name}.pt}}" for name in ("sparse", "meta", "joined", "keys")),
+    "to-fsdp2 {nothing.pt} {out}",
+    "diff {nothing.pt} {nothing.pt}",
+    "to-vescale {dcp} {out} --ranks 99999999",
+    "to-vescale {dcp} {out} --ranks 65537 --dry-run",
+    "to-hf {dcp} {out} --part 0/99999999",
+    "to-hf {dcp} {out} --part 7/99999999999999999999",
+    "plan {dcp} --shards 99999999999999999999",
+    "plan {dcp} --shards ²",
+    "plan {dcp} --shards 4 --unit nobody",
+    "to-hf {dcp} {out} --dtype bf16 --dtype fp16",
+    "to-hf {dcp} {out} --dtype up*=bf16 --dtype up*=fp16",
+    "to-hf {hf} {out} --quantize fp8-128x128 --quantize mxfp4",
+    "to-vescale {dcp} {out} --granularity rows:2 --granularity *=rows:4",
+    "to-hf {dcp} {blank}",
+    "inspect {blank}",
+    "to-hf {dcp} {out} --assets {loop}",
+    "to-hf {dcp} {out} --assets {pipe}",
+    "to-fsdp2 {hf} {out} --rules {pipe}",
+    "to-torch {a.pt} {a.pt} --overwrite",
+    "to-fsdp2 {dcp} {a.pt}/inside",
 ]
 
 
@@ -186,7 +301,7 @@ class _Paths(dict[str, str]):
     """Any name under the root."""
 
     def __init__(self, root: Path, out: Path) -> None:
-        super().__init__(out=str(out))
+        super().__init__(out=str(out), blank=" ")
         self.root = root
 
     def __missing__(self, name: str) -> str:
@@ -228,6 +343,8 @@ def test_the_sources_are_sound(root: Path, tmp_path: Path) -> None:
         "to-fsdp2 {hf} {out}/d --exclude up*",
         "diff {dcp} {native}",
         "to-hf {odd_config} {out}/e",
+        "to-vescale {dcp} {out}/f --ranks 3 --granularity rows:2 --granularity norm*=element",
+        "to-hf {dcp} {out}/g --dtype bf16 --dtype bf16 --dtype norm*=fp32 --part 0/1",
     ):
         arguments = _arguments(line, _Paths(root, tmp_path))
         assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0, line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import threading
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -107,6 +108,26 @@ def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path:
 
     for name, (small, middle, large) in calls.items():
         assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
+
+
+def test_plans_take_little_memory_per_tensor(tmp_path: Path) -> None:
+    """At its peak, what the source holds included; 120,000 tensors are to fit in 500 MiB beside the interpreter."""
+    dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
+    peaks: dict[str, list[int]] = {}
+    for num_params in (64, 192):
+        folder = tmp_path / str(num_params)
+        folder.mkdir()
+        torch.save(_state(num_params), folder / "file.pt")
+        for kind in ("native", "dcp"):
+            _convert(folder / "file.pt", folder / kind, kind)
+            _plan(folder / kind, folder / "none", "native", dry)  # imports and caches, which are no tensor's
+            tracemalloc.start()
+            _plan(folder / kind, folder / "none", "native", dry)
+            peaks.setdefault(kind, []).append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+
+    per_tensor = {kind: (large - small) / (4 * 128) for kind, (small, large) in peaks.items()}
+    assert 1000 < per_tensor["native"] < 2100 and 1000 < per_tensor["dcp"] < 2700, per_tensor
 
 
 def test_the_count_shows_a_square() -> None:

@@ -13,6 +13,7 @@ largest resident size. ``inspect`` is there too.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import subprocess
 import sys
@@ -43,7 +44,8 @@ MAX_SECONDS, MAX_MIB = 10, 500
 # A process of its own, small, so that no larger one's memory is counted: fork keeps the parent's high-water mark.
 WATCH = """
 import resource, subprocess, sys
-subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+if code := subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode:
+    sys.exit(code)
 use = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(use.ru_utime + use.ru_stime, use.ru_maxrss / 1024)
 """
@@ -77,19 +79,20 @@ def make_sources(folder: Path, num_params: int, kinds: list[str]) -> None:
         save_file(flat, folder / "hf" / "model.safetensors", {"format": "pt"})
 
 
-def cost(command: list[str]) -> tuple[float, float]:
-    """CPU seconds and peak MiB of one command."""
+def usage_of(command: list[str]) -> tuple[float, float]:
+    """CPU seconds and peak MiB of one ``vescale-convert``; what it said goes to stderr if it fails."""
     watched = [sys.executable, "-c", WATCH, sys.executable, "-m", "vescale_fsdp.conversion", *command]
-    done = subprocess.run(
-        watched, cwd=Path(__file__).parents[3], check=True, capture_output=True, text=True
-    ).stdout.split()
-    return float(done[0]), float(done[1])
+    done = subprocess.run(watched, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"failed: vescale-convert {shlex.join(command)}")
+    seconds, mebibytes = done.stdout.split()
+    return float(seconds), float(mebibytes)
 
 
 def rows_of(source: Path, target: str, repeat: int) -> list[Row]:
     """Medians of the seconds, and the largest of the sizes, of one pair."""
     out = [] if target == "inspect" else [str(source.parent / "none"), "--dry-run", "-q"]
-    found = [cost([*COMMANDS[target], str(source), *out]) for _ in range(repeat)]
+    found = [usage_of([*COMMANDS[target], str(source), *out]) for _ in range(repeat)]
     case = f"{source.name}, {target}"
     return [
         Row(case, "CPU", "s", statistics.median(each[0] for each in found), target=f"<= {MAX_SECONDS}"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tools.bench.conversion.many_names import COMMANDS, WATCH
+from tools.bench.conversion.many_names import COMMANDS, usage_of
 from tools.bench.rows import Row, print_table, write_json
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
@@ -39,7 +38,7 @@ MATRIX_BYTES = 64 << 20
 CASTS: dict[str, list[str]] = {
     "none": [],
     "bf16": ["--dtype", "bf16"],
-    "fp8": ["--quantize", "layers.*=fp8-128x128"],
+    "fp8": ["--quantize", "fp8-128x128"],
 }
 TARGETS = ("dcp", "native", "hf", "torch", "zarr")
 
@@ -48,7 +47,8 @@ def state_of(nbytes: int) -> dict[str, Any]:
     """One tensor of a quarter of the bytes, the rest in smaller ones; some of them an optimizer's."""
 
     def matrix(size: int) -> torch.Tensor:
-        return torch.ones(max(1, size // (4 * COLUMNS)), COLUMNS)
+        rows = max(128, size // (4 * COLUMNS))  # fp8's scales are of blocks of 128 x 128
+        return torch.ones(rows // 128 * 128, COLUMNS)
 
     large = matrix(nbytes // 4)
     rest = [matrix(min(MATRIX_BYTES, nbytes)) for _ in range(max(4, (nbytes - large.nbytes) // MATRIX_BYTES))]
@@ -113,17 +113,11 @@ SOURCES: dict[str, Callable[[Path, int], None]] = {
 def peak_mib(source: Path, target: str, options: list[str]) -> float:
     """Of one command, whose result is removed."""
     out = source.parent / "out"
-    command = [sys.executable, "-m", "vescale_fsdp.conversion", *COMMANDS[target], "-q", *options]
-    if target == "hf":
-        command.append("--no-assets")
+    command = [*COMMANDS[target], "-q", *options, *(["--no-assets"] if target == "hf" else [])]
     try:
-        watched = [sys.executable, "-c", WATCH, *command, str(source), str(out)]
-        done = subprocess.run(
-            watched, cwd=Path(__file__).parents[3], check=True, capture_output=True, text=True
-        )
+        return usage_of([*command, str(source), str(out)])[1]
     finally:
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-    return float(done.stdout.split()[1])
 
 
 def _make(kind: str, folder: Path, nbytes: int) -> Path:

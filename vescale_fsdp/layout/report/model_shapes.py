@@ -121,7 +121,7 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
 
 def natural_order(fqn: str) -> list[tuple[int, int, str]]:
     """Sort key of names: numbers by value, so that layer 2 comes before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in fqn.split(".")]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in fqn.split(".")]
 
 
 def units_of(shapes: Sequence[ParamShape], names: Sequence[str] | None = None) -> tuple[PlannedUnit, ...]:
@@ -162,7 +162,7 @@ def _repeated(shapes: Sequence[ParamShape]) -> set[str]:
     """Members of the outermost lists in which at least two members have the same parameters."""
     lists: dict[str, dict[str, list[ParamShape]]] = {}
     for shape in shapes:
-        member = next((a for a in _ancestors(shape.fqn) if a.rpartition(".")[2].isdigit()), None)
+        member = next((a for a in _ancestors(shape.fqn) if a.rpartition(".")[2].isdecimal()), None)
         if member is not None:
             lists.setdefault(member.rpartition(".")[0], {}).setdefault(member, []).append(shape)
     found: set[str] = set()

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.buffers import padding_ratio, plan_buffers
 from vescale_fsdp.layout.dtypes import itemsize_of
@@ -192,10 +193,6 @@ class PlanReport:
         Returns:
             The files written.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        text = folder / "plan.txt"
-        text.write_text(str(self) + "\n")
         pictures = {"padding": self.padding_picture()}
         for group in self.groups:
             for num_shards in self.shards:
@@ -204,10 +201,11 @@ class PlanReport:
                 layouts = group.layouts[self.shards.index(num_shards)]
                 title = f"{group.name} over {num_shards:,} shards"
                 pictures[f"layout-{stem}-{num_shards}"] = layout_picture(layouts, title)
-        files = {folder / f"{stem}.svg": picture for stem, picture in pictures.items()}
-        for file, picture in files.items():
-            file.write_text(picture.svg())
-        return text, *files
+        texts = {"plan.txt": f"{self}\n", **{f"{stem}.svg": each.svg() for stem, each in pictures.items()}}
+        storage = LocalStorage(folder, durable=False)
+        for name, text in texts.items():  # each whole or not at all
+            storage.commit(name, text.encode(), replace=True)
+        return tuple(Path(folder) / name for name in texts)
 
 
 def plan_report(
