@@ -177,6 +177,9 @@ def plan_conversion(
     if options.dequantize is not None:
         state = _dequantized(state, options.dequantize, assets, source)
     if options.merge is not None:
+        if options.rules is not None and source.kind == "hf":
+            # An adapter has the names that the model has in memory.
+            state = _with_rules(state, kind, replace(options, rules_to="ours"), _settings(assets, source))
         state = _merged(state, options.merge)
     if options.rules is not None:
         state = _with_rules(state, kind, options, _settings(assets, source))

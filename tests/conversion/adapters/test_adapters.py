@@ -1,6 +1,6 @@
 """Adapters: merged by the formulas of peft, exported from training states, loaded into sharded models and back.
 
-peft itself is asked in tests/stacks/test_peft_folders.py.
+peft itself is asked in tests/stacks/conversion/test_peft_folders.py.
 """
 
 from __future__ import annotations
@@ -122,6 +122,21 @@ def test_embeddings_and_ia3(tmp_path: Path) -> None:
     assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] * adapter["l.0.q.ia3_l"])
     assert same_bytes(found["l.0.q.bias"], base["l.0.q.bias"] * adapter["l.0.q.ia3_l"].view(-1))
     assert same_bytes(found["l.1.up.weight"], base["l.1.up.weight"] * adapter["l.1.up.ia3_l"])
+
+
+def test_a_base_whose_files_have_other_names(tmp_path: Path) -> None:
+    """Rules lead to the names that the model has in memory, which are the adapter's, and back."""
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path / "adapter", _pair("model.text.0.q", 4, 24, 24))
+    args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
+    assert "with --rules" in str(CliRunner().invoke(cli, args).exception)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('format = 1\nkeep_others = true\n[[prefix]]\nhf = "l."\nours = "model.text."\n')
+    found = _merge(tmp_path, "--rules", str(rules))
+    a, b = adapter["model.text.0.q.lora_A.weight"], adapter["model.text.0.q.lora_B.weight"]
+    assert found.keys() == base.keys()
+    assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] + (b @ a) * 1.5)
+    assert all(same_bytes(found[name], base[name]) for name in base.keys() - {"l.0.q.weight"})
 
 
 def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
