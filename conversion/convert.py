@@ -271,8 +271,10 @@ def _merged(state: CarriedState, url: str) -> CarriedState:
     """The state with an adapter in its weights."""
     from vescale_fsdp.conversion.adapters.merged_weights import merged_state
     from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
+    from vescale_fsdp.conversion.adapters.peft_folder import require_adapter
     from vescale_fsdp.conversion.formats.detect import open_source
 
+    require_adapter(url)
     adapter = open_source(url, kind="adapter")
     return merged_state(state, adapter, PeftConfig.read(adapter.store, "pass the folder that peft saved"))
 

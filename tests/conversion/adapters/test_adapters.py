@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,24 @@ def test_a_base_whose_files_have_other_names(tmp_path: Path) -> None:
     assert found.keys() == base.keys()
     assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] + (b @ a) * 1.5)
     assert all(same_bytes(found[name], base[name]) for name in base.keys() - {"l.0.q.weight"})
+
+
+def test_what_is_no_adapter(tmp_path: Path) -> None:
+    """A checkpoint in its place, nothing at all, and settings that git-lfs has not fetched."""
+    _base(tmp_path / "base")
+    args = ["merge-adapter", str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "out")]
+    refused = CliRunner().invoke(cli, args)
+    assert "no adapter to merge" in str(refused.exception) and "got: none" in str(refused.exception)
+    shutil.copytree(tmp_path / "base", tmp_path / "adapter")
+    refused = CliRunner().invoke(cli, args)
+    assert "got: config.json, model.safetensors" in str(refused.exception) and "BASE, ADAPTER" in str(
+        refused.exception
+    )
+    shutil.rmtree(tmp_path / "adapter")
+    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 24, 24))
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 77\n"
+    (tmp_path / "adapter/adapter_config.json").write_text(pointer)
+    assert "pointers of git-lfs" in str(CliRunner().invoke(cli, args).exception)
 
 
 def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
