@@ -26,7 +26,8 @@ TORCH      ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)
 
 # torchtitan wants older packages than the other tests' (datasets, and with it fsspec)
-STACKS_VENV := .venv-stacks
+STACKS_VENV  := .venv-stacks
+STACKS_STAMP := $(STACKS_VENV)/.installed
 
 # Not compiled: of all that is installed the tests import a part, which Python compiles at its first import, and keeps
 # also where the caller's shell says otherwise: hundreds of processes would compile the same again.
@@ -64,19 +65,23 @@ test-faults: venv
 	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py \
 	    tests/checkpoint/elastic/test_kills.py tests/dtensor/test_op_db.py tests/runtime/test_compile.py
 
-# Automodel without what it needs besides: it pins another transformers, and kernels for GPUs. Its parallelizers, which are
-# what is tried, need neither.
-test-stacks:
+# fsspec and what goes with it are named, since datasets, which torchtitan bounds, wants an older one than the latest s3fs
+# does, and pip does not find the pair by itself. Automodel without what it needs besides: it pins another transformers,
+# and kernels for GPUs. Its parallelizers, which are what is tried, need neither.
+$(STACKS_STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(STACKS_VENV)/bin/python || $(PYTHON) -m venv $(STACKS_VENV)
 	$(INSTALL_STACKS) $(TORCH_INDEX) torch
-	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch_checkpointing,torchtitan,torchdata]"
+	$(INSTALL_STACKS) --editable ".[test,trl,lightning,torch-checkpointing,torchtitan,torchdata]" \
+	    fsspec==2026.2.0 s3fs==2026.2.0 gcsfs==2026.2.0 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
 	$(INSTALL_STACKS) --no-deps nemo_automodel==0.7.0
 	$(INSTALL_STACKS) bitsandbytes==0.50.2 compressed-tensors==0.20.0 jax==0.10.2 orbax-checkpoint==0.12.8
 	$(INSTALL_STACKS) setuptools wheel einops hjson msgpack ninja py-cpuinfo
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL_STACKS) --no-deps --no-build-isolation deepspeed==0.19.8
 	$(INSTALL_STACKS) --no-deps megatron-core==0.16.1
-	$(INSTALL_STACKS) gcsfs==2026.10.1 adlfs==2026.8.0 gcp-storage-emulator==2026.7.19
 	! command -v npm > /dev/null || npm install --silent --prefix $(STACKS_VENV)/node azurite@3.37.0
+	touch $(STACKS_STAMP)
+
+test-stacks: $(STACKS_STAMP)
 	$(STACKS_VENV)/bin/python -m pytest tests/stacks -p tools.docs.compatibility --compatibility stacks
 
 gpu: venv

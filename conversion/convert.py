@@ -177,6 +177,9 @@ def plan_conversion(
     if options.dequantize is not None:
         state = _dequantized(state, options.dequantize, assets, source)
     if options.merge is not None:
+        if options.rules is not None and source.kind == "hf":
+            # An adapter has the names that the model has in memory.
+            state = _with_rules(state, kind, replace(options, rules_to="ours"), _settings(assets, source))
         state = _merged(state, options.merge)
     if options.rules is not None:
         state = _with_rules(state, kind, options, _settings(assets, source))
@@ -268,8 +271,10 @@ def _merged(state: CarriedState, url: str) -> CarriedState:
     """The state with an adapter in its weights."""
     from vescale_fsdp.conversion.adapters.merged_weights import merged_state
     from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
+    from vescale_fsdp.conversion.adapters.peft_folder import require_adapter
     from vescale_fsdp.conversion.formats.detect import open_source
 
+    require_adapter(url)
     adapter = open_source(url, kind="adapter")
     return merged_state(state, adapter, PeftConfig.read(adapter.store, "pass the folder that peft saved"))
 

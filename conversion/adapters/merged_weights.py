@@ -78,13 +78,12 @@ def _by_module(adapter: Source) -> tuple[dict[str, dict[str, TensorView]], dict[
     return parts, others
 
 
-def _misfit(expected: str, got: object, where: str) -> ConversionError:
+def _misfit(expected: str, got: object, where: str, todo: str = "") -> ConversionError:
+    right = (
+        "pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)"
+    )
     return ConversionError(
-        "The adapter does not fit the base.",
-        expected=expected,
-        got=got,
-        where=where,
-        todo="pass the base that the adapter was trained on (base_model_name_or_path in its adapter_config.json)",
+        "The adapter does not fit the base.", expected=expected, got=got, where=where, todo=right + todo
     )
 
 
@@ -176,9 +175,9 @@ class _Merging:
             self.root = f"{first.pop()}."
         missing = [name for name in names if name.removeprefix(self.root) not in self.base]
         if missing:
-            raise _misfit(
-                f"a base with {missing[0]} (one that is tied is stored under one name)", "none", self.where
-            )
+            todo = "; where its files have other names than the model in memory, with --rules transformers-.."
+            expected = f"a base with {missing[0]} (one that is tied is stored under one name)"
+            raise _misfit(expected, "none", self.where, todo)
 
     def add(self, module: str, parts: Mapping[str, TensorView]) -> None:
         """Merge what an adapter has for one module."""

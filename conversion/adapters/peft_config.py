@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
@@ -91,6 +92,7 @@ class PeftConfig:
                 str(data.get("bias") or "none"),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            refuse_pointers(store, [ADAPTER_CONFIG], error)
             raise ConversionError(
                 "An adapter_config.json cannot be read.",
                 expected="JSON as peft's save_pretrained writes it",

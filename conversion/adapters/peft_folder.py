@@ -17,9 +17,9 @@ from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedByte
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ADAPTER_FILE", "adapter_state", "open_adapter", "plan_adapter"]
+__all__ = ["ADAPTER_FILE", "adapter_state", "open_adapter", "plan_adapter", "require_adapter"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -32,6 +32,24 @@ def open_adapter(store: Storage) -> Source:
     """
     tensors, metadata = read_tensors(store, ADAPTER_FILE)
     return Source("adapter", store, tensors, facts={"metadata": json.dumps(metadata)})
+
+
+def require_adapter(url: str) -> None:
+    """Refuse what is no folder of peft's where a merge wants one.
+
+    Raises:
+        ConversionError: naming what is there.
+    """
+    store = open_store(url)
+    if store.size(ADAPTER_FILE) is None:
+        raise ConversionError(
+            "There is no adapter to merge.",
+            expected=f"a folder that peft saved, with {ADAPTER_FILE} and {ADAPTER_CONFIG}",
+            got=some(store.list_files()),
+            where=url,
+            todo="pass BASE, ADAPTER and OUT in this order; of a training checkpoint, write the adapter first: "
+            "vescale-convert to-hf RUN OUT --adapter",
+        )
 
 
 def adapter_state(

@@ -8,6 +8,7 @@ written again.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +16,22 @@ from typing import Any
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["Journal", "is_journal"]
+__all__ = ["Journal", "is_journal", "parts_of"]
 
 _VERSION = 1
 _SUFFIX = ".vescale-convert.jsonl"
+_OF_PART = re.compile(rf"(?:\.part-\d+-of-(\d+))?{re.escape(_SUFFIX)}")
 
 
 def is_journal(name: str) -> bool:
     """Whether a file in a target folder is a journal of this module."""
     return name.endswith(_SUFFIX)
+
+
+def parts_of(name: str) -> int | None:
+    """How many parts a conversion is shared out among, one of whose journals has this name; None if it is none."""
+    match = _OF_PART.fullmatch(name)
+    return None if match is None else int(match[1] or 1)
 
 
 @dataclass

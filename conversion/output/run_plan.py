@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage
 from vescale_fsdp.conversion.output.compared_file import ComparedFile, OtherBytesError
 from vescale_fsdp.conversion.output.copying import Copier, CopyLimits, Progress, written_digest
-from vescale_fsdp.conversion.output.journal import Journal, is_journal
+from vescale_fsdp.conversion.output.journal import Journal, is_journal, parts_of
 from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.output.prove_sources import prove_rest
 from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target, refuse_other_result
@@ -119,6 +119,22 @@ def _may_be_result(plan: OutputPlan, store: Storage) -> bool:
     )
 
 
+def _require_shares(files: Sequence[str], part: Part, url: str) -> None:
+    """Refuse to share files out in another way than a run that may still be at it: two would write the same one."""
+    counts = {parts_of(file) for file in files} - {None, part.count}
+    if counts:
+        others = (
+            "no --part" if count == 1 else f"--part I/{count}" for count in sorted(filter(None, counts))
+        )
+        raise ConversionError(
+            "The interrupted conversion was shared out in another way.",
+            expected=" or ".join(others),
+            got=f"part {part.index} of {part.count}",
+            where=url,
+            todo="resume with as many parts as it had, or start over with --overwrite",
+        )
+
+
 class Execution:
     """One process's share of one plan.
 
@@ -152,6 +168,8 @@ class Execution:
             resume=options.resume or options.part.count > 1,
             is_result=lambda store: options.resume and _may_be_result(plan, store),
         )
+        if not options.overwrite:
+            _require_shares(self._old_files, options.part, url)
         self._url = url
         self._plan, self._options, self._progress = plan, options, progress
         count, fingerprint = options.part.count, plan.fingerprint()

@@ -50,7 +50,7 @@ def state_with_rules(
     made = _Made()
     for fqn, view in applied.views.items():
         made.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
-    is_model = frozenset(made.views)
+    names = dict(zip(made.views, applied.views, strict=True))
     places = _find_entries(state, own, model)
     moments: dict[str, dict[str, TensorView]] = defaultdict(dict)
     slots: dict[str, _OptimizerEntry] = {}
@@ -80,7 +80,8 @@ def state_with_rules(
         views=made.views,
         values=made.values,
         paths=made.paths,
-        is_model=is_model,
+        model=replace(state.model, names=names),
+        is_model=frozenset(names),
         left_out=left_out,
         warnings=(*state.warnings, *applied.warnings, *warnings),
     )
@@ -136,8 +137,8 @@ def _find_entries(
 ) -> dict[str, _OptimizerEntry]:
     """Optimizer entries that belong to one parameter, nested (a part of the path) or flattened (inside
     one)."""
-    longest_first = sorted(fqns, key=lambda fqn: -len(fqn))
-    known = set(longest_first)
+    known = set(fqns)
+    lengths = {fqn.count(".") + 1 for fqn in known}
     found: dict[str, _OptimizerEntry] = {}
     for name in (*state.views, *state.values):
         if name not in own:
@@ -148,10 +149,21 @@ def _find_entries(
             found[name] = _nested_entry(path, at)
             continue
         last = str(path[-1])
-        fqn = next((f for f in longest_first if f".{f}." in f".{last}"), None)
+        fqn = _longest_inside(last, known, lengths)
         if fqn is not None:
             found[name] = _flat_entry(path, last, fqn)
     return found
+
+
+def _longest_inside(text: str, known: Collection[str], lengths: Iterable[int]) -> str | None:
+    """The longest of the known names that lies in a dotted text, with something behind it.
+
+    Args:
+        lengths: numbers of parts that known names have.
+    """
+    parts = text.split(".")
+    runs = (".".join(parts[at : at + length]) for length in lengths for at in range(len(parts) - length))
+    return max((run for run in runs if run in known), key=len, default=None)
 
 
 def _nested_entry(path: Path, at: int) -> _OptimizerEntry:
@@ -201,7 +213,7 @@ def _add_value(
     path: Path, value: StoredValue, place: _OptimizerEntry | None, applied: Applied, made: _Made
 ) -> None:
     if place is not None:  # an option of one parameter, in flattened form
-        for fqn, _ in applied.made_from({place.fqn}):
+        for fqn in applied.by_first_origin.get(place.fqn, ()):
             made.add_value(place.rebuild(fqn), value, name_of(path))
     elif path[-1] == "params" and "param_groups" in path:
         made.add_value(path, lambda: _renamed(value(), applied), name_of(path))

@@ -7,8 +7,9 @@ speaks nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -46,9 +47,18 @@ class Applied:
 
     def made_from(self, names: Collection[str]) -> Iterator[tuple[str, str]]:
         """(new parameter, the first that it was made from) where that is one of these."""
+        for origin, made in self.by_first_origin.items():
+            if origin in names:
+                yield from ((fqn, origin) for fqn in made)
+
+    @cached_property
+    def by_first_origin(self) -> Mapping[str, Sequence[str]]:
+        """The first name that a parameter was made from -> all that were made from it."""
+        found: dict[str, list[str]] = {}
         for fqn, origins in self.origins.items():
-            if fqn not in self.twins and origins and origins[0] in names:
-                yield fqn, origins[0]
+            if fqn not in self.twins and origins:
+                found.setdefault(origins[0], []).append(fqn)
+        return found
 
 
 def apply_rules(

@@ -28,7 +28,7 @@ class CarriedState:
         values: everything else.
         paths: where each name sits in the nested state.
         model: how the source's entries split into model, optimizer and others; ``model.names`` has this state's
-            names of the former, before rules.
+            names of the former.
         is_model: names (of this state) that belong to the model.
         left_out: names of the source that are not in this state.
         warnings: what people must know of those.
@@ -49,8 +49,6 @@ class CarriedState:
     @cached_property
     def container(self) -> Path:
         """Where the one model sits in the nested state; key rules leave it there."""
-        if not self.is_model.issuperset(self.model.names):
-            return self.path(next(iter(self.is_model)))[:-1]  # rules have made them
         name, fqn = next(iter(self.model.names.items()))
         prefix = name.removesuffix(fqn).rstrip(".")
         paths = (self.path(name) for name in self.model.names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import sys
 import tarfile
 import zipfile
@@ -56,6 +57,16 @@ def test_licence_and_metadata(built: tuple[Path, Path]) -> None:
     assert metadata["Version"] == vescale_fsdp.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+
+
+def test_extras_that_the_makefile_installs_are_there(built: tuple[Path, Path]) -> None:
+    """By the names that pip finds: it goes on without one that it does not find, with a warning."""
+    with zipfile.ZipFile(built[0]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        provided = email.message_from_bytes(wheel.read(name)).get_all("Provides-Extra", [])
+    asked = re.findall(r'"\.\[([^\]]+)\]"', (ROOT / "Makefile").read_text())
+
+    assert len(asked) > 3 and {extra for extras in asked for extra in extras.split(",")} <= set(provided)
 
 
 def test_sdist_holds_the_sources_of_the_linked_folders(built: tuple[Path, Path]) -> None:

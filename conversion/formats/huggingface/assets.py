@@ -143,6 +143,7 @@ def _config_in(store: Storage) -> dict[str, Any]:
     try:
         loaded = parse_json(store.read(CONFIG_FILE))
     except ValueError as error:
+        refuse_pointers(store, [CONFIG_FILE], error)
         loaded = f"{type(error).__name__}: {error}"
     if not isinstance(loaded, dict):
         raise ConversionError(

@@ -1,12 +1,13 @@
 """Adapters: merged by the formulas of peft, exported from training states, loaded into sharded models and back.
 
-peft itself is asked in tests/stacks/test_peft_folders.py.
+peft itself is asked in tests/stacks/conversion/test_peft_folders.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,39 @@ def test_embeddings_and_ia3(tmp_path: Path) -> None:
     assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] * adapter["l.0.q.ia3_l"])
     assert same_bytes(found["l.0.q.bias"], base["l.0.q.bias"] * adapter["l.0.q.ia3_l"].view(-1))
     assert same_bytes(found["l.1.up.weight"], base["l.1.up.weight"] * adapter["l.1.up.ia3_l"])
+
+
+def test_a_base_whose_files_have_other_names(tmp_path: Path) -> None:
+    """Rules lead to the names that the model has in memory, which are the adapter's, and back."""
+    base = _base(tmp_path / "base")
+    adapter = _adapter(tmp_path / "adapter", _pair("model.text.0.q", 4, 24, 24))
+    args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
+    assert "with --rules" in str(CliRunner().invoke(cli, args).exception)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('format = 1\nkeep_others = true\n[[prefix]]\nhf = "l."\nours = "model.text."\n')
+    found = _merge(tmp_path, "--rules", str(rules))
+    a, b = adapter["model.text.0.q.lora_A.weight"], adapter["model.text.0.q.lora_B.weight"]
+    assert found.keys() == base.keys()
+    assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] + (b @ a) * 1.5)
+    assert all(same_bytes(found[name], base[name]) for name in base.keys() - {"l.0.q.weight"})
+
+
+def test_what_is_no_adapter(tmp_path: Path) -> None:
+    """A checkpoint in its place, nothing at all, and settings that git-lfs has not fetched."""
+    _base(tmp_path / "base")
+    args = ["merge-adapter", str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "out")]
+    refused = CliRunner().invoke(cli, args)
+    assert "no adapter to merge" in str(refused.exception) and "got: none" in str(refused.exception)
+    shutil.copytree(tmp_path / "base", tmp_path / "adapter")
+    refused = CliRunner().invoke(cli, args)
+    assert "got: config.json, model.safetensors" in str(refused.exception) and "BASE, ADAPTER" in str(
+        refused.exception
+    )
+    shutil.rmtree(tmp_path / "adapter")
+    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 24, 24))
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 77\n"
+    (tmp_path / "adapter/adapter_config.json").write_text(pointer)
+    assert "pointers of git-lfs" in str(CliRunner().invoke(cli, args).exception)
 
 
 def test_a_killed_merge_goes_on(tmp_path: Path) -> None:

@@ -57,13 +57,17 @@ def test_pointers_of_git_lfs(tmp_path: Path, files: list[str]) -> None:
             open_source(str(source))
 
 
-def test_a_tokenizer_that_is_a_pointer(tmp_path: Path) -> None:
-    """Settings would be copied as they are; nothing is written."""
+def test_settings_that_are_pointers(tmp_path: Path) -> None:
+    """They would be copied as they are; nothing is written."""
     source = _dcp(tmp_path / "dcp")
     assets = hf_folder(tmp_path / "assets", {"w": torch.ones(4)})
     (assets / "tokenizer.json").write_bytes(POINTER)
     assert "tokenizer.json" in _error("to-hf", source, tmp_path / "out", "--assets", assets)
     assert not (tmp_path / "out").exists()
+    (assets / "config.json").write_bytes(POINTER)  # which other targets read for ties
+    told = _error("to-torch", assets, tmp_path / "a.pt")
+    assert "pointers of git-lfs" in told and "got: config.json" in told
+    (assets / "config.json").write_text("{}")
     (assets / "tokenizer.json").write_bytes(b"{}" + b" " * len(POINTER))
     assert _run("to-hf", source, tmp_path / "out", "--assets", assets).exit_code == 0
 

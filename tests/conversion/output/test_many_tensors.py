@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import cProfile
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.conversion.rules.apply_to_state import state_with_rules
+from vescale_fsdp.conversion.rules.rule_file import load_rules
+from vescale_fsdp.conversion.state.carried_state import whole_state
 
 RANKS = 64
 LIMIT = 2.6  # of one growth to the next, for twice as many tensors: n gives 2, n log n 2.2, a square 4
@@ -74,7 +79,7 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
         calls.setdefault(name, []).append(_num_calls(lambda: _convert(source, made, kind, **options)))
         return made
 
-    for num_params in (64, 128, 256):
+    for num_params in (8, 64, 128, 256):  # imports are counted with the first
         file = tmp_path / str(num_params) / "file"
         file.parent.mkdir()
         torch.save(_state(num_params), file)
@@ -84,7 +89,7 @@ def test_calls_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
         count("dcp to torch, nested", dcp, "file_again", "torch", optimizer="nested")
         count("native to hf", native, "hf", "hf")
 
-    for name, (small, middle, large) in calls.items():
+    for name, (_, small, middle, large) in calls.items():
         assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
 
 
@@ -92,7 +97,7 @@ def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path:
     """So do those of a plan for every target, and of what only looks, at 1,024, 2,048 and 4,096 tensors."""
     calls: dict[str, list[int]] = {}
     dry = ConvertOptions(ranks=RANKS, granularity=("rows:1",), run=RunOptions(dry_run=True))
-    for num_params in (256, 512, 1024):
+    for num_params in (8, 256, 512, 1024):  # imports are counted with the first
         folder = tmp_path / str(num_params)
         folder.mkdir()
         torch.save(_state(num_params), folder / "file.pt")
@@ -106,7 +111,49 @@ def test_calls_of_planning_and_looking_grow_with_the_number_of_tensors(tmp_path:
         calls.setdefault("verify", []).append(_num_calls(lambda dcp=dcp: verify(dcp)))  # type: ignore[misc]
         calls.setdefault("diff", []).append(_num_calls(lambda a=native, b=dcp: diff(a, b)))  # type: ignore[misc]
 
-    for name, (small, middle, large) in calls.items():
+    for name, (_, small, middle, large) in calls.items():
+        assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
+
+
+def _num_lines(work: Callable[[], object]) -> int:
+    """Lines that run, a loop's once per turn: what a search inside one call takes shows here alone."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_lines_of_renaming_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
+    """Key rules on a model and its optimizer, whose entries have parameters' names inside of theirs in one form."""
+    (tmp_path / "rules.toml").write_text(
+        'format = 1\n[[rule]]\nhf = "h.{l}.{e}.w"\nours = "layers.{l}.experts.{e}.weight"\n'
+    )
+    lines: dict[str, list[int]] = {}
+    for num_params in (8, 128, 256, 512):
+        torch.save(_state(num_params), tmp_path / "nested")
+        convert(
+            open_source(str(tmp_path / "nested")),
+            str(tmp_path / "flattened"),
+            "torch",
+            ConvertOptions(optimizer="flattened", run=RunOptions(overwrite=True)),
+        )
+        for form in ("nested", "flattened"):
+            source = open_source(str(tmp_path / form))
+            state, rules = whole_state(source, None, None), load_rules(str(tmp_path / "rules.toml"))
+            renamed = partial(state_with_rules, state, rules, {}, to_hf=True)
+            assert len(renamed().views) == len(source.tensors) == 4 * num_params
+            lines.setdefault(form, []).append(_num_lines(renamed))
+
+    for name, (_, small, middle, large) in lines.items():
         assert small > 1000 and large - middle < LIMIT * (middle - small), (name, small, middle, large)
 
 
@@ -138,5 +185,6 @@ def test_the_count_shows_a_square() -> None:
         for name in names:
             any(name == other for other in names)
 
-    small, middle, large = (_num_calls(partial(search, number)) for number in (100, 200, 400))
-    assert large - middle > LIMIT * (middle - small)
+    for counted in (_num_calls, _num_lines):
+        small, middle, large = (counted(partial(search, number)) for number in (100, 200, 400))
+        assert large - middle > LIMIT * (middle - small)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,6 +332,22 @@ def test_parts_of_different_conversions_do_not_mix(source: str, tmp_path: Path) 
     with pytest.raises(ConversionError, match="was a different one"):
         convert(open_source(source), str(tmp_path / "out"), "hf", chosen)
     assert not any(name.startswith("model") for name in os.listdir(tmp_path / "out"))
+
+
+def test_shares_of_another_number_do_not_mix(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """They have files in common: one would write what the other has finished. Starting over takes the place of both."""
+    out = str(tmp_path / "out")
+    for part, told in ((Part(0, 3), "--part I/3"), (Part(), "no --part")):
+        if part.count == 1:
+            _interrupt(source, Path(out), 3)
+        else:
+            run(source, out, part=part)
+        for other in {Part(), Part(1, 2)} - {part}:
+            with pytest.raises(ConversionError, match=rf"another way(.|\n)*expected: {told}"):
+                run(source, out, resume=True, part=other)
+        run(source, out, overwrite=True)
+        assert contents(Path(out)) == expected
+        shutil.rmtree(out)
 
 
 def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_path: Path) -> None:

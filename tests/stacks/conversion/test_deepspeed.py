@@ -16,7 +16,7 @@ from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import convert, open_source, verify
 from vescale_fsdp.conversion.formats.torch_save.read import open_archive
 
-CASES = ["zero1_bf16", "zero2_bf16", "zero2_fp32", "zero3_bf16", "zero3_fp32"]
+CASES = ["zero1_bf16", "zero1_fp32", "zero2_bf16", "zero2_fp32", "zero3_bf16", "zero3_fp32"]
 
 
 @pytest.fixture(scope="module")

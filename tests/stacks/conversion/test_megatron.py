@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.dtype_zoo import same_bytes
 from tools.torchrun_job import Job
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source, verify
 
@@ -65,6 +66,37 @@ def test_logits_are_megatrons(saved: Path, tmp_path: Path, case: str, form: str)
     expected = torch.load(saved / f"{case}.logits.pt", weights_only=True)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits.roll(1, 1), expected, atol=1e-2)
+
+
+def _by_layer(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layers one by one, norms as Transformer Engine names them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in plain.items():
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        before, is_layer, after = name.partition(".layers.")
+        if is_layer and not after[0].isdigit():
+            found |= {f"{before}.layers.{number}.{after}": layer for number, layer in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("form", ["stacked", "by_layer"])
+@pytest.mark.parametrize("case", MORE)
+def test_equal_to_megatrons_own_reader(saved: Path, tmp_path: Path, case: str, form: str) -> None:
+    """Every weight, master and moment, to the bit."""
+    plain = _by_layer(torch.load(saved / case / form / "plain.pt", weights_only=True))
+    convert(open_source(str(saved / case / form / "iter_0000010")), str(tmp_path / "out.pt"), "torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    weights = {name: tensor for name, tensor in plain.items() if not name.startswith("optimizer.")}
+    assert found["model"].keys() == weights.keys() == found["optimizer"]["state"].keys() and len(weights) > 18
+    for name in weights:
+        states = found["optimizer"]["state"][name]
+        assert same_bytes(found["model"][name], plain[f"optimizer.state.fp32_param.{name}"]), name
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert same_bytes(states[kind], plain[f"optimizer.state.{kind}.{name}"]), name
+            assert bool(states[kind].any())
 
 
 @pytest.mark.parametrize("form", ["stacked", "by_layer"])

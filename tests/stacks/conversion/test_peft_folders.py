@@ -13,7 +13,9 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.support.multimodal_models import FAMILIES, build_multimodal
 from vescale_fsdp.conversion import ConvertOptions, convert, open_source
+from vescale_fsdp.errors import ConversionError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
 
@@ -45,6 +47,18 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
     "dora": (_llama, LoraConfig(r=4, use_dora=True, target_modules=["v_proj", "embed_tokens"])),
     "embeddings": (_llama, LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])),
+    "all at once": (
+        _llama,
+        LoraConfig(
+            r=6,
+            lora_alpha=5,
+            use_rslora=True,
+            use_dora=True,
+            target_modules=["k_proj", "up_proj"],
+            rank_pattern={"up_proj": 2},
+            alpha_pattern={"layers.0.self_attn.k_proj": 3},
+        ),
+    ),
     "lora_bias": (_llama, LoraConfig(r=4, lora_bias=True, target_modules=["q_proj"])),
     "biases": (_llama, LoraConfig(r=4, bias="all", target_modules=["q_proj"])),
     "ia3": (_llama, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
@@ -91,6 +105,38 @@ def test_merge_and_export(tmp_path: Path, case: str, dtype: torch.dtype) -> None
     _equal(load_file(tmp_path / "expected" / "model.safetensors"), found)
     before = load_file(f"{base}/model.safetensors")
     assert any(not torch.equal(before[name], found[name]) for name in found)
+
+
+RULES = {"gemma3": "gemma3", "mistral3": "gemma3", "qwen2-vl": "qwen2-vl", "qwen2.5-vl": "qwen2-vl"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_text_and_images(tmp_path: Path, family: str) -> None:
+    """An adapter has the names of the model in memory; where the base's files have others, rules lead there."""
+    torch.manual_seed(0)
+    model = build_multimodal(family)
+    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
+    model.save_pretrained(base)
+    config = LoraConfig(r=3, target_modules=r".*(q_proj|attn\.qkv|attn\.proj|o_proj|fc1)")
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(adapter)
+    names = load_file(f"{adapter}/adapter_model.safetensors").keys()
+    assert any("language_model" in name for name in names) and any(
+        "vision" in n or "visual" in n for n in names
+    )
+    model.merge_and_unload().save_pretrained(tmp_path / "expected")
+
+    source, out = open_source(base), str(tmp_path / "merged")
+    if family in RULES:
+        with pytest.raises(ConversionError, match="--rules"):
+            convert(source, out, "hf", ConvertOptions(merge=adapter))
+    rules = f"transformers-{RULES[family]}" if family in RULES else None
+    convert(source, out, "hf", ConvertOptions(merge=adapter, rules=rules))
+    _equal(load_file(tmp_path / "expected" / "model.safetensors"), load_file(f"{out}/model.safetensors"))
 
 
 def _equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, api
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -134,16 +136,25 @@ def _trained(model: Any) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _save_fsdp1(out: Path, kinds: tuple[str, ...]) -> None:
-    """What accelerate's functions write of an FSDP1 model; its Accelerator makes none on CPUs. All ranks have the same
-    batches, so that the whole state is that of a model which nothing shards."""
+def _trained_with_fsdp1(out: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """All ranks have the same batches, so that the whole state, which is kept, is that of an unsharded model."""
     PartialState(cpu=True)
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
     cpu = torch.device("cpu")
     wrapped = FullyShardedDataParallel(
         tiny_llama(), device_id=cpu, use_orig_params=True, auto_wrap_policy=policy
     )
-    model, optimizer = _trained(wrapped)
+    if dist.get_rank() == 0:
+        alone = _trained(tiny_llama())
+        weights, moments = get_state_dict(*alone, options=StateDictOptions(full_state_dict=True))
+        out.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": weights, "optimizer": moments}, out / "whole.pt")
+    return _trained(wrapped)
+
+
+def _save_fsdp1(out: Path, kinds: tuple[str, ...]) -> None:
+    """What accelerate's functions write of an FSDP1 model; its Accelerator makes none on CPUs."""
+    model, optimizer = _trained_with_fsdp1(out)
     ranks = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
     for kind in kinds:
         of_model, of_optimizer = CONFIGS[kind]
@@ -158,10 +169,6 @@ def _save_fsdp1(out: Path, kinds: tuple[str, ...]) -> None:
             save_fsdp_model(plugin, ranks, model, folder, use_dcp=use_dcp)
             if kind != "LOCAL_STATE_DICT":  # FSDP1 has no such state of an optimizer
                 save_fsdp_optimizer(plugin, ranks, optimizer, model, folder, use_dcp=use_dcp)
-    if dist.get_rank() == 0:
-        alone = _trained(tiny_llama())
-        weights, moments = get_state_dict(*alone, options=StateDictOptions(full_state_dict=True))
-        torch.save({"model": weights, "optimizer": moments}, out / "whole.pt")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -175,6 +182,34 @@ def test_fsdp1(tmp_path: Path) -> None:
     _check(tmp_path / "one" / KINDS[1], tmp_path / "one" / "whole.pt", container=None)
     with pytest.raises(ConversionError, match=r"_flat_param(.|\n)*SHARDED_STATE_DICT"):
         open_source(str(tmp_path / "two" / "LOCAL_STATE_DICT"))
+
+
+def _save_fsdp1_with_lightning(out: Path, kind: str) -> None:
+    """By the methods that its Trainer and Fabric call, which ask for a GPU first."""
+    model, optimizer = _trained_with_fsdp1(out)
+    lightning = FSDPStrategy(state_dict_type=kind)
+    lightning.model = model
+    state = {
+        "state_dict": lightning.lightning_module_state_dict(),
+        "optimizer_states": [lightning.optimizer_state(optimizer)],
+    }
+    rest = {"global_step": 2, "lr_schedulers": [{"last_epoch": 2}], "loops": {"fit_loop": {"done": 2}}}
+    lightning.save_checkpoint({**state, **rest}, out / "lightning.ckpt")
+    fabric = FabricFSDPStrategy(state_dict_type=kind)
+    fabric.save_checkpoint(out / "fabric.ckpt", {"model": model, "optimizer": optimizer, "step": 7})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of FSDP1
+def test_lightning_and_fabric_with_fsdp1(tmp_path: Path) -> None:
+    """Folders of shards of two ranks, whole files of one."""
+    run_on_ranks(2, _save_fsdp1_with_lightning, tmp_path / "two", "sharded")
+    run_on_ranks(1, _save_fsdp1_with_lightning, tmp_path / "one", "full")
+    two, one = (tmp_path / name for name in ("two", "one"))
+    state = _check(two / "lightning.ckpt", two / "whole.pt", container="model", optimizer="optimizer_0")
+    assert state["global_step"] == 2 and state["loops"]["fit_loop"] == {"done": 2}
+    assert state["lr_schedulers"] == [{"last_epoch": 2}]
+    assert _check(two / "fabric.ckpt", two / "whole.pt", container="model")["step"] == 7
+    assert _check(one / "fabric.ckpt", one / "whole.pt", container="model")["step"] == 7
 
 
 def test_lightning_and_fabric(tmp_path: Path) -> None:

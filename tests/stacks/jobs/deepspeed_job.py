@@ -22,6 +22,7 @@ from torch import nn
 
 CASES = {
     "zero1_bf16": (1, "bf16"),
+    "zero1_fp32": (1, ""),
     "zero2_bf16": (2, "bf16"),
     "zero2_fp32": (2, ""),
     "zero3_bf16": (3, "bf16"),

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 -m tests.stacks.jobs.megatron_job --out FOLDER
 
-One folder per case, layers stacked or one by one; beside it CASE.logits.pt. Megatron wants GPUs: the few calls to CUDA
-that a small model makes are answered for the CPU.
+One folder per case, layers stacked or one by one, and in each plain.pt, all tensors as Megatron's own reader has them;
+beside it CASE.logits.pt. Megatron wants GPUs: the few calls to CUDA that a small model makes are answered for the CPU.
 """
 
 from __future__ import annotations
@@ -127,6 +127,10 @@ def save(case: str, out: Path) -> None:
         state = state_of(model, {"non_homogeneous_layers": form == "by_layer"})
         dist.barrier()
         dist_checkpointing.save(state, str(folder))
+        plain = dist_checkpointing.load_plain_tensors(str(folder))
+        if dist.get_rank() == 0:
+            tensors = {name: value for name, value in plain.items() if isinstance(value, Tensor)}
+            torch.save(tensors, folder.with_name("plain.pt"))
     with torch.no_grad():
         logits = model(ids, places, mask)
     if dist.get_rank() == 0:
