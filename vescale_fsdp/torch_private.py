@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -126,7 +126,6 @@ __all__ = [
     "piece_in",
     "post_accumulate_grad_hooks",
     "printoptions",
-    "profiled",
     "pytree",
     "reduce_scatter_single",
     "refuse_fsdp2",
@@ -480,16 +479,6 @@ def restore_version(tensor: torch.Tensor, version: int) -> None:
     """Set a tensor's version counter (torch 2.11-2.13): to fill a buffer with the values that autograd saved is no
     modification."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def profiled(label: str, name: str) -> AbstractContextManager[Any]:
-    """A profiler range called ``label + name``; nothing at all while no profiler runs.
-
-    torch 2.11-2.13: ``record_function`` costs microseconds per use even without a profiler.
-    """
-    if torch.autograd.profiler._is_profiler_enabled:
-        return torch.profiler.record_function(label + name)
-    return nullcontext()
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> Sequence[Callable[[Any], None]]:

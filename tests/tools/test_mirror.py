@@ -49,9 +49,9 @@ def test_bits_of_a_plain_model(world_size: int, name: str) -> None:
 def test_a_gradient_that_is_lost_is_seen() -> None:
     """The plain model tells what the mirror has trained on."""
 
-    def lose(grads: UnshardedGrads, dtype: torch.dtype) -> None:
+    def lose(grads: UnshardedGrads) -> None:
         grads._kept.pop("down.bias", None)
-        write(grads, dtype)
+        write(grads)
 
     write = UnshardedGrads.write_kept
     with mirrored(8), mock.patch.object(UnshardedGrads, "write_kept", lose):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
-from vescale_fsdp.torch_modes import outside_modes
+from vescale_fsdp.torch_modes import AS_IT_IS, outside_modes
 
 __all__ = ["CommContext", "GradientReductionHandle", "UnshardHandle"]
 
@@ -104,7 +104,7 @@ class CommContext:
         return self.streams.new() if self.streams is not None else None
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[Any]:
-        return self.streams.on(stream) if self.streams is not None and stream is not None else nullcontext()
+        return self.streams.on(stream) if self.streams is not None and stream is not None else AS_IT_IS
 
     def _compute_waits_for(self, stream: Stream | None) -> None:
         if self.streams is not None:
@@ -152,8 +152,7 @@ class CommContext:
                 if group.state.is_sharded:
                     self._ahead.add(group)
                     settle(group)
-        brought = self._bring(groups)
-        with self._on(self.gather_stream), outside_modes():
+            brought = self._bring(groups)
             self._start_gathers(groups)
             for group in groups:
                 if self.gather_stream is not None and group.state is GroupState.GATHERING:
@@ -202,8 +201,8 @@ class CommContext:
 
     def free_lingering(self) -> None:
         """Free what `reshard` has left; later gathers wait until the compute stream is done with it."""
-        lingering, self._lingering = self._lingering, []
-        if lingering:
+        if self._lingering:
+            lingering, self._lingering = self._lingering, []
             with outside_modes():
                 for group in lingering:
                     group.free_full()

@@ -43,8 +43,8 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
 from vescale_fsdp.runtime.sharding_log import log_sharding
 from vescale_fsdp.runtime.takeover import gives_own, rebind, refuse_full_tensors
-from vescale_fsdp.torch_modes import in_functorch
-from vescale_fsdp.torch_private import is_view, note_sharded, profiled
+from vescale_fsdp.torch_modes import in_functorch, profiled
+from vescale_fsdp.torch_private import is_view, note_sharded
 
 __all__ = ["FSDPState", "attach_state", "register_fsdp_forward_method", "state_of"]
 

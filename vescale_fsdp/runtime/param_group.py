@@ -48,7 +48,8 @@ from vescale_fsdp.runtime.setup.group_plan import GroupPlan
 from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, refuse_replaced
 from vescale_fsdp.runtime.setup.policies import policy_of_group
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
-from vescale_fsdp.torch_private import REDUCES_AS_STORED, local_of, post_accumulate_grad_hooks, profiled
+from vescale_fsdp.torch_modes import profiled, without_grad
+from vescale_fsdp.torch_private import REDUCES_AS_STORED, local_of, post_accumulate_grad_hooks
 
 __all__ = ["ParamGroup"]
 
@@ -107,7 +108,7 @@ class ParamGroup:
             self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn], plan.priors[slot.fqn])
             for slot in plan.layout.slots
         ]
-        self.grads = UnshardedGrads(self.layout, self._new_grads)
+        self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
         if isinstance(mp_policy, GatherPolicy):
             self.policy_gather = mp_policy.gather_of(plan.layout, self.comm, self.compute_dtype)
@@ -150,9 +151,10 @@ class ParamGroup:
 
     def is_intact(self) -> bool:
         """Whether the modules hold this group's parameters, and these their pieces of the shard."""
-        return all(
-            local_of(param.sharded) is param.piece and not param.foreign() for param in self.params
-        ) and (not self.shard.is_meta)
+        for param in self.params:  # not all(..): asked before every gather, of every parameter
+            if local_of(param.sharded) is not param.piece or param.foreign():
+                return False
+        return not self.shard.is_meta
 
     def new_shard(self, dtype: torch.dtype, device: torch.device) -> None:
         """Begin a new shard, of zeros."""
@@ -353,35 +355,35 @@ class ParamGroup:
 
     def take_grad(self, param: ManagedParam, grad: torch.Tensor) -> None:
         """Called when autograd has made an unsharded gradient."""
-        with torch.no_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
+        with without_grad(), profiled("FSDP::post_backward_accumulate ", self.label):
             self._take(param, grad)
 
     def _take(self, param: ManagedParam, grad: torch.Tensor) -> None:
         if grad.is_sparse:  # nn.Embedding(sparse=True): the buffer is dense
             grad = grad.to_dense()
-        self.grads.take(param.slot, param.prior.own_grad(grad), self.grad_dtype)
+        self.grads.take(param.slot, param.prior.own_grad(grad))
 
-    @torch.no_grad()
     def collect_grads(self) -> None:
         """Take gradients that somebody set on unsharded parameters, as pipelines do for the weights' half."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 grad, param.unsharded.grad = param.unsharded.grad, None
-                self._take(param, grad)
+                with without_grad():
+                    self._take(param, grad)
 
     def _new_grads(self, dtype: torch.dtype) -> DBuffer:
         flat = self.comm.allocate_grads(self.layout.numel, dtype, self.device)
         return DBuffer(self.layout, flat, self.comm.grads_pool)
 
-    @torch.no_grad()
     def write_grads(self) -> None:
         """Write what autograd has made so far into the gradient buffer, to be reduced with later backwards' sums."""
-        self.grads.write_kept(self.grad_dtype)
+        with without_grad():
+            self.grads.write_kept()
 
-    @torch.no_grad()
     def complete_grads(self) -> DBuffer:
         """The buffer that `start_reduce` is to read, filled on the current stream."""
-        return self.grads.complete(self.grad_dtype)
+        with without_grad():
+            return self.grads.complete()
 
     def start_reduce(self, source: DBuffer) -> ReducedShard:
         """Start the reduction of what `complete_grads` has made, on the current stream."""

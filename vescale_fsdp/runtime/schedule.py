@@ -29,7 +29,8 @@ from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.reduction import UsedFlags
 from vescale_fsdp.runtime.comm_context import CommContext, GradientReductionHandle
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.torch_private import autograd_engine_callback, profiled
+from vescale_fsdp.torch_modes import profiled
+from vescale_fsdp.torch_private import autograd_engine_callback
 
 __all__ = ["Schedule", "Unit"]
 

@@ -67,15 +67,15 @@ def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: b
 
 
 class DoesNotWaitForMakers(UnshardedGrads):
-    def write_kept(self, dtype: torch.dtype) -> None:
+    def write_kept(self) -> None:
         self._made_on = {}
-        super().write_kept(dtype)
+        super().write_kept()
 
 
 class MakersDoNotWait(UnshardedGrads):
-    def write_kept(self, dtype: torch.dtype) -> None:
+    def write_kept(self) -> None:
         with mock.patch.object(RecordedStream, "wait_stream", wait_unless_it_is_a_side):
-            super().write_kept(dtype)
+            super().write_kept()
 
 
 def wait_unless_it_is_a_side(stream: RecordedStream, other: Any) -> None:

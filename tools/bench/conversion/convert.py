@@ -73,6 +73,10 @@ merge_fsdp_weights(sys.argv[1], sys.argv[2])
 """
 
 
+# What is installed is compiled: a setting that keeps Python from storing what it compiled would be measured instead.
+AS_INSTALLED = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 @dataclass
 class Contender:
     """One program and what was measured of it."""
@@ -89,7 +93,7 @@ class Contender:
         os.sync()
         start = time.monotonic()
         process = subprocess.Popen(
-            [*self.command, str(target)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            [*self.command, str(target)], env=AS_INSTALLED, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
         peak = 0
         while process.poll() is None:

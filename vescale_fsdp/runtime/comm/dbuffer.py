@@ -26,6 +26,7 @@ import torch
 from vescale_fsdp.collectives import Work
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
+from vescale_fsdp.torch_modes import without_grad
 from vescale_fsdp.torch_private import restore_version, version_of
 
 __all__ = ["DBuffer"]
@@ -56,22 +57,21 @@ class DBuffer:
         self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
         self._work: Work | None = None
         self._version = version_of(flat)
-        self._nbytes = flat.untyped_storage().nbytes()
+        self._storage = flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
         """Bring the storage back, on the current stream; contents are undefined."""
-        storage = self.flat.untyped_storage()
-        if storage.nbytes() != self._nbytes:
+        if self._storage.nbytes() != self._nbytes:
             with self._pool():
-                storage.resize_(self._nbytes)
+                self._storage.resize_(self._nbytes)
         for copy in self._copies.values():
             copy.untyped_storage().resize_(copy.numel() * copy.element_size())
 
     def free(self) -> None:
         """Give the storage back. The caller sees to it that no stream still uses it."""
-        storage = self.flat.untyped_storage()
-        if storage.resizable():
-            storage.resize_(0)
+        if self._storage.resizable():
+            self._storage.resize_(0)
         for copy in self._copies.values():
             copy.untyped_storage().resize_(0)
 
@@ -118,6 +118,14 @@ class DBuffer:
             parts += [values] if not slot.is_scattered else _split(values.reshape(-1), pieces)
         return targets, parts
 
+    def put(self, slot: TensorSlot, values: torch.Tensor) -> None:
+        """Write the values of a full tensor."""
+        if not slot.is_scattered:  # at once: on the CPU every gradient of a step comes by here
+            self.view(slot).copy_(values)
+            return
+        for piece, part in zip(*self.places([(slot, values)]), strict=True):
+            piece.copy_(part)
+
     def add(self, slot: TensorSlot, values: torch.Tensor) -> None:
         """Add the values of a full tensor to what is in the buffer."""
         for piece, part in zip(*self.places([(slot, values)]), strict=True):
@@ -132,7 +140,7 @@ class DBuffer:
             copy_to: where in the buffer the contribution is copied before, because its dtype or device is not
                 the buffer's; None: the gather takes it as it is, and nothing is copied.
         """
-        with torch.no_grad():
+        with without_grad():
             if copy_to is not None:
                 mine = self.flat[copy_to.start : copy_to.stop]
                 mine.copy_(own, non_blocking=True)

@@ -77,6 +77,8 @@ class SymmetricMemory:
 
 def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
     """What to enter around allocations for a collective, the user's or ours."""
+    if comm is None:  # asked at every allocation, and to see what a protocol asks for takes long
+        return nullcontext
     return comm.memory_pool if isinstance(comm, PooledComm) else nullcontext
 
 

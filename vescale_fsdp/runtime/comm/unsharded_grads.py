@@ -32,15 +32,21 @@ class UnshardedGrads:
     Args:
         layout: of the group.
         new_buffer: makes a buffer of a dtype.
+        dtype: what the next buffer is to be of.
     """
 
-    def __init__(self, layout: GroupLayout, new_buffer: Callable[[torch.dtype], DBuffer]) -> None:
+    def __init__(
+        self,
+        layout: GroupLayout,
+        new_buffer: Callable[[torch.dtype], DBuffer],
+        dtype: Callable[[], torch.dtype],
+    ) -> None:
         self.layout = layout
         self.buffer: DBuffer | None = None
         self.spare: dict[torch.dtype, list[DBuffer]] = {}  # buffers that nobody uses
         self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
         self.streams: Streams | None = None  # of the accelerator, where gradients are kept
-        self._new_buffer = new_buffer
+        self._new_buffer, self._dtype = new_buffer, dtype
         self._written: set[str] = set()  # parameters whose gradients are in the buffer
         self._kept: dict[str, torch.Tensor] = {}
         self._made_on: dict[Stream, None] = {}  # streams that have made what is kept
@@ -49,23 +55,22 @@ class UnshardedGrads:
         """Whether any parameter has one."""
         return bool(self._written or self._kept)
 
-    def take(self, slot: TensorSlot, grad: torch.Tensor, dtype: torch.dtype) -> None:
+    def take(self, slot: TensorSlot, grad: torch.Tensor) -> None:
         """Take a gradient from autograd.
 
         Args:
             slot: of its parameter.
             grad: full, dense, of any dtype; the caller forgets it.
-            dtype: of the buffer, where one must be made.
         """
         if self.streams is None:
-            self._write([(slot, grad)], dtype)
+            self._write(slot, grad)
             return
         if slot.fqn in self._kept:  # a second one before the reduction: sums are made in the buffer
-            self.write_kept(dtype)
+            self.write_kept()
         self._kept[slot.fqn] = grad
         self._made_on[self.streams.current()] = None
 
-    def write_kept(self, dtype: torch.dtype) -> None:
+    def write_kept(self) -> None:
         """Write what is kept into the buffer, with as few kernels as there can be."""
         if self.streams is None or not self._kept:
             return
@@ -73,31 +78,38 @@ class UnshardedGrads:
         others = [stream for stream in self._made_on if stream != here]
         for stream in others:
             here.wait_stream(stream)
-        self._write([(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()], dtype)
+        self._write_all([(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()])
         self._kept, self._made_on = {}, {}
         for stream in others:  # whose the memory of what was kept is
             stream.wait_stream(here)
 
-    def _write(self, given: Sequence[tuple[TensorSlot, torch.Tensor]], dtype: torch.dtype) -> None:
-        """Write or, where a gradient is there already, add: the one pass over gradients."""
-        buffer = self._buffer_of(dtype)
-        targets, sources = buffer.places([each for each in given if each[0].fqn not in self._written])
-        if len(targets) == 1:
-            targets[0].copy_(sources[0])
-        elif targets:
-            foreach_copy_(targets, sources)
+    def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
+        """Write or, where a gradient is there already, add: the one pass over it."""
+        buffer = self._filled()
+        if slot.fqn in self._written:
+            buffer.add(slot, grad)
+        else:
+            buffer.put(slot, grad)
+            self._written.add(slot.fqn)
+
+    def _write_all(self, given: Sequence[tuple[TensorSlot, torch.Tensor]]) -> None:
+        """The same for many, the new ones in one kernel."""
+        buffer = self._filled()
+        new = [each for each in given if each[0].fqn not in self._written]
+        if new:
+            foreach_copy_(*buffer.places(new))
         for slot, grad in given:
             if slot.fqn in self._written:
                 buffer.add(slot, grad)
-            self._written.add(slot.fqn)
+        self._written.update(slot.fqn for slot, _ in new)
 
-    def complete(self, dtype: torch.dtype) -> DBuffer:
+    def complete(self) -> DBuffer:
         """The buffer with all gradients; zeros where a parameter has none.
 
         So ranks on which some were unused still agree on what travels.
         """
-        self.write_kept(dtype)
-        buffer = self._buffer_of(dtype)
+        self.write_kept()
+        buffer = self._filled()
         missing = [
             piece
             for slot in self.layout.slots
@@ -119,8 +131,10 @@ class UnshardedGrads:
         self.buffer = None
         self._written, self._kept, self._made_on = set(), {}, {}
 
-    def _buffer_of(self, dtype: torch.dtype) -> DBuffer:
+    def _filled(self) -> DBuffer:
+        """The buffer that is being filled."""
         if self.buffer is None:
+            dtype = self._dtype()
             buffer = self.take_spare(self.spare.setdefault(dtype, []))
             self.buffer = buffer or self._new_buffer(dtype)
             self.buffer.allocate()

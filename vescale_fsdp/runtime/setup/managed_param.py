@@ -34,10 +34,12 @@ class ManagedParam:
 
     def foreign(self) -> list[nn.Parameter | None]:
         """What owners hold that the group did not give them; None for an owner that has no such parameter now."""
-        held = [module._parameters.get(name) for module, name in self.owners]
-        return [
-            each for each in held if each is not self.sharded and (each is None or each is not self.unsharded)
-        ]
+        found: list[nn.Parameter | None] = []
+        for module, name in self.owners:
+            held = module._parameters.get(name)
+            if held is not self.sharded and (held is None or held is not self.unsharded):
+                found.append(held)
+        return found
 
     def set_on_modules(self, parameter: nn.Parameter) -> None:
         """Make every owner hold ``parameter``."""
