@@ -7,8 +7,9 @@
     end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
 
 A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
-one reduction. Every unit that took part in a forward with gradients is reduced, with zeros where a rank left
-parameters unused: no rank waits for another that never comes.
+one reduction; at the backward's end, if some use of it had no node (an embedding in one unit with the head).
+Every unit that took part in a forward with gradients is reduced, with zeros where a rank left parameters
+unused: no rank waits for another that never comes.
 
 A unit made of a list of modules gathers before the first of them runs and reshards after the last, or, where a
 forward runs only some, when the root's forward ends. What runs outside a root's forward (the head of a chunked
@@ -358,9 +359,7 @@ class FSDPState:
         if self._outstanding == 0:
             self._reshard_in_backward()
             self._schedule().leave_backward(self)
-            if (
-                not self._is_unwatched
-            ):  # else more gradients are to come, as of an embedding beside a tied head
+            if not self._is_unwatched:  # else gradients are to come, as an embedding's beside the head
                 self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
@@ -381,7 +380,7 @@ class FSDPState:
             self._reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
-        self._is_unwatched = False
+        self._is_unwatched = self._is_unwatched and not is_last
 
     def finalize_backward(self) -> None:
         """Reduce all units under this root, and wait."""
