@@ -95,14 +95,14 @@ def same(got: Any, want: Any, compare_values: bool) -> str:
             if a != b:
                 return f"{a} is not {b}"
             continue
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
         found, wanted = a, b.detach()
+        if isinstance(a, DTensor) and not isinstance(a, RaggedDTensor):
+            found = a.full_tensor()
+        if found.shape != b.shape or found.dtype != b.dtype:
+            return f"{found.dtype} {tuple(found.shape)}, not {b.dtype} {tuple(b.shape)}"
         if isinstance(a, RaggedDTensor):  # each rank its own piece, without asking the other for its
             start, stop = a.piece
             found, wanted = a.to_local().detach().reshape(-1), wanted.reshape(-1)[start:stop]
-        elif isinstance(a, DTensor):
-            found = a.full_tensor()
         if found.shape != wanted.shape or found.dtype != wanted.dtype:
             return f"a local {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"
         if compare_values and not _close(found, wanted):
