@@ -65,7 +65,7 @@ def check_files(
 def _rank_file_checks(
     storage: Storage, manifest: Manifest, rank: int, part: int, parts: int
 ) -> Iterator[Check]:
-    """Every ``parts``-th stripe of one rank's file."""
+    """The stripes of one of ``parts`` equal parts of one rank's file: each is read from front to back."""
     file = RankFile(manifest, rank)
     holds_tensors = not manifest.is_zarr
     try:
@@ -76,7 +76,7 @@ def _rank_file_checks(
         return
     scratch = bytearray(_SCRATCH_BYTES)
     with closing(opened.reader):
-        for index in range(part, file.num_stripes, parts):
+        for index in range(file.num_stripes * part // parts, file.num_stripes * (part + 1) // parts):
             start, stop = file.stripe(index)
             problem = None
             try:

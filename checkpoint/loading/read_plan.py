@@ -41,7 +41,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.loading.locate import ShareFinder
 from vescale_fsdp.checkpoint.loading.shared_stripes import (
-    SharedStripe,
+    SharedStripes,
     StripeRun,
     exchange_stripes,
     plan_shared,
@@ -60,6 +60,7 @@ __all__ = ["ReadPlan", "Reads"]
 T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
+_TURN_BYTES = 4 << 20  # 4 MiB: of what one rank reads for several, at once
 _SLICE_BYTES = 512 << 10  # 512 KiB: with what it is copied from half of a core's cache
 _start_of = attrgetter("start")
 
@@ -93,10 +94,11 @@ class _ReadJob(NamedTuple):
 
     def prove(self) -> int:
         """Compare the checksums of a job that covers whole stripes; returns the bytes that were read."""
-        self._prove(self._look())
+        self.prove_in(self._look())
         return self.stop - self.start
 
-    def _prove(self, data: Bytes) -> None:
+    def prove_in(self, data: Bytes) -> None:
+        """Compare checksums of the bytes as they were brought to memory."""
         for index, start, stop in self._stripes():
             self.file.prove_stripe(index, xxhash.xxh3_64_intdigest(data[start:stop].data))
 
@@ -118,7 +120,7 @@ class _ReadJob(NamedTuple):
         """Both; what is copied rather than read is proven first, since it is at hand for that."""
         if self.is_far:
             brought = self._look()
-            self._prove(brought)
+            self.prove_in(brought)
             self._deliver(brought, self.sinks)
             return self.stop - self.start
         walk = _Walk(self.sinks)
@@ -325,7 +327,7 @@ class ReadPlan(Reads):
         self._sinks: dict[int, list[Sink]] = {}
         self._files: dict[int, OpenRankFile] = {}
         self._coordinator = Coordinator()
-        self._waves: list[list[SharedStripe]] = []
+        self._waves: list[list[SharedStripes]] = []
         self._shared: dict[int, set[int]] = {}  # of each file, stripes that are read once for several ranks
 
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
@@ -351,14 +353,19 @@ class ReadPlan(Reads):
         ]
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
-        shared = plan_shared(by_rank)
+        shared = plan_shared(by_rank, max(1, _TURN_BYTES // self._finder.manifest.stripe_bytes))
         self._coordinator, self._waves = coordinator, waves_of_stripes(shared)
-        for stripe in shared:
-            self._shared.setdefault(stripe.saved_rank, set()).add(stripe.number)
+        for turn in shared:
+            self._shared.setdefault(turn.saved_rank, set()).update(range(turn.first, turn.stop))
 
-    def _own_turns(self) -> list[SharedStripe]:
+    def _own_turns(self) -> list[SharedStripes]:
         """The shared stripes that this rank reads."""
-        return [stripe for wave in self._waves for stripe in wave if stripe.reader == self._coordinator.rank]
+        return [turn for wave in self._waves for turn in wave if turn.reader == self._coordinator.rank]
+
+    def _bounds(self, turn: SharedStripes) -> tuple[int, int]:
+        """Half-open byte range of its file."""
+        file = self._finder.file(turn.saved_rank)
+        return file.stripe(turn.first)[0], file.stripe(turn.stop - 1)[1]
 
     def open(self) -> None:
         needed = {turn.saved_rank for turn in self._own_turns()}
@@ -373,9 +380,7 @@ class ReadPlan(Reads):
 
     def prove(self) -> None:
         turns = [
-            _ReadJob(file, *file.file.stripe(turn.number), ())
-            for turn in self._own_turns()
-            for file in [self._files[turn.saved_rank]]
+            _ReadJob(self._files[turn.saved_rank], *self._bounds(turn), ()) for turn in self._own_turns()
         ]
         jobs = [*self._jobs(True), *turns]
         self._map("verifying", _ReadJob.prove, jobs, _size(jobs))
@@ -390,32 +395,32 @@ class ReadPlan(Reads):
     def _run_shared(self, verify: bool) -> None:
         wanted = self._shared_sinks()
 
-        def size_of(turn: SharedStripe) -> int:
-            start, stop = self._finder.file(turn.saved_rank).stripe(turn.number)
+        def size_of(turn: SharedStripes) -> int:
+            start, stop = self._bounds(turn)
             return stop - start
 
-        def read(turn: SharedStripe, data: memoryview) -> None:
-            file = self._files[turn.saved_rank]
-            file.read_at(file.file.stripe(turn.number)[0], [data])
+        def read(turn: SharedStripes, data: memoryview) -> None:
+            start, stop = self._bounds(turn)
+            job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
+            job.file.read_at(start, [data])
             if verify:
-                file.prove_stripe(turn.number, xxhash.xxh3_64_intdigest(data))
+                job.prove_in(np.frombuffer(data, dtype=np.uint8))
 
-        def take(turn: SharedStripe, data: memoryview) -> None:
-            start, stop = self._finder.file(turn.saved_rank).stripe(turn.number)
-            _deliver(start, stop, np.frombuffer(data, dtype=np.uint8), wanted[turn.saved_rank, turn.number])
+        def take(turn: SharedStripes, data: memoryview) -> None:
+            _deliver(*self._bounds(turn), np.frombuffer(data, dtype=np.uint8), wanted[turn])
 
         self.num_bytes_received += exchange_stripes(
             self._coordinator, self._waves, size_of, read, take, threads=self.storage.far_read_threads
         )
         self.num_bytes_read += sum(map(size_of, self._own_turns()))
 
-    def _shared_sinks(self) -> dict[tuple[int, int], list[Sink]]:
-        """Who wants something of each shared stripe."""
+    def _shared_sinks(self) -> dict[SharedStripes, list[Sink]]:
+        """What this rank wants of each turn."""
+        turns = sorted(turn for wave in self._waves for turn in wave)
         found = {}
-        for rank, numbers in self._shared.items():
+        for rank, of_rank in groupby(turns, key=attrgetter("saved_rank")):
             walk = _Walk(sorted(self._sinks.get(rank, ()), key=_start_of))
-            for number in sorted(numbers):
-                found[rank, number] = walk.within(*self._finder.file(rank).stripe(number))
+            found.update({turn: walk.within(*self._bounds(turn)) for turn in of_rank})
         return found
 
     def _ranges(self, step: int) -> Iterator[tuple[int, int, int]]:

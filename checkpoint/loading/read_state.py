@@ -143,7 +143,7 @@ class CheckpointTensor:
             box: what to read; default: all.
             out: filled in place and returned; of the box's shape and the tensor's dtype. After an error it may hold
                 some of what was read.
-            verify: compare checksums (whole stripes of 4 MiB are read then).
+            verify: compare checksums (whole stripes of 1 MiB are read then).
 
         Raises:
             CorruptCheckpointError: if the bytes are not those that were written.

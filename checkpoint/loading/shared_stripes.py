@@ -1,15 +1,16 @@
 """Stripes that several ranks want: read and proven by one of them, and sent to the others in bounded memory.
 
-    wanted      0: stripes 0 .. 7 of file 0      2: the same                 (replicas of one shard under HSDP)
-    read        0: 0 .. 3                        2: 4 .. 7
-    wave 0      0 sends stripe 0 to 2            2 sends stripe 4 to 0
-    wave 1      0 sends stripe 1 to 2            2 sends stripe 5 to 0       ..
+    wanted      0: stripes 0 .. 15 of file 0     2: the same                 (replicas of one shard under HSDP)
+    read        0: 0 .. 7                        2: 8 .. 15
+    wave 0      0 sends 0 .. 3 to 2              2 sends 8 .. 11 to 0
+    wave 1      0 sends 4 .. 7 to 2              2 sends 12 .. 15 to 0
 
-Every rank knows what all want, plans the same waves, and walks them in order. In a wave a rank sends one stripe at
-most, to all that want it, and receives a few. Reads go on ahead of the waves.
+Every rank knows what all want, plans the same waves, and walks them in order. In a wave a rank sends one *turn* at
+most, a few stripes in a row that are one read, to all that want them, and receives a few. Reads go on ahead of the
+waves.
 
 Whoever cannot read, or cannot take what came, goes on sending and receiving, so that nobody waits for it; a byte behind
-each stripe says whether it is good, and what is not reaches no tensor.
+each turn says whether it is good, and what is not reaches no tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import torch
 
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 
-__all__ = ["SharedStripe", "StripeRun", "exchange_stripes", "plan_shared", "waves_of_stripes"]
+__all__ = ["SharedStripes", "StripeRun", "exchange_stripes", "plan_shared", "waves_of_stripes"]
 
-_MAX_INCOMING = 8  # stripes that a rank receives in one wave
+_MAX_INCOMING = 8  # turns that a rank receives in one wave
 
 
 class StripeRun(NamedTuple):
@@ -38,20 +39,22 @@ class StripeRun(NamedTuple):
     stop: int
 
 
-class SharedStripe(NamedTuple):
-    """A stripe that several ranks want, and which of them reads it."""
+class SharedStripes(NamedTuple):
+    """Stripes [first, stop) that several ranks want, and which of them reads them."""
 
     saved_rank: int
-    number: int
+    first: int
+    stop: int
     reader: int
     receivers: tuple[int, ...]
 
 
-def plan_shared(wanted: Sequence[Iterable[StripeRun]]) -> list[SharedStripe]:
+def plan_shared(wanted: Sequence[Iterable[StripeRun]], max_stripes: int) -> list[SharedStripes]:
     """The stripes that more than one rank wants; what there is to read is dealt out evenly among those that do.
 
     Args:
         wanted: by rank, runs of stripes; those of one rank do not overlap.
+        max_stripes: how many are read and sent at once.
     """
     edges: dict[int, dict[int, list[tuple[int, bool]]]] = {}
     for rank, runs in enumerate(wanted):
@@ -59,7 +62,7 @@ def plan_shared(wanted: Sequence[Iterable[StripeRun]]) -> list[SharedStripe]:
             of_file = edges.setdefault(run.saved_rank, {})
             of_file.setdefault(run.first, []).append((rank, True))
             of_file.setdefault(run.stop, []).append((rank, False))
-    found: list[SharedStripe] = []
+    found: list[SharedStripes] = []
     load: Counter[int] = Counter()
     for saved_rank, of_file in sorted(edges.items()):
         now: set[int] = set()
@@ -73,32 +76,34 @@ def plan_shared(wanted: Sequence[Iterable[StripeRun]]) -> list[SharedStripe]:
             for place, reader in enumerate(sorted(now, key=lambda rank: (load[rank], rank))):
                 count = (stop - first - place + len(now) - 1) // len(now)
                 others = tuple(sorted(now - {reader}))
-                found += [SharedStripe(saved_rank, at + i, reader, others) for i in range(count)]
                 load[reader] += count
+                for start in range(at, at + count, max_stripes):
+                    end = min(start + max_stripes, at + count)
+                    found.append(SharedStripes(saved_rank, start, end, reader, others))
                 at += count
     return found
 
 
-def waves_of_stripes(shared: Iterable[SharedStripe]) -> list[list[SharedStripe]]:
-    """Stripes in few waves: each rank sends one at most, and receives a bounded number."""
-    by_reader: dict[int, list[SharedStripe]] = {}
-    for stripe in shared:
-        by_reader.setdefault(stripe.reader, []).append(stripe)
-    turns = sorted((place, reader) for reader, stripes in by_reader.items() for place in range(len(stripes)))
-    waves: list[list[SharedStripe]] = []
+def waves_of_stripes(shared: Iterable[SharedStripes]) -> list[list[SharedStripes]]:
+    """Turns in few waves: each rank sends one at most, and receives a bounded number."""
+    by_reader: dict[int, list[SharedStripes]] = {}
+    for turn in shared:
+        by_reader.setdefault(turn.reader, []).append(turn)
+    turns = sorted((place, reader) for reader, found in by_reader.items() for place in range(len(found)))
+    waves: list[list[SharedStripes]] = []
     first_free: Counter[int] = Counter()  # wave in which a reader may send
     filling: dict[int, tuple[int, int]] = {}  # wave in which a rank may receive, and how many it does already
     for place, reader in turns:
-        stripe = by_reader[reader][place]
+        turn = by_reader[reader][place]
         number = first_free[reader]
-        for rank in stripe.receivers:
+        for rank in turn.receivers:
             wave, count = filling.get(rank, (0, 0))
             number = max(number, wave + (count == _MAX_INCOMING))
-        for rank in stripe.receivers:
+        for rank in turn.receivers:
             wave, count = filling.get(rank, (0, 0))
             filling[rank] = (number, count + 1 if number == wave else 1)
         waves.extend([] for _ in range(number + 1 - len(waves)))
-        waves[number].append(stripe)
+        waves[number].append(turn)
         first_free[reader] = number + 1
     return waves
 
@@ -120,19 +125,19 @@ class _Attempts:
 
 def exchange_stripes(
     coordinator: Coordinator,
-    waves: Sequence[Sequence[SharedStripe]],
-    size_of: Callable[[SharedStripe], int],
-    read: Callable[[SharedStripe, memoryview], object],
-    take: Callable[[SharedStripe, memoryview], object],
+    waves: Sequence[Sequence[SharedStripes]],
+    size_of: Callable[[SharedStripes], int],
+    read: Callable[[SharedStripes, memoryview], object],
+    take: Callable[[SharedStripes, memoryview], object],
     *,
     threads: int,
 ) -> int:
     """Read this rank's stripes, send them, and take what others send; a collective.
 
     Args:
-        size_of: bytes of a stripe.
-        read: fills memory with a stripe, and proves it.
-        take: brings a stripe's bytes to where they belong; called for stripes that this rank read, too.
+        size_of: bytes of a turn.
+        read: fills memory with a turn's stripes, and proves them.
+        take: brings a turn's bytes to where they belong; called for those that this rank read, too.
         threads: reads in flight.
 
     Returns:
@@ -143,41 +148,41 @@ def exchange_stripes(
     """
     rank, attempts, num_bytes = coordinator.rank, _Attempts(), 0
 
-    def brought(stripe: SharedStripe) -> torch.Tensor:
-        room = torch.zeros(size_of(stripe) + 1, dtype=torch.uint8)
-        room[-1] = attempts.do(lambda: read(stripe, _data_in(room)))
+    def brought(turn: SharedStripes) -> torch.Tensor:
+        room = torch.zeros(size_of(turn) + 1, dtype=torch.uint8)
+        room[-1] = attempts.do(lambda: read(turn, _data_in(room)))
         return room
 
-    own = iter([stripe for wave in waves for stripe in wave if stripe.reader == rank])
+    own = iter([turn for wave in waves for turn in wave if turn.reader == rank])
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read") as pool:
         ahead: deque[Future[torch.Tensor]] = deque(
-            pool.submit(brought, stripe) for stripe in islice(own, threads)
+            pool.submit(brought, turn) for turn in islice(own, threads)
         )
         for wave in waves:
             outgoing: list[tuple[torch.Tensor, int]] = []
             incoming: list[tuple[torch.Tensor, int]] = []
-            come: list[tuple[SharedStripe, torch.Tensor]] = []
-            for stripe in wave:
-                if stripe.reader == rank:
+            come: list[tuple[SharedStripes, torch.Tensor]] = []
+            for turn in wave:
+                if turn.reader == rank:
                     room = ahead.popleft().result()
                     ahead.extend(pool.submit(brought, following) for following in islice(own, 1))
-                    outgoing += [(room, receiver) for receiver in stripe.receivers]
-                elif rank in stripe.receivers:
-                    room = torch.empty(size_of(stripe) + 1, dtype=torch.uint8)
-                    incoming.append((room, stripe.reader))
+                    outgoing += [(room, receiver) for receiver in turn.receivers]
+                elif rank in turn.receivers:
+                    room = torch.empty(size_of(turn) + 1, dtype=torch.uint8)
+                    incoming.append((room, turn.reader))
                     num_bytes += len(room) - 1
                 else:
                     continue
-                come.append((stripe, room))
+                come.append((turn, room))
             coordinator.exchange(outgoing, incoming)
-            for stripe, room in come:
+            for turn, room in come:
                 if room[-1]:
-                    attempts.do(partial(take, stripe, _data_in(room)))
+                    attempts.do(partial(take, turn, _data_in(room)))
     if attempts.error is not None:
         raise attempts.error
     return num_bytes
 
 
 def _data_in(room: torch.Tensor) -> memoryview:
-    """A stripe's bytes, without the one behind them."""
+    """A turn's bytes, without the one behind them."""
     return room.numpy().data.cast("B")[:-1]

@@ -35,7 +35,7 @@ class OpenRankFile:
         except (*_GONE, ValueError) as error:
             raise self._unlike_a_file(error) from error
         try:
-            self.checksums = self._prove()
+            self._table = self._prove()  # as bytes: of large files there are many
         except BaseException:
             self.reader.close()
             raise
@@ -75,8 +75,8 @@ class OpenRankFile:
             "no file" if isinstance(error, _GONE) else str(error),
         )
 
-    def _prove(self) -> tuple[int, ...]:
-        """Compare size and header with what follows from the manifest; returns the checksums of stripes."""
+    def _prove(self) -> bytes:
+        """Compare size and header with what follows from the manifest; returns the table of stripes' checksums."""
         file, size = self.file, self.reader.size_bytes
         if size != file.total_bytes:
             lost = file.names_in(min(size, file.total_bytes), file.table_start)
@@ -97,10 +97,10 @@ class OpenRankFile:
                 f".. {bytes(header[around])!r} ..; from byte {at} on; holds {some(self._names())}",
             )
         self.read_at(file.table_start, [table])
-        *checksums, own = struct.unpack(f"<{file.num_stripes + 1}Q", table)
-        if xxhash.xxh3_64_intdigest(table[:-CHECKSUM_BYTES]) != own:
+        (own,) = struct.unpack_from("<Q", table, file.num_stripes * CHECKSUM_BYTES)
+        if xxhash.xxh3_64_intdigest(memoryview(table)[:-CHECKSUM_BYTES]) != own:
             raise self.corrupt("A file's table of checksums is damaged.", f"{own:016x}", "another checksum")
-        return tuple(checksums)
+        return bytes(table)
 
     @property
     def stripe_bytes(self) -> int:
@@ -118,11 +118,12 @@ class OpenRankFile:
         Raises:
             CorruptCheckpointError: naming the file, the bytes and the tensors in them.
         """
-        if checksum != self.checksums[index]:
+        (saved,) = struct.unpack_from("<Q", self._table, index * CHECKSUM_BYTES)
+        if checksum != saved:
             start, stop = self.file.stripe(index)
             raise self.corrupt(
                 f"Bytes [{start}, {stop}) are not those that were written.",
-                f"checksum {self.checksums[index]:016x}",
+                f"checksum {saved:016x}",
                 f"{checksum:016x}; in them: {some(self.file.names_in(start, stop))}",
             )
 

@@ -47,7 +47,7 @@ __all__ = [
     "build_manifest",
 ]
 
-STRIPE_BYTES = 4 << 20  # 4 MiB: one checksum each, and the unit of verified reads
+STRIPE_BYTES = 1 << 20  # 1 MiB: one checksum each, and the unit of verified reads
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")

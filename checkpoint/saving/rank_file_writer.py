@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 
 import xxhash
 
@@ -18,6 +19,8 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
 __all__ = ["NativeForm", "write_rank_file"]
+
+_RUN_BYTES = 4 << 20  # 4 MiB of stripes to a piece of work
 
 
 class NativeForm(ManifestForm):
@@ -58,7 +61,9 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
         OSError: whatever the storage says, unchanged.
     """
     file = image.file
-    threads = 1 if storage.in_order else max(1, min(storage.write_threads, file.num_stripes))
+    step = max(1, _RUN_BYTES // file.manifest.stripe_bytes)
+    runs = range(0, file.num_stripes, step)
+    threads = 1 if storage.in_order else max(1, min(storage.write_threads, len(runs)))
 
     def write() -> None:
         meter.begin("saving", file.table_start)
@@ -72,9 +77,12 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
                 meter.advance(stop - start)
                 return checksum
 
-            # After an error, `map` begins none of the stripes that are left.
+            def write_run(first: int) -> list[int]:
+                return [write_stripe(index) for index in range(first, min(first + step, file.num_stripes))]
+
+            # After an error, `map` begins none of the runs that are left.
             with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-write") as pool:
-                checksums = list(pool.map(write_stripe, range(file.num_stripes)))
+                checksums = list(chain.from_iterable(pool.map(write_run, runs)))
             writer.write_at(file.table_start, [pack_table(checksums)])
 
     storage.retrying(write)

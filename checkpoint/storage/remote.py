@@ -216,7 +216,7 @@ class RemoteStorage(Storage):
                     if not self._explains or isinstance(error, (OSError, EOFError, VescaleError)):
                         raise
                     raise self._unreachable("", error) from error
-                if attempt == self._tries - 1 or time.monotonic() - started_s > _PATIENCE_S:
+                if attempt == self._tries - 1 or time.monotonic() - started_s >= _PATIENCE_S:
                     raise self._unreachable(f"gave up after {attempt + 1} tries: ", error) from error
                 # Ranks that were refused together shall not come back together.
                 time.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25))

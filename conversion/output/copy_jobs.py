@@ -2,7 +2,7 @@
 
 Most conversions change no byte of a tensor: runs of bytes move from files of the source to places in the output.
 These are read in the order of the *source*, so that a disk reads forward, small tensors come many at a time,
-and each stripe of a file with checksums is read, hashed and proven once, whichever tensors it holds:
+and each stripe of a file with checksums is read, hashed and proven once, whichever tensors it holds, several to a job:
 
     source file   |  q  |  k  | v |     o     |  gap  | up ...       one Move per run of bytes
                   '---- cell 0 ----'---- cell 1 ----'- ...           one job per cell: moves are cut at its ends
@@ -14,6 +14,7 @@ result. Everything here follows from the plan and the buffer size alone: a resum
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class MoveJob(NamedTuple):
 
     Attributes:
         moves: by offset; they may overlap, and there may be gaps between them.
-        checked: the file's checksums, of which the bytes are one stripe; None if it has none.
+        checked: the file's checksums, where it has them: the bytes are whole stripes of it then.
     """
 
     source: Source
@@ -105,18 +106,17 @@ def _segments(index: int, items: TensorItems, buffer_bytes: int) -> Iterator[Seg
 
 def _move_jobs(source: Source, file: str, moves: list[Move], cell_bytes: int) -> Iterator[MoveJob]:
     checked = source.checked(file)
-    size = checked.stripe_bytes if checked is not None else cell_bytes
+    unit, end, max_gap = 1, sys.maxsize, _MAX_GAP_BYTES
+    if checked is not None:
+        unit, end, max_gap = checked.stripe_bytes, checked.checked_bytes, 0
+    size = unit * max(1, cell_bytes // unit)
     cells: dict[int, list[Move]] = {}
     for move in moves:
         for piece in _cut(move, size):
             cells.setdefault(piece.offset // size, []).append(piece)
     for cell in sorted(cells):
-        if checked is not None:
-            stop = min((cell + 1) * size, checked.checked_bytes)
-            yield MoveJob(source, file, cell * size, stop, tuple(cells[cell]), checked)
-        else:
-            for start, stop, group in _without_gaps(cells[cell]):
-                yield MoveJob(source, file, start, stop, tuple(group), None)
+        for start, stop, group in _groups(cells[cell], unit, end, max_gap):
+            yield MoveJob(source, file, start, stop, tuple(group), checked)
 
 
 def _cut(move: Move, size: int) -> Iterator[Move]:
@@ -128,25 +128,34 @@ def _cut(move: Move, size: int) -> Iterator[Move]:
         offset = end
 
 
-def _without_gaps(moves: list[Move]) -> Iterator[tuple[int, int, list[Move]]]:
-    """(first byte, end, moves) of groups with no large gap inside."""
+def _groups(moves: list[Move], unit: int, end: int, max_gap: int) -> Iterator[tuple[int, int, list[Move]]]:
+    """(first byte, end, moves) of groups with no larger gap inside, rounded out to units of a file's first bytes."""
     group: list[Move] = []
-    stop = 0
+    first = last = 0
     for move in sorted(moves):
-        if group and move.offset - stop > _MAX_GAP_BYTES:
-            yield group[0].offset, stop, group
+        start = move.offset // unit * unit
+        stop = min(-(-(move.offset + move.nbytes) // unit) * unit, end)
+        if group and start - last > max_gap:
+            yield first, last, group
             group = []
-        stop = max(stop, move.offset + move.nbytes) if group else move.offset + move.nbytes
+        first, last = (first, max(last, stop)) if group else (start, stop)
         group.append(move)
-    yield group[0].offset, stop, group
+    yield first, last, group
 
 
 def steps(job: MoveJob, buffer_bytes: int) -> Iterator[tuple[int, int, list[Move]]]:
-    """(first byte, end, moves cut to it) of each read of a job; together they cover all its bytes."""
+    """(first byte, end, moves cut to it) of each read of a job; together they cover all its bytes.
+
+    None goes beyond the end of a stripe.
+    """
     size = min(_STEP_BYTES, buffer_bytes)
+    whole = job.stop - job.start if job.checked is None else job.checked.stripe_bytes
     first = 0
-    for start in range(job.start, job.stop, size):
-        stop = min(start + size, job.stop)
+    for start, stop in (
+        (start, min(start + size, stripe + whole, job.stop))
+        for stripe in range(job.start, job.stop, whole)
+        for start in range(stripe, min(stripe + whole, job.stop), size)
+    ):
         found = []
         while first < len(job.moves) and job.moves[first].offset + job.moves[first].nbytes <= start:
             first += 1

@@ -126,20 +126,21 @@ class _WorkingFile:
         elif isinstance(job, Stretch):
             nbytes = self._put_together(job, buffer)
         else:
-            stripe = xxhash.xxh3_64()
+            digest = xxhash.xxh3_64()
             for start, stop, moves in steps(job, len(buffer)):
                 data = buffer[: stop - start]
                 if job.checked is None:
                     job.source.read_bytes(job.file, start, data)
-                else:  # read once, and proven at the stripe's end
+                else:  # read once, and proven at each stripe's end
                     job.source.store.read_into(job.file, start, data)
-                    stripe.update(data)
+                    digest.update(data)
                 for move in moves:
                     at = move.offset - start
                     self._write(move.target, data[at : at + move.nbytes], move.content)
                     nbytes += move.nbytes
-            if job.checked is not None:
-                job.checked.prove_stripe(job.start // job.checked.stripe_bytes, stripe.intdigest())
+                if job.checked is not None and (stop == job.stop or not stop % job.checked.stripe_bytes):
+                    job.checked.prove_stripe(start // job.checked.stripe_bytes, digest.intdigest())
+                    digest.reset()
         with self._lock:
             self._left -= 1
             return nbytes, self._left == 0

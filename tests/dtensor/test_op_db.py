@@ -9,11 +9,13 @@ In-place and ``out=`` forms are run too, where the operator has them.
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,14 +24,14 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.dtensor.dispatch import Rule, set_rules
 from vescale_fsdp.dtensor.operators import dispatch_table as operators
 from vescale_fsdp.dtensor.operators import elementwise
-from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, distribute_tensor
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import pytree
 
 TAKES_ALL = os.environ.get("OP_DB") == "all"
-MOST_SAMPLES = 25
+MOST_SAMPLES = 40
 
 # Values that nobody can predict: memory that was not written, and random numbers of another generator.
 UNPREDICTABLE = {
@@ -93,12 +95,25 @@ def same(got: Any, want: Any, compare_values: bool) -> str:
             if a != b:
                 return f"{a} is not {b}"
             continue
-        full = a.full_tensor() if isinstance(a, DTensor) else a
-        if full.shape != b.shape or full.dtype != b.dtype:
-            return f"{full.dtype} {tuple(full.shape)}, not {b.dtype} {tuple(b.shape)}"
-        if compare_values and not torch.allclose(full, b.detach(), rtol=1e-4, atol=1e-5, equal_nan=True):
+        found, wanted = a, b.detach()
+        if isinstance(a, DTensor) and not isinstance(a, RaggedDTensor):
+            found = a.full_tensor()
+        if found.shape != b.shape or found.dtype != b.dtype:
+            return f"{found.dtype} {tuple(found.shape)}, not {b.dtype} {tuple(b.shape)}"
+        if isinstance(a, RaggedDTensor):  # each rank its own piece, without asking the other for its
+            start, stop = a.piece
+            found, wanted = a.to_local().detach().reshape(-1), wanted.reshape(-1)[start:stop]
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            return f"a local {found.dtype} {tuple(found.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"
+        if compare_values and not _close(found, wanted):
             return "other values"
     return ""
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    # Equal bits, as nearly all are, are seen in a tenth of the time; torch 2.13 does not compare complex32 so.
+    same_bits = found.dtype != torch.complex32 and torch.equal(found, wanted)
+    return same_bits or torch.allclose(found, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def forms(op: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -168,9 +183,11 @@ def _fails(call: Callable[..., Any], tree: Any, how: type[Exception] = Exception
 def samples_of(op: Any) -> Iterator[Any]:
     """The same on both ranks, whatever random numbers they draw in between. Not by ``op.sample_inputs``, which looks
     through the call stack at every sample for the test that it serves."""
-    from torch.testing._internal.common_utils import set_rng_seed  # seconds; only here
-
-    set_rng_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(
+        0
+    )  # not torch.manual_seed, which notes a stack trace for each kind of device
     samples = list(op.sample_inputs_func(op, "cpu", torch.float32, False))
     yield from samples if TAKES_ALL else samples[:: len(samples) // MOST_SAMPLES + 1]
 
@@ -255,7 +272,7 @@ def test_every_sample_is_right_or_refused() -> None:
     for verdicts, wrong, right in run_ranks(2, walk, None, timeout_s=1000.0):
         assert wrong == []
         assert right >= ESSENTIAL
-        assert verdicts["right"] > 4000 and verdicts["refused"] > 1200
+        assert verdicts["right"] > 5000 and verdicts["refused"] > 1500
 
 
 def test_a_wrong_rule_is_found() -> None:

@@ -94,7 +94,7 @@ def test_activation_checkpointing(folder: Path, stock: History) -> None:
 
 
 def test_tied_embeddings(folder: Path) -> None:
-    """One weight at two places, prepared from meta: FSDP2's losses but for the order of sums (it reduces twice)."""
+    """One weight at two places, prepared from meta: FSDP2's losses."""
     stock, ours = (
         run_example(
             2, train, Options(folder / runtime, runtime, 8, 100, tied=True, cpu_ram_efficient_loading=True)

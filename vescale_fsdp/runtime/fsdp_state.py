@@ -7,8 +7,9 @@
     end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
 
 A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
-one reduction. Every unit that took part in a forward with gradients is reduced, with zeros where a rank left
-parameters unused: no rank waits for another that never comes.
+one reduction; at the backward's end, if some use of it had no node (an embedding in one unit with the head).
+Every unit that took part in a forward with gradients is reduced, with zeros where a rank left parameters
+unused: no rank waits for another that never comes.
 
 A unit made of a list of modules gathers before the first of them runs and reshards after the last, or, where a
 forward runs only some, when the root's forward ends. What runs outside a root's forward (the head of a chunked
@@ -103,6 +104,7 @@ class FSDPState:
         self.post_optim_event: Event | None = None
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
+        self._is_unwatched = False  # some use of it has no such node: only the backward's end ends it
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
         self._loads_own = False  # in this load_state_dict, something that is half loaded
         self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
@@ -263,6 +265,7 @@ class FSDPState:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not watched:
+            self._is_unwatched = True
             return args, kwargs
         self._outstanding += 1
         node = PostBackwardInTransform if in_functorch() else PostBackward
@@ -356,7 +359,8 @@ class FSDPState:
         if self._outstanding == 0:
             self._reshard_in_backward()
             self._schedule().leave_backward(self)
-            self._reduce()
+            if not self._is_unwatched:  # else gradients are to come, as an embedding's beside the head
+                self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
         """The backward is over: reduce what no post-backward node reached.
@@ -376,6 +380,7 @@ class FSDPState:
             self._reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
+        self._is_unwatched = self._is_unwatched and not is_last
 
     def finalize_backward(self) -> None:
         """Reduce all units under this root, and wait."""
@@ -403,7 +408,7 @@ class FSDPState:
     def forget_iteration(self) -> None:
         """After an exception in a forward or backward: nothing of it is to come."""
         self._outstanding = self._methods_running = 0
-        self._took_part = False
+        self._took_part = self._is_unwatched = False
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------

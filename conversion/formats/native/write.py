@@ -39,7 +39,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
 __all__ = ["plan_native"]
 
-_STRETCH_STRIPES = 16  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
+_STRETCH_STRIPES = 64  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
 _MAX_RANKS = 65_536  # each has a file, which is planned
 _UNIT = re.compile(r"(.*?\.\d+)\.")
 
@@ -188,7 +188,7 @@ class _Stripes(FileWriter):
         stop = offset_bytes + len(data)
         if stop % self._stripe_bytes:
             self._hashes[index] = state, stop
-        else:  # as ints: there are 250 of them per GB
+        else:  # as ints: there are 1000 of them per GB
             self._checksums[index] = state.intdigest()
 
     def table(self) -> bytes:
@@ -203,11 +203,11 @@ class _Stripes(FileWriter):
         self._out.abort()
 
 
-def _file(file: RankFile, views: Mapping[str, TensorView], tables: Mapping[str, _Stripes]) -> FilePlan:
+def _file(file: RankFile, views: Mapping[str, TensorView], tables: dict[str, _Stripes]) -> FilePlan:
     contents: list[Content] = [FixedBytes(file.header)]
     for piece in file.pieces:  # every region here is a run of the whole tensor
         view = views[file.manifest.entries[piece.place].name]
         contents.append(TensorItems(view, piece.region.span.start, piece.region.span.stop))
     name = file.name  # the file's pieces need not be kept
-    contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables[name].table()))
+    contents.append(ComputedBytes(file.total_bytes - file.table_start, lambda _: tables.pop(name).table()))
     return FilePlan(name, tuple(contents), _STRETCH_STRIPES * file.manifest.stripe_bytes)

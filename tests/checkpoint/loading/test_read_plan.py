@@ -13,6 +13,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from vescale_fsdp.checkpoint import load, read_state, save
+from vescale_fsdp.checkpoint import verify as verify_files
 from vescale_fsdp.checkpoint.loading import read_plan
 from vescale_fsdp.checkpoint.loading.load import Verify
 from vescale_fsdp.checkpoint.manifest.distribution import Distribution
@@ -126,6 +127,10 @@ def test_every_mode_brings_the_same_values(tmp_path: Path, mapped: bool, verify:
     assert torch.equal(expected["large"][3:1003, 500:507], box)
 
 
+def _saver(folder: Path, stripe_mib: int) -> Saver:
+    return Saver(LocalStorage(folder), SoloCoordinator(), stripe_bytes=stripe_mib << 20)
+
+
 def _flip(folder: Path, at: int) -> None:
     (file,) = folder.glob("data-*/*")
     content = bytearray(file.read_bytes())
@@ -133,15 +138,26 @@ def _flip(folder: Path, at: int) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.parametrize(
+    "stripe_mib, names", [(1, "model/large"), (4, "model/large, model/half")]
+)  # today's stripes, and those of older checkpoints
 @pytest.mark.parametrize("verify", ["before", "while"])
-def test_damage_names_its_tensor(tmp_path: Path, mapped: bool, verify: Verify) -> None:
+def test_damage_names_its_tensor(
+    tmp_path: Path, mapped: bool, verify: Verify, stripe_mib: int, names: str
+) -> None:
     """Mode "before" leaves all tensors alone; "while" names what it has filled by then."""
-    save(tmp_path / "c", _tensors(0))
-    _flip(tmp_path / "c", 5 << 20)  # in the second stripe, in "large"
+    _saver(tmp_path / "c", stripe_mib).save(_tensors(0))
+    state = _tensors(1)
+    load(tmp_path / "c", state, verify=verify)
+    assert all(torch.equal(value, state["model"][name]) for name, value in _tensors(0)["model"].items())
+    _flip(tmp_path / "c", (4 << 20) + 5)  # in "large", with others behind it in the last 1.8 MiB of the file
     state = _tensors(1)
 
-    with pytest.raises(CorruptCheckpointError, match="model/large") as caught:
+    with pytest.raises(CorruptCheckpointError, match=f"in them: {names}\n") as caught:
         load(tmp_path / "c", state, verify=verify)
+
+    (problem,) = verify_files(tmp_path / "c").problems
+    assert f"in them: {names}\n" in problem.text
 
     overwritten = caught.value.overwritten if isinstance(caught.value, PartialLoadError) else ()
     assert verify == "while" or not overwritten

@@ -136,7 +136,7 @@ def test_text_of_a_small_manifest() -> None:
         "version": 1,
         "save_id": "00112233aabbccdd",
         "world_size": 1,
-        "stripe_bytes": 4194304,
+        "stripe_bytes": 1048576,
         "split_bytes": 65536,
         "blob_bytes": 0,
         "rank_sets": [[[0, 1, 1, 1, 0]]],

@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint import CheckpointManager, load, read_state, save, v
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.saving import zarr_writer as zarr_writing
 from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.storage import remote
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
@@ -400,6 +401,17 @@ def test_what_may_pass_is_tried_again(call: str, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ConnectionError, match="gave up after 3 tries") as caught:
             _CALLS[call](_flaky(3, error))
         assert type(caught.value.__cause__) is type(error())
+
+
+def test_patience_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose client has tried for so long itself is not asked again; with the usual patience it is."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    for patience_s, tries in ((remote._PATIENCE_S, 3), (0.0, 1)):
+        monkeypatch.setattr(remote, "_PATIENCE_S", patience_s)
+        storage = _flaky(3, _DROPPED["reset"])
+        with pytest.raises(ConnectionError, match=f"gave up after {tries} tries"):
+            _read(storage)
+        assert len(storage.filesystem.calls) == tries
 
 
 @pytest.mark.parametrize("call", _CALLS)

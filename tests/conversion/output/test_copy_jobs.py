@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
+from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
@@ -93,9 +94,14 @@ def test_every_byte_is_written_once_from_its_place(
 
     found = moved(plan)
     assert [found[100 + i] for i in range(len(expected))] == expected and len(found) == len(expected)
-    if stripes:
-        spans = [(j.start, j.stop) for j in jobs_by_source(plan, BUFFER_BYTES) if isinstance(j, MoveJob)]
-        assert all(a % stripe_bytes == 0 and b in (a + stripe_bytes, 400) for a, b in spans)  # type: ignore[operator]
+    if stripe_bytes:
+        jobs = [job for job in jobs_by_source(plan, BUFFER_BYTES) if isinstance(job, MoveJob)]
+        assert all(
+            j.start % stripe_bytes == 0 and (j.stop % stripe_bytes == 0 or j.stop == 400) for j in jobs
+        )
+        read = [(j.file, at // stripe_bytes) for j in jobs for at in range(j.start, j.stop, stripe_bytes)]
+        wanted = {(file, byte // stripe_bytes) for file, byte in expected}
+        assert len(read) == len(wanted) and set(read) == wanted  # each once, and none that nobody wants
 
 
 def test_jobs_follow_the_source_and_skip_large_gaps() -> None:
@@ -126,12 +132,33 @@ def test_a_large_tensor_is_cut_at_cells() -> None:
     assert writes(plan, jobs_by_source(plan, 8 * mib), 8 * mib) == [(100 + i * mib, mib) for i in range(9)]
 
 
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A native checkpoint of three stripes of 4 MiB: two tensors whose boundary lies inside the second."""
+def test_a_job_has_as_many_stripes_as_fit_a_cell() -> None:
+    """At least one; a read ends where a stripe does, so that each is hashed alone."""
+    mib = 2**20
+    pieces = [[("a", 3 * mib // 2, mib)], [("a", 7 * mib, 3 * mib - 5)]]
+
+    def spans(stripe_bytes: int) -> list[tuple[float, float]]:
+        jobs = jobs_by_source(make_plan(pieces, _Stripes(stripe_bytes, 10 * mib - 5)), 8 * mib)
+        found = [job for job in jobs if isinstance(job, MoveJob)]
+        for job in found:
+            reads = [(start, stop) for start, stop, _ in steps(job, 8 * mib)]
+            assert all(start // stripe_bytes == (stop - 1) // stripe_bytes for start, stop in reads)
+            ends = {stop for _, stop in reads}
+            assert {*range(job.start + stripe_bytes, job.stop, stripe_bytes), job.stop} <= ends
+        return [(job.start / mib, (job.stop + 5) // mib) for job in found]
+
+    assert spans(mib) == [(1, 3), (7, 8), (8, 10)]
+    assert spans(4 * mib) == [(0, 4), (4, 8), (8, 10)]
+    assert spans(3 * mib // 2) == [(1.5, 3), (6, 9), (9, 10)]
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A native checkpoint of two tensors whose boundary lies inside a stripe of 1 MiB, or, as once, of 4 MiB."""
     path = tmp_path_factory.mktemp("native") / "ckpt"
     torch.manual_seed(0)
-    save(path, {"model": {"a": torch.randn(1500, 1000), "b": torch.randn(1400, 1000)}})
+    state = {"model": {"a": torch.randn(1500, 1000), "b": torch.randn(1400, 1000)}}
+    Saver(LocalStorage(path), SoloCoordinator(), stripe_bytes=request.param << 20).save(state)
     return path
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vescale_fsdp.checkpoint import save
+from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
+from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.conversion.checks.verify import verify
@@ -26,20 +27,23 @@ LIMITS = CopyLimits(memory_budget_bytes=16 * MIB, threads=3)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A native checkpoint of 25 MB: large tensors, small ones in the middle of stripes, odd sizes, several types."""
+    """A native checkpoint of 25 MB: large tensors, small ones in the middle of stripes, odd sizes, several types.
+
+    Its stripes are those of older checkpoints, larger than what is written now.
+    """
     torch.manual_seed(0)
     model: dict[str, Any] = {f"layers.{i}.weight": torch.randn(1100, 1000) for i in range(4)}
     model |= {f"small.{i}": torch.randn(13).bfloat16() for i in range(200)}
     model |= {"mid": torch.randn(2_000_003), "codes": torch.randint(0, 99, (77, 3), dtype=torch.int8)}
     path = tmp_path_factory.mktemp("native") / "source"
-    save(path, {"model": model})
+    Saver(LocalStorage(path), SoloCoordinator(), stripe_bytes=4 * MIB).save({"model": model})
     return path
 
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stripes, so that files of some MB have several."""
-    monkeypatch.setattr(write, "_STRETCH_STRIPES", 2)
+    """8 MiB, so that files of some MB have several."""
+    monkeypatch.setattr(write, "_STRETCH_STRIPES", 8)
 
 
 def _written(source: Path, target: str, **options: Any) -> None:

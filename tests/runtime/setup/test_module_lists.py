@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import MLP, batch
-from vescale_fsdp import fully_shard
+from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 
@@ -176,3 +177,56 @@ def test_inputs_and_outputs_are_cast_per_module() -> None:
     """Every module of a list casts its own inputs and outputs, whether or not the others run."""
     for seen in run_ranks(1, casts):
         assert [inputs for inputs, _ in seen] == [torch.bfloat16] * 2
+
+
+class Tied(nn.Module):
+    """An embedding and the norm and head behind all blocks as one unit; the embedding's inputs need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, 8)
+        self.block = MLP(8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 97, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.block(self.embed(ids))))
+
+
+def _accumulate(model: nn.Module, synced: set[int]) -> None:
+    """Three micro-batches of this rank's, of which some are reduced."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(3):
+        ids = torch.randint(0, 97, (3, 12), generator=generator)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number in synced)
+        nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+
+
+def tied_reductions() -> None:
+    torch.manual_seed(3)
+    alone = Tied()
+    for synced in ({2}, {0, 1, 2}):
+        model = copy.deepcopy(alone)
+        for unit in (model.block, [model.norm, model.embed, model.head], model):
+            fully_shard(unit, mesh=cpu_mesh())
+        counted = CountedReduction()
+        model.norm.set_custom_reduce_scatter(counted)
+        _accumulate(model, synced)
+        assert counted.calls == len(synced)
+        found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        if len(synced) == 1:
+            _accumulate(alone, synced)
+            for name, param in alone.named_parameters():
+                dist.all_reduce(param.grad)
+                assert torch.equal(param.grad / 2, found[name]) and found[name].any(), name
+        else:  # the control: other sums
+            for name, param in alone.named_parameters():
+                torch.testing.assert_close(param.grad / 2, found[name])
+            assert not torch.equal(alone.head.weight.grad / 2, found["embed.weight"])
+
+
+def test_a_unit_with_a_tied_embedding_is_reduced_once() -> None:
+    """Behind the embedding's backward, where it lies with the head: micro-batches are summed as without sharding."""
+    run_ranks(2, tied_reductions)
