@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
-from vescale_fsdp.errors import ConversionError, VescaleError, some
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 
 __all__ = ["refuse_incomplete"]
 
@@ -51,11 +51,12 @@ def refuse_incomplete(store: Storage, files: Iterable[str], error: VescaleError 
 
     Raises:
         ConversionError: naming what it is and what to do.
+        CorruptCheckpointError: if files are empty that never are.
     """
     found = sorted(files)
     refuse_pointers(store, found, error)
     if empty := [file for file in found if _NEVER_EMPTY.search(file) and store.size(file) == 0]:
-        raise ConversionError(
+        raise CorruptCheckpointError(
             "A file of the checkpoint is empty.",
             expected="files with something in them",
             got=some(empty),
