@@ -94,7 +94,7 @@ demo: venv
 docs: venv
 	$(INSTALL) --editable ".[docs]"
 	$(IN_VENV) tools/docs/notebook.py --check
-	$(IN_VENV) -m pytest -q tests/house/docs/test_pages.py -k "public_name or cause_and_cure or not_run"
+	$(IN_VENV) -m pytest -q -s tests/house/docs/test_pages.py -k "public_name or cause_and_cure or not_run"
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
 
 release-check: venv

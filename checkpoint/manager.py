@@ -58,7 +58,7 @@ class CheckpointManager:
         keep_last: newest steps to keep; None keeps all. What other rules keep, or `pin`, stays beside them.
         keep_every: steps divisible by it are kept as well.
         keep_best: and so are those of the best metrics; those that a `BestOf` in ``save_when`` asks for are.
-        async_: save behind training; `save` then waits only for the copy, and for the save before.
+        async_: save in the background; `save` then waits only for the copy, and for the save before.
         save_interval: `save` does nothing for steps not divisible by it, unless forced.
         export: a form that steps are written in besides, such as `vescale_fsdp.HuggingFace(..)`, in ``exports/step-..``
             of the root. `restore` does not look there, nothing there is ever removed, and a final save does without.
@@ -173,7 +173,7 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether all ranks have agreed on a final save, for a signal or a deadline: the run is to end behind it."""
+        """Whether all ranks have agreed on a final save, for a signal or a deadline: the run is to end after it."""
         return self._schedule.should_stop
 
     def should_save(self, step: int, *, metric: float | None = None) -> bool:
@@ -236,7 +236,7 @@ class CheckpointManager:
             metric: of this step, the same on all ranks, for `BestOf` and for `history`.
 
         Returns:
-            A handle if saving goes on behind training, else None. A final save (see `should_stop`) is always done when
+            A handle if the save runs in the background, else None. A final save (see `should_stop`) is always done when
             this returns, and comes to disk alone.
 
         Raises:

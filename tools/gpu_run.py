@@ -31,6 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.rows import machine
+from vescale_fsdp.runtime.comm.memory_pools import FEATURE
 
 ROOT = Path(__file__).parents[1]
 LEAST_S = 10  # with less left of the budget no step is begun
@@ -96,7 +97,10 @@ def _figures(out: Path, device: str, *, dry: bool) -> Iterator[Step]:
     micro = _module("tools.gpu.micro", "--device", device, *_json(out, "micro"), "--folder", str(out))
     yield Step("memory, alignment, checkpoints, optimizers, a trace", micro, 240, proves=False)
     if dry:
-        return  # the benchmarks of steps take minutes on a CPU, and are run there by themselves
+        return  # a CPU has no pools, and the benchmarks of steps take minutes there, and are run by themselves
+    pools = _module("tools.gpu.parity", "--device", "cuda", "--backend", "nccl", "--only", "memory")
+    untried = {"VESCALE_FSDP_UNTRIED": FEATURE}
+    yield Step("parity in a library's memory, still untried", pools, 120, proves=False, env=untried)
     step = (sys.executable, "tools/bench/step.py", "--device", device, "--fake-world", "64", "--rounds", "1")
     for stem, size in {
         "dense_128_tokens": ("--models", "dense"),

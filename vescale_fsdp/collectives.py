@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from itertools import count
 from typing import Protocol
 
 import torch
@@ -208,7 +207,7 @@ class _Gloo(_Native):
     def reduce_scatter(
         self, shard: torch.Tensor, full: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
     ) -> Work | None:
-        if full.device.type == "cpu":
+        if self.sums_in_wider(full.device.type):
             _sum_slices(shard, full, group, group.size() if op == dist.ReduceOp.AVG else 1)
             return None
         # An all-reduce in place, of which each rank keeps its slice: gloo sends no slices of a GPU's memory.
@@ -217,7 +216,7 @@ class _Gloo(_Native):
         return _KeepSlice(work, full[first : first + shard.numel()], shard)
 
     def sums_in_wider(self, device_type: str) -> bool:
-        return device_type == "cpu"
+        return device_type == "cpu"  # by slices, which go from rank to rank
 
 
 _OTHER = _Native()
@@ -247,25 +246,18 @@ def _sum_slices(shard: torch.Tensor, full: torch.Tensor, group: dist.ProcessGrou
     """Sum this rank's slice of all ranks' buffers, in the order of ranks; every slice travels once, as it is.
 
     Half the bytes of an all-reduce, and of bf16 gradients that are summed in fp32 a quarter. What is received has room
-    for two pieces of bounded size: one comes while the other is summed.
+    of bounded size. Pieces as large as that come and are summed in turn: halves of it, of which one comes
+    while the other is summed, are twice as many messages and took a tenth longer.
     """
     rank, size, numel = group.rank(), group.size(), shard.numel()
     slices = full.view(size, numel)
-    room_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // (2 * (size - 1) * full.element_size()))
-    pieces = [slice(start, min(start + room_numel, numel)) for start in range(0, numel, room_numel)]
-    rooms = full.new_empty(min(2, len(pieces)), size - 1, min(room_numel, numel))
-
-    def start(number: int, piece: slice) -> tuple[list[torch.Tensor], list[dist.Work | None]]:
-        others = rooms[number % 2, :, : piece.stop - piece.start].unbind()
+    room_numel = max(_ALIGN_NUMEL, _ROOM_BYTES // ((size - 1) * full.element_size()))
+    room = full.new_empty(size - 1, min(room_numel, numel))
+    for start in range(0, numel, room_numel):
+        piece = slice(start, min(start + room_numel, numel))
+        others = room[:, : piece.stop - piece.start].unbind()
         parts = [*others[:rank], slices[rank, piece], *others[rank:]]
-        return parts, _trade(parts, slices[:, piece].unbind(), group)
-
-    trades = map(start, count(), pieces)
-    ahead = next(trades, None)
-    for piece in pieces:
-        assert ahead is not None
-        (parts, works), ahead = ahead, next(trades, None)
-        wait_for(*works)
+        wait_for(*_trade(parts, slices[:, piece].unbind(), group))
         _sum_into(shard[piece], parts, divisor)
 
 

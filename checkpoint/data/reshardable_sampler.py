@@ -28,7 +28,7 @@ _ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
 class ReshardableSampler(Sampler[int]):
     """This rank's samples of an epoch, for a `DataLoader`; for `Resharded`, by itself or in a `ReshardableLoader`.
 
-    An iteration goes on where the one before has stopped; behind the last sample the next epoch begins. What a data
+    An iteration continues where the one before stopped; after the last sample the next epoch begins. What a data
     loader's workers read ahead counts as taken here: with workers put the loader into a `ReshardableLoader`.
 
     Args:

@@ -140,6 +140,7 @@ class RaggedWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether DCP may take this for a checkpoint's place: any path or URL."""
         return bool(os.fspath(checkpoint_id))
 
 

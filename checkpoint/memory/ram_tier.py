@@ -49,8 +49,8 @@ class RamTier:
         name: of the run; restarts of the same run must give the same one.
         interval: steps between two saves to memory.
         keep_last: steps to keep, at least 1; while a step is written or copied, one more is held.
-        replicas: other nodes that hold a copy of each node's part, sent behind training. Nodes are told apart by their
-            memory file systems, and keep each other's copies in cliques of ``replicas + 1``.
+        replicas: other nodes that hold a copy of each node's part, sent in the background. Nodes are told apart by
+            their memory file systems, and keep each other's copies in cliques of ``replicas + 1``.
         mesh: one dimension of a mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``;
             neighbours along it lie on different nodes.
         folder: a memory file system.

@@ -62,7 +62,7 @@ def _tell_unheard() -> None:
 
 
 class SaveHandle:
-    """A save that goes on behind training. An error that nobody asks for is told when the process ends.
+    """A save that goes on in the background. An error that nobody asks for is reported when the process ends.
 
     Examples:
         >>> import torch

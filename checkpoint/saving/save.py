@@ -92,7 +92,7 @@ def save(
     Raises:
         CheckpointError: if the storage has no room for it, before a byte is written; if another rank fails. A rank
             that fails itself raises what it met (an OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is
-            committed then, except where the error says that the new checkpoint is there: the disk failed behind the
+            committed then, except where the error says that the new checkpoint is there: the disk failed after the
             commit.
 
     Examples:

@@ -15,10 +15,10 @@ class ConvertOptions:
     """What the result shall be.
 
     Args:
-        assets: folder or URL whose settings files go along (Hugging Face target); None for the source's own if
+        assets: folder or URL whose settings files are copied (Hugging Face target); None for the source's own if
             it is a Hugging Face folder.
-        include_asset: patterns of files there that go along although they are no settings.
-        no_assets: nothing goes along, of the source's own neither.
+        include_asset: patterns of files there that are copied although they are no settings.
+        no_assets: nothing is copied, not even the source's own.
         model_prefix: what the model's names begin with in the source; None to detect it.
         prefix: what the model's names shall begin with in the result; None to keep the source's.
         dtype: casts, as texts for `CastRules.parse`.

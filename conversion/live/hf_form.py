@@ -58,7 +58,7 @@ class HuggingFace(Form):
     (or cuts along other dims than the first) put between the bytes of several ranks is sent, in small parts.
 
     Args:
-        assets: folder or URL with config.json, tokenizer files and so on, which go along.
+        assets: folder or URL with config.json, tokenizer files and so on, which are copied.
         rules: key rules from the model's names to Hugging Face's: a shipped set's name or a TOML file.
         dtype: the type that floats are cast to, or several texts such as ``"*.gate.bias=float32"``.
         model_prefix: what the model's names begin with in the state, such as ``"model"``; all else stays out then.

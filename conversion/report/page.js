@@ -254,13 +254,14 @@ function curve(title, key, show) {
   const figure = element("figure");
   figure.append(element("figcaption", "", title), svg(400, 132, [
     `<polyline points="${line}" fill="none" stroke="var(--accent)" stroke-width="1.5"/>`, ...dots,
-    `<text x="54" y="24" text-anchor="end">${show(high)}</text><text x="54" y="112" text-anchor="end">${show(low)}</text>`,
+    high === low ? "" : `<text x="54" y="24" text-anchor="end">${show(high)}</text>`,
+    `<text x="54" y="112" text-anchor="end">${show(low)}</text>`,
     `<text x="60" y="128">step ${x0}</text><text x="380" y="128" text-anchor="end">${x1}</text>`]));
   return figure;
 }
 function head() {
   $("where").textContent = `${report.kind} at ${report.url}` + (compared ? `, compared with ${report.against}` : "");
-  const totals = { tensors: String(report.tensors.length), "of tensors": bytes(report.tensors.reduce((sum, t) => sum + t.bytes, 0)), files: String(report.files.length) };
+  const totals = { tensors: String(report.tensors.length), "of tensors": bytes(report.tensors.reduce((sum, t) => sum + t.bytes, 0)), [report.files.length === 1 ? "file" : "files"]: String(report.files.length) };
   Object.assign(totals, report.facts);
   if (compared) totals["tensors differ"] = String(report.tensors.filter((t) => t.diff && t.diff.differing).length);
   for (const [key, value] of Object.entries(totals)) {

@@ -1,4 +1,4 @@
-"""The table of versions that were tried: one truth in four places, and a warning for any other version."""
+"""The table of versions that were tried: one truth in its places, and a warning for any other version."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vescale_fsdp.integrations import UntriedVersionWarning, as_fsdp2, install, 
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
 ROOT = Path(__file__).parents[2]
+ONLY_NEEDED = ("jax", "gcp-storage-emulator")  # by Orbax, and by gcsfs in a test
 
 
 def test_extras_pin_what_was_tried() -> None:
@@ -36,10 +37,13 @@ def test_extras_pin_what_was_tried() -> None:
 
 def test_the_makefile_installs_what_was_tried() -> None:
     """What `make test-stacks` installs by name is of the table."""
-    named = re.findall(r"(\w+)==([\d.]+)", (ROOT / "Makefile").read_text())
+    named = re.findall(r"([\w-]+)==([\d.]+)", (ROOT / "Makefile").read_text())
 
     assert ("nemo_automodel", TRIED["nemo_automodel"][0]) in named
     assert all(version in TRIED[name] for name, version in named if name in TRIED)
+    assert {
+        name: row["versions"] for name, row in json.loads(compatibility.DATA.read_text())["files"].items()
+    } == {name: [version] for name, version in named if name not in (*TRIED, *ONLY_NEEDED)}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/stacks.md", "docs/compatibility.md"])
@@ -62,7 +66,7 @@ def test_the_machine_readable_table_says_it_too() -> None:
 def test_what_passes_is_noted() -> None:
     """A run on another torch adds its row, a run of the stacks replaces theirs; nothing else changes."""
     data = json.loads(compatibility.DATA.read_text())
-    installed = {"torch": "2.99.1+cpu", **dict.fromkeys(TRIED, "7.0")}
+    installed = {"torch": "2.99.1+cpu", **dict.fromkeys((*TRIED, *data["files"]), "7.0")}
     on_torch = compatibility.noted(data, "torch", installed.__getitem__, "2027-01-02")
     of_stacks = compatibility.noted(data, "stacks", installed.__getitem__, "2027-01-02")
 
@@ -70,6 +74,7 @@ def test_what_passes_is_noted() -> None:
         "2.99.1": {"tests": "all", "result": "pass", "date": "2027-01-02"}
     }
     assert on_torch["stacks"] == data["stacks"] and of_stacks["torch"] == data["torch"]
+    assert of_stacks["files"]["deepspeed"] == of_stacks["stacks"]["trl"]
     assert of_stacks["stacks"]["trl"] == {"versions": ["7.0"], "torch": "2.99.1", "date": "2027-01-02"}
 
 

@@ -16,11 +16,10 @@ from tests.runtime.comm.test_launches import VIEWS, Launches
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.granularity import Flat, Tiles
-from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, adamw8bit
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, structured_optimizer
 from vescale_fsdp.optim.muon import step as muon_step
 from vescale_fsdp.optim.muon.newton_schulz import NewtonSchulz
 from vescale_fsdp.optim.shampoo import block_step
-from vescale_fsdp.optim.shampoo import optimizer as shampoo_optimizer
 
 SHAPES = [(64, 96), (40, 96), (33, 96), (16,), (64, 256), (5, 96)]
 
@@ -53,7 +52,7 @@ def train(
     optimizer = cls(params, lr=1e-2, **options)
     launched = largest = 0
     with ExitStack() as patched:
-        for module in (adamw8bit, muon_step, shampoo_optimizer, block_step):
+        for module in (structured_optimizer, muon_step, block_step):
             patched.enter_context(mock.patch.object(module, "launches", return_value=batched))
         for step in range(5):
             for number, param in enumerate(params):
@@ -106,7 +105,7 @@ def test_8bit_steps_are_launched_once_for_all(block: Any, most: int) -> None:
 def test_8bit_batches_are_bounded() -> None:
     """More than a batch holds is stepped in several, with the same bits."""
     alone, _, _ = train(2, batched=False, min_8bit_numel=600)
-    with mock.patch.object(adamw8bit, "_BATCH_NUMEL", 12_000):
+    with mock.patch.object(structured_optimizer, "_BATCH_NUMEL", 12_000):
         parts, few, _ = train(2, batched=True, min_8bit_numel=600)
     _, one, _ = train(2, batched=True, min_8bit_numel=600)
     assert all(torch.equal(*pair) for pair in zip(alone, parts, strict=True))
@@ -160,7 +159,7 @@ def test_matrices_of_all_parameters_are_one_stack() -> None:
 @pytest.mark.parametrize(("cls", "options"), [(Shampoo, {**SHAMPOO}), (Muon, {})])
 def test_stacks_are_bounded(cls: Any, options: dict[str, Any]) -> None:
     """A stack holds no more than it may, however many parameters there are; the result is the same."""
-    names = ((shampoo_optimizer, "_BATCH_NUMEL"), (block_step, "_STACK_NUMEL"))
+    names = ((structured_optimizer, "_BATCH_NUMEL"), (block_step, "_STACK_NUMEL"))
     names += ((muon_step, "_STACK_NUMEL"), (muon_step, "_WIDENED_NUMEL"))
     options["shapes"] = (
         [*MATRICES, (160,)] if cls is Shampoo else MATRICES

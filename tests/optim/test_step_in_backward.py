@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import MisuseError
-from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.optim import FlatOptimizer, flat_optimizer
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 
 
 def trained(in_backward: bool) -> tuple[models.Stack, FlatOptimizer, list[int]]:
-    """A model after three steps, one with a block left out; gradients that were there at each delivery."""
+    """A model after four steps, one without a block, one without a parameter; gradients there at each delivery."""
     model: Any = models.build()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for module in (*model.blocks, model):
@@ -35,6 +36,8 @@ def trained(in_backward: bool) -> tuple[models.Stack, FlatOptimizer, list[int]]:
     blocks = model.blocks
     for number in range(4):
         model.blocks = nn.ModuleList([blocks[0], blocks[2]]) if number == 1 else blocks
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+        blocks[0].tiny.weight.requires_grad_(number != 2)  # one of a unit, in the midst of its run
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
             models.loss_of(model, models.batch(2 * number + micro, dist.get_rank())).backward()
@@ -74,6 +77,16 @@ def compare() -> None:
     assert moments > 100
     most = max(len(group.params) for group in groups_of(stepped))
     assert alive and max(alive) <= most < len(list(stepped.parameters()))
+    looks_at_each_run_once(stepped, second)
+
+
+def looks_at_each_run_once(model: models.Stack, optimizer: FlatOptimizer) -> None:
+    """Whatever the number of units, a delivery is the affair of its own runs."""
+    with mock.patch.object(flat_optimizer, "_lies_as_before", wraps=flat_optimizer._lies_as_before) as looked:
+        models.loss_of(model, models.batch(9, dist.get_rank())).backward()
+    seen = [call.args[0] for call in looked.call_args_list]
+    runs = optimizer._runs or []
+    assert len(seen) == len(runs) > 3 and all(any(run is each for each in seen) for run in runs)
 
 
 def test_bits_are_those_of_steps_behind_the_backward() -> None:

@@ -18,6 +18,7 @@ __all__ = ["DATA", "PAGE", "noted", "tables"]
 
 DATA = Path(__file__).parents[2] / "docs" / "compatibility.json"
 PAGE = DATA.with_suffix(".md")
+_OF_PACKAGES = {"stacks": "stack", "files": "package"}  # table of the data -> heading of its first column
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,10 +48,13 @@ def noted(data: dict[str, Any], what: str, version_of: Any, today: str) -> dict[
         row = {"tests": "all", "result": "pass", "date": today}
         return {**data, "torch": dict(sorted((data["torch"] | {torch: row}).items()))}
     rows = {
-        name: {"versions": [version_of(name)], "torch": torch, "date": today}
-        for name in sorted(data["stacks"])
+        table: {
+            name: {"versions": [version_of(name)], "torch": torch, "date": today}
+            for name in sorted(data[table])
+        }
+        for table in _OF_PACKAGES
     }
-    return {**data, "stacks": rows}
+    return {**data, **rows}
 
 
 def tables(data: dict[str, Any]) -> dict[str, str]:
@@ -58,11 +62,13 @@ def tables(data: dict[str, Any]) -> dict[str, str]:
     torch = [
         f"| {v} | {row['tests']} | {row['result']} | {row['date']} |" for v, row in data["torch"].items()
     ]
-    stacks = [
-        f"| {name} | {', '.join(row['versions'])} | {row['torch']} | {row['date']} |"
-        for name, row in data["stacks"].items()
-    ]
-    return {
-        "torch": "\n".join(["| torch | tests | result | date |", "|---|---|---|---|", *torch, ""]),
-        "stack": "\n".join(["| stack | versions | torch | date |", "|---|---|---|---|", *stacks, ""]),
-    }
+    found = {"torch": "\n".join(["| torch | tests | result | date |", "|---|---|---|---|", *torch, ""])}
+    for table, heading in _OF_PACKAGES.items():
+        rows = [
+            f"| {name} | {', '.join(row['versions'])} | {row['torch']} | {row['date']} |"
+            for name, row in data[table].items()
+        ]
+        found[heading] = "\n".join(
+            [f"| {heading} | versions | torch | date |", "|---|---|---|---|", *rows, ""]
+        )
+    return found

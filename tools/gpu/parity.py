@@ -17,10 +17,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,69 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from vescale_fsdp import FSDPModule, Rows, fully_shard
+from tools.gpu.switches import CASES, INDUCTOR, MEMORY, Case
+from vescale_fsdp import FSDPModule, fully_shard
+from vescale_fsdp.errors import allows_untried
 from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.runtime.comm.memory_pools import FEATURE
 
-__all__ = ["CASES", "Case", "Found", "compare"]
+__all__ = ["Found", "backend_for", "compare"]
 
 WIDTH, HIDDEN, STEPS = 64, 192, 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to shard and to train."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)  # of fully_shard
-    set_up: Callable[[FSDPModule], None] | None = None
-    recompute: bool = False
-    microbatches: int = 1
-    compiled: str = ""  # a back end of torch.compile, per block
-    flat: bool = False
-    half: bool = False
-
-    @property
-    def bound(self) -> float:
-        """How far weights may be apart: rounding of sums, in bf16 of gradients."""
-        return 0.1 if self.half else 2e-5
-
-
-def _prefetch(model: FSDPModule) -> None:
-    blocks = list(model.blocks)  # type: ignore[arg-type]
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
-
-
-HALF = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-CASES = (
-    Case("fp32"),
-    Case("bf16, fp32 reduction", HALF, half=True),
-    Case(
-        "bf16, bf16 reduction", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}, half=True
-    ),
-    Case("kept after the forward", {"reshard_after_forward": False}),
-    Case("by rows", {"granularity": Rows(4)}),
-    Case("recompute", recompute=True),
-    Case("accumulation", microbatches=3),
-    Case("bf16, accumulation", HALF, microbatches=3, half=True),
-    Case("prefetch lists", set_up=_prefetch),
-    Case("reduction group of its own", set_up=lambda model: model.set_separate_reduce_scatter_group(True)),
-    Case("sums instead of means", set_up=lambda model: model.set_force_sum_reduction_for_comms(True)),
-    Case("offload", {"offload_policy": CPUOffloadPolicy()}),
-    Case(
-        "bf16, offload, accumulation",
-        {**HALF, "offload_policy": CPUOffloadPolicy()},
-        microbatches=2,
-        half=True,
-    ),
-    Case("flat optimizer", flat=True),
-    Case("compiled by AOTAutograd", compiled="aot_eager"),
-)
-INDUCTOR = Case("compiled by Inductor", compiled="inductor")
 
 
 class Block(nn.Module):
@@ -148,14 +96,34 @@ def _train(
     for step in range(STEPS):
         for micro in range(case.microbatches):
             if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(micro == case.microbatches - 1)
+                case.before_backward(model, micro == case.microbatches - 1)
             for rank in ranks:
                 rows = _rows(case.microbatches * step + micro, rank, device)
                 (model(rows).float().square().mean() / len(ranks)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            if isinstance(model, FSDPModule) and case.after_backward is not None:
+                case.after_backward(model)
+        if not case.in_backward:  # which clips nothing
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
         optimizer.zero_grad()
+        if isinstance(model, FSDPModule) and case.after_step is not None:
+            case.after_step(model)
         yield
+
+
+def _sharded(model: Any, case: Case, device: torch.device) -> list[FSDPModule]:
+    """Shard a model as the case has it; its units."""
+    options = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)), **case.options}
+    if case.of_model is not None:
+        options |= case.of_model(model)
+    inner = [layer for block in model.blocks for layer in (block.up, block.down)] if case.inner else []
+    units: list[FSDPModule] = [fully_shard(module, **options) for module in (*inner, *model.blocks, model)]
+    if case.set_up is not None:
+        case.set_up(units[-1])
+    if case.compiled:
+        for block in model.blocks:
+            block.compile(backend=case.compiled)
+    return units
 
 
 def compare(case: Case, device: torch.device, *, sabotage: bool = False) -> Found:
@@ -165,23 +133,21 @@ def compare(case: Case, device: torch.device, *, sabotage: bool = False) -> Foun
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Stack(recompute=case.recompute).to(device))
+        if case.prepare is not None:
+            case.prepare(models[-1])
     plain, model = models
     start = [param.detach().clone() for param in plain.parameters()]
-    mesh = init_device_mesh(device.type, (world,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **case.options)
-    assert isinstance(model, FSDPModule)
-    if case.set_up is not None:
-        case.set_up(model)
-    if case.compiled:
-        for block in model.blocks:
-            block.compile(backend=case.compiled)
+    sharded = _sharded(model, case, device)
     # Adam would make much of the rounding of small gradients.
     kind: Any = torch.optim.AdamW if case.flat else torch.optim.SGD
     rate = 0.05 if case.flat else 2.0
-    optimizer = (
-        FlatOptimizer(kind, model.parameters(), lr=rate) if case.flat else kind(model.parameters(), lr=rate)
-    )
+    optimizer: Any
+    if case.flat:
+        optimizer = FlatOptimizer(kind, model.parameters(), lr=rate)
+    else:
+        optimizer = kind(model.parameters(), lr=rate)
+    if case.in_backward:
+        optimizer.step_in_backward(model)
     steps = _train(model, optimizer, case, [rank], device)
     next(steps)
     if sabotage:
@@ -191,14 +157,19 @@ def compare(case: Case, device: torch.device, *, sabotage: bool = False) -> Foun
         pass
     for _ in _train(plain, kind(plain.parameters(), lr=rate), case, list(range(world)), device):
         pass
-    for module in (*model.blocks, model):
-        module.reshard()
+    for unit in sharded:
+        unit.reshard()
     apart = moved = 0.0
-    for sharded, twin, old in zip(model.parameters(), plain.parameters(), start, strict=True):
-        full = sharded.full_tensor().to(device)  # type: ignore[attr-defined]
+    for param, twin, old in zip(model.parameters(), plain.parameters(), start, strict=True):
+        full = param.full_tensor().to(device) if isinstance(param, DTensor) else param
         apart = max(apart, (full - twin).abs().max().item())
         moved = max(moved, (full - old).abs().max().item())
-    return Found(case.name, apart, moved, case.bound)
+    return Found(case.name, apart, moved, case.apart)
+
+
+def backend_for(device_type: str, backend: str) -> str:
+    """How a process group is asked for: what is offloaded lives on the host, where NCCL moves nothing."""
+    return "cpu:gloo,cuda:nccl" if (device_type, backend) == ("cuda", "nccl") else backend
 
 
 @contextmanager
@@ -226,6 +197,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="processes to start, this one aside")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    given.backend = backend_for(given.device, given.backend)
     if given.ranks == 1:
         return _compare_cases(given)
     # Forked, once torch is imported and before it has begun anything: half a minute less than a launcher takes.
@@ -245,6 +217,11 @@ def _be_rank(given: argparse.Namespace, rank: int, meeting: str) -> None:
     sys.exit(_compare_cases(given))
 
 
+def _wanted(given: argparse.Namespace) -> list[Case]:
+    cases = [*CASES, *([INDUCTOR] if given.inductor else []), *(MEMORY if allows_untried(FEATURE) else [])]
+    return [case for case in cases if given.only in case.name]
+
+
 def _compare_cases(given: argparse.Namespace) -> int:
     device = torch.device(given.device)
     found: list[Found] = []
@@ -253,15 +230,14 @@ def _compare_cases(given: argparse.Namespace) -> int:
         if device.type == "cuda":
             device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        for case in (*CASES, INDUCTOR) if given.inductor else CASES:
-            if given.only in case.name and (given.backend != "gloo" or device.type == "cpu" or case.half):
-                found.append(compare(case, device))
+        for case in _wanted(given):
+            found.append(compare(case, device))
+            if dist.get_rank() == 0:
+                print(found[-1], flush=True)
+            if given.control and control is None:
+                control = compare(case, device, sabotage=True)
                 if dist.get_rank() == 0:
-                    print(found[-1], flush=True)
-                if given.control and control is None:
-                    control = compare(case, device, sabotage=True)
-                    if dist.get_rank() == 0:
-                        print(f"a weight changed: {control}", flush=True)
+                    print(f"a weight changed: {control}", flush=True)
         if given.json and dist.get_rank() == 0:
             given.json.write_text(json.dumps([{**vars(each), "is_right": each.is_right} for each in found]))
     is_blind = given.control and (control is None or control.is_right)

@@ -49,7 +49,7 @@ def redistribute_async(tensor: DTensor, placements: Sequence[Placement]) -> Pend
         >>> from torch.distributed.tensor import Replicate
         >>> from vescale_fsdp import fully_shard
         >>> model = fully_shard(torch.nn.Linear(2, 4))
-        >>> pending = redistribute_async(model.weight, [Replicate()])  # .. other work meanwhile ..
+        >>> pending = redistribute_async(model.weight, [Replicate()])  # ... other work meanwhile ...
         >>> pending.wait().to_local().shape
         torch.Size([4, 2])
     """

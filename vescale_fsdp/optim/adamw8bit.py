@@ -25,23 +25,16 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Flat, Granularity, Tiles
 from vescale_fsdp.optim.dynamic_map import MAP_NAME, decode_dynamic, encode_dynamic, zero_code
-from vescale_fsdp.optim.structured_optimizer import (
-    AdamWOptions,
-    StructuredOptimizer,
-    batches_of,
-    check_rates,
-    launches,
-)
+from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
 
 __all__ = ["AdamW8bit"]
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
-_BATCH_NUMEL = 8 << 20  # elements stepped as one: a dozen fp32 tensors as large are there meanwhile
 
 
-class AdamW8bit(StructuredOptimizer):
+class AdamW8bit(BatchedOptimizer):
     """AdamW with block-wise 8-bit state.
 
     Args:
@@ -126,18 +119,17 @@ class AdamW8bit(StructuredOptimizer):
     def _grid(self, param: torch.Tensor) -> BlockGrid:
         return grid_of(tuple(param.shape), self._block)
 
-    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._step_adamw()
-        for group in groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            for param in params:
-                self.state[param]["step"] += 1
-            stepped = [_Stepped(param, self.state[param], self._grid(param)) for param in params]
-            for batch in batches_of(((each.kind, each.numel, each) for each in stepped), _BATCH_NUMEL):
-                self._step_batch(batch, group)
+    def _kind(self, param: torch.Tensor) -> Hashable:
+        stepped = self._stepped(param)
+        grid = stepped.grid
+        return (grid.rows, grid.scales_per_band, grid.cols) if stepped.is_8bit else ()
 
-    def _step_batch(self, batch: Sequence[_Stepped], group: dict[str, Any]) -> None:
+    def _stepped(self, param: torch.Tensor) -> _Stepped:
+        return _Stepped(param, self.state[param], self._grid(param))
+
+    def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         """The arithmetic on blocks, or on elements where state is fp32; missing elements of a block are zeros."""
+        batch = [self._stepped(param) for param in params]
         beta1, beta2 = group["betas"]
         step = batch[0].state["step"]
         locals_ = [local_tensor(each.param) for each in batch]
@@ -164,19 +156,6 @@ class _Stepped(NamedTuple):
     @property
     def is_8bit(self) -> bool:
         return "exp_avg_codes" in self.state
-
-    @property
-    def kind(self) -> Hashable:
-        """Equal for parameters that are stepped as one: on an accelerator those that can stand in one tensor."""
-        if not launches(self.param.device):
-            return id(self.param)
-        blocks = (self.grid.rows, self.grid.scales_per_band, self.grid.cols) if self.is_8bit else ()
-        return blocks, float(self.state["step"]), self.param.dtype, self.param.device
-
-    @property
-    def numel(self) -> int:
-        """This rank's elements."""
-        return local_tensor(self.param).numel()
 
     def laid_out(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """This rank's elements of a tensor like the parameter: as blocks where state has some."""

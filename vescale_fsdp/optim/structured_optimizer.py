@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -23,9 +23,19 @@ from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.errors import CheckpointError, LayoutError
 from vescale_fsdp.optim.state_loading import Held, check_state, copy_state
 
-__all__ = ["AdamWOptions", "StructuredOptimizer", "batches_of", "check_rates", "evaluated", "launches"]
+__all__ = [
+    "AdamWOptions",
+    "BatchedOptimizer",
+    "StructuredOptimizer",
+    "batches_of",
+    "check_rates",
+    "evaluated",
+    "launches",
+]
 
 T = TypeVar("T")
+
+_BATCH_NUMEL = 8 << 20  # elements stepped as one: up to a dozen fp32 tensors as large are there meanwhile
 
 
 @dataclass(frozen=True)
@@ -232,6 +242,34 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
                     todo="build the optimizer with the recorded options; if another optimizer wrote the "
                     "state and you know that it means the same, write these keys into its param groups",
                 )
+
+
+class BatchedOptimizer(StructuredOptimizer):
+    """One that steps parameters alike as one, where an operator costs a launch."""
+
+    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._step_adamw()
+        for group in groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                self.state[param]["step"] += 1
+            found = ((self._alike(param), local_tensor(param).numel(), param) for param in params)
+            for batch in batches_of(found, _BATCH_NUMEL):
+                self._step_batch(batch, group)
+
+    def _alike(self, param: torch.Tensor) -> Hashable:
+        """Equal for parameters that are stepped as one."""
+        if not launches(param.device):
+            return id(param)
+        return self._kind(param), float(self.state[param]["step"]), param.dtype, param.device
+
+    def _kind(self, param: torch.Tensor) -> Hashable:
+        """What they must have in common besides steps, dtype and device."""
+        return ()
+
+    @abstractmethod
+    def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Step parameters alike, whose step counts are those of this step."""
 
 
 def launches(device: torch.device) -> bool:

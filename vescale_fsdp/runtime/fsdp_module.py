@@ -178,7 +178,7 @@ class FSDPModule(_Base):
         state.finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what the backwards so far have left; sharded gradients may be read behind it. On the root.
+        """Reduce what the backwards so far have left; sharded gradients may be read after it. On the root.
 
         Nothing before the first forward. Where several backwards precede it, switch gradient synchronisation off
         for them, and on again before it.

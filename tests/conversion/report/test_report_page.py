@@ -109,6 +109,8 @@ def test_opens_with_totals_tree_and_lanes(page: Path) -> None:
     assert f"{RANKS} ranks, " in document and "a colour per tensor" in document
     assert "seconds of a save" in document and "metric</figcaption>" not in document
     assert "<dt>&lt;b&gt;</dt>" in document
+    constant = document.partition(">bytes</figcaption>")[2].partition("</svg>")[0]
+    assert re.findall(">([^<]+)</text>", constant) == ["1 GB", "step 10", "30"]
 
 
 def test_searches_sorts_and_shows_a_tensor(page: Path) -> None:

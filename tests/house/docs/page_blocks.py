@@ -5,6 +5,7 @@
     ```python title="train.py"        is written to that file, for commands behind it
     ```sh                             its commands run one after the other
     ```.. title="not run by our tests: why"        is not run, and readers see why
+    ```python, and --8<-- "examples/x.py" in it    shows a file, which has tests of its own
 
 All blocks of a page share a folder, empty at first. ``vescale-convert`` and one rank's code run in this process, which
 has imported torch already; ``torchrun`` is the real one. Other languages (text, json, toml) are no code.
@@ -49,6 +50,17 @@ class Block(NamedTuple):
             else None
         )
 
+    @property
+    def shown(self) -> str | None:
+        """The file that is shown in its place; None if it is code itself."""
+        found = re.fullmatch(r'--8<-- "([^"]+)"\n', self.text)
+        return found and found[1]
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it runs with its page."""
+        return self.language in CODE and self.reason is None and self.shown is None
+
 
 def blocks_of(text: str) -> list[Block]:
     """All blocks of a page, in order."""
@@ -62,7 +74,7 @@ def blocks_of(text: str) -> list[Block]:
 def run_page(text: str, folder: Path) -> int:
     """Run a page's code in a folder, which is the current one; returns how many blocks ran."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    code = [block for block in blocks_of(text) if block.language in CODE and block.reason is None]
+    code = [block for block in blocks_of(text) if block.is_run]
     for block in code:
         if block.language == "sh":
             for command in block.text.replace("\\\n", " ").splitlines():

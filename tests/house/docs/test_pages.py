@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.docs.page_blocks import CODE, blocks_of, run_page
+from tests.house.docs.page_blocks import blocks_of, run_page
 from tests.house.docs.public_names import OF_STACKS, PUBLIC
 from tools.docs.pictures import FOLDER, pictures
 
@@ -19,9 +19,7 @@ PAGES = {
 ALL_BLOCKS = {name: blocks_of(file.read_text()) for name, file in PAGES.items()}
 IN_THE_NOTEBOOK = "docs/start.md"  # whose blocks test_notebook.py runs
 RUN = [
-    name
-    for name, blocks in ALL_BLOCKS.items()
-    if name != IN_THE_NOTEBOOK and any(b.language in CODE and b.reason is None for b in blocks)
+    name for name, blocks in ALL_BLOCKS.items() if name != IN_THE_NOTEBOOK and any(b.is_run for b in blocks)
 ]
 MOST_NOT_RUN = 15
 OF_TORCH = ROOT / "docs" / "fsdp2_parity.md"  # names PyTorch's own test files
@@ -48,9 +46,23 @@ def test_few_blocks_are_not_run() -> None:
     ]
     nameless = [name for name, blocks in ALL_BLOCKS.items() if any(not b.language for b in blocks)]
 
+    print("\n".join([f"{len(not_run)} blocks are not run", *(f"  {name}: {why}" for name, why in not_run)]))
     assert len(not_run) <= MOST_NOT_RUN, not_run
     assert all(reason and len(reason) > 10 for _, reason in not_run)
     assert nameless == []
+
+
+def test_files_that_are_shown_are_tested() -> None:
+    """A page of a stack shows its example, whose package the stack's test runs."""
+    shown = {(name, b.shown) for name, blocks in ALL_BLOCKS.items() for b in blocks if b.shown}
+    tests = "".join(file.read_text() for file in (ROOT / "tests" / "stacks").glob("test_*.py"))
+
+    assert len(shown) >= 8
+    assert {name for name, _ in shown} == {
+        f"docs/stacks/{f.name}" for f in (ROOT / "docs/stacks").glob("*.md")
+    }
+    assert [file for _, file in shown if not (ROOT / str(file)).exists()] == []
+    assert [f for _, f in shown if str(f).rpartition("/")[0].replace("/", ".") not in tests] == []
 
 
 def test_every_fence_is_understood() -> None:
@@ -64,8 +76,10 @@ def test_every_public_name_has_its_page() -> None:
     """Each is in the API reference, once."""
     text = "\n".join(file.read_text() for file in (ROOT / "docs" / "api").glob("*.md"))
     there = re.findall(r"^(?:::: |### `)(vescale_fsdp\.[\w.]+)", text, re.MULTILINE)
+    missing = sorted({*PUBLIC, *OF_STACKS} - set(there))
 
-    assert sorted({*PUBLIC, *OF_STACKS} - set(there)) == []
+    print(f"{len({*PUBLIC, *OF_STACKS})} public names, {len(missing)} without a page")
+    assert missing == []
     assert sorted(name for name in set(there) if there.count(name) > 1) == []
     assert set(there) - {*PUBLIC, *OF_STACKS} == {"vescale_fsdp.errors"}
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import models
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.stream_recorder import recording
-from vescale_fsdp import fully_shard
+from vescale_fsdp import FSDPModule, Rows, fully_shard
+from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -44,40 +49,101 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-COPIES = (
-    "aten.copy_",
-    "aten._foreach_copy_",
-    "aten._foreach_zero_",
-    "aten.add_",
-    "aten.zero_",
-    "aten.clone",
-    "aten.cat",
+COPIES = tuple(
+    f"aten.{name}"
+    for name in ("copy_", "_foreach_copy_", "_to_copy", "_foreach_zero_", "add_", "zero_", "clone", "cat")
 )
 
 
-def of_a_unit() -> tuple[dict[str, float], int]:
-    """Copying operators that a forward and a backward of one more block launch; parameters of a block."""
-    counted = {}
-    for num_blocks in (3, 5):
-        model = shard(fully_shard, num_blocks)
-        plain = models.build(num_blocks=num_blocks).bfloat16()
-        with recording(model):
-            models.loss_of(model, models.batch(0, 0)).backward()
-            model.zero_grad()
-            with Launches() as ours:
-                models.loss_of(model, models.batch(1, 0)).backward()
-        with Launches() as without:
-            models.loss_of(plain, models.batch(1, 0).bfloat16()).backward()
-        counted[num_blocks] = {name: ours.names[name] - without.names[name] for name in COPIES}
-    added = {name: (counted[5][name] - counted[3][name]) / 2 for name in COPIES}
-    return {name: number for name, number in added.items() if number}, len(list(model.blocks[0].parameters()))
+@dataclass(frozen=True)
+class Kind:
+    """A kind of unit, and what one more of it may launch."""
+
+    options: dict[str, Any]
+    launched: dict[str, float]
+    prepare: Callable[[Any], object] = lambda model: None
+    offload: bool = False
+    microbatches: int = 1
+
+
+def scales_in_fp64(model: Any) -> None:
+    for block in model.blocks:
+        block.scale.data = block.scale.data.double()
+
+
+def unit(copies: int = 3, gathers: int = 2, groups: int = 1, **others: float) -> dict[str, float]:
+    """Gradients of a group are written in one copy and reduced as one; a unit's gathers are one launch."""
+    launched = {"copy_": copies, "_foreach_copy_": groups, **others}
+    return {**launched, "all_gather_each": gathers, "reduce_scatter_into": groups}
+
+
+CODES = QuantizedGather(torch.bfloat16, codecs=Fp8Blocks(1, 4))
+# The casts of two gathers; with one rank collectives are copies: gathers without a cast before, and reductions.
+KINDS = {
+    "bf16": Kind({"mp_policy": HALF}, unit()),
+    "fp32": Kind({}, unit()),
+    "kept after the forward": Kind({"mp_policy": HALF, "reshard_after_forward": False}, unit(2, gathers=1)),
+    "two dtypes": Kind({"mp_policy": HALF}, unit(6, groups=2, _to_copy=1), scales_in_fp64),
+    "codes": Kind({"mp_policy": CODES, "granularity": Rows(1)}, unit(31, _to_copy=31, clone=8)),
+    "offload": Kind({"mp_policy": HALF}, unit(6), offload=True),
+    "accumulation": Kind({"mp_policy": HALF}, unit(6, gathers=4), microbatches=2),
+}
+
+
+def write_at_once(grads: UnshardedGrads, slot: Any, grad: torch.Tensor) -> None:
+    grads._write(slot, grad)
+
+
+def of_units() -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """What a forward and a backward of one more block launch, by kind; the first with each gradient on its own."""
+    found = {name: of_a_unit(kind) for name, kind in KINDS.items()}
+    with mock.patch.object(UnshardedGrads, "take", write_at_once):
+        return found, of_a_unit(KINDS["bf16"])
+
+
+def of_a_unit(kind: Kind) -> dict[str, float]:
+    counted = {number: launched_with(kind, number) for number in (3, 5)}
+    added = {name: (counted[5][name] - counted[3][name]) / 2 for name in counted[5]}
+    return {name.removeprefix("aten."): number for name, number in added.items() if number}
+
+
+def launched_with(kind: Kind, num_blocks: int) -> Counter[str]:
+    """Of a second step, without what the same model launches unsharded."""
+    model, plain = (models.build(num_blocks=num_blocks) for _ in range(2))
+    for each in (model, plain):
+        kind.prepare(each)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh(), **kind.options)
+    policy = kind.options.get("mp_policy")
+    dtype = policy.param_dtype if policy is not None else torch.float32
+    with recording(model, offload=kind.offload) as recorder:
+        train(model, 0, torch.float32, kind.microbatches)
+        model.zero_grad()
+        recorder.collectives.clear()
+        with Launches() as ours:
+            train(model, 1, torch.float32, kind.microbatches)
+    plain.to(dtype)
+    with Launches() as without:
+        train(plain, 1, dtype, kind.microbatches)
+    found = Counter({name: ours.names[name] - without.names[name] for name in COPIES})
+    found.update(collective.name for collective in recorder.collectives)
+    return found
+
+
+def train(model: Any, step: int, dtype: torch.dtype, microbatches: int) -> None:
+    for number in range(microbatches):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == microbatches - 1)
+        models.loss_of(model, models.batch(step, number).to(dtype)).backward()
 
 
 def test_launches_of_a_unit() -> None:
-    """The casts of two gathers, gradients in one copy; with one rank the reduction is a copy, too."""
-    for added, num_params in run_ranks(1, of_a_unit):
-        assert num_params > 3
-        assert added == {"aten.copy_": 3, "aten._foreach_copy_": 1}
+    """Numbers that must not grow: those of one unit more, whatever its kind."""
+    ((found, each_on_its_own),) = run_ranks(1, of_units)
+    assert found == {name: kind.launched for name, kind in KINDS.items()}
+    num_params = len(list(models.build().blocks[0].parameters()))
+    assert each_on_its_own.get("_foreach_copy_") is None
+    assert each_on_its_own["copy_"] == found["bf16"]["copy_"] + num_params
 
 
 VIEWS = {f"aten.{name}" for name in ("unsqueeze", "detach", "view", "flatten", "unbind", "new_empty")}

@@ -86,6 +86,13 @@ class ReplicasAreReducedWhereShardsAre(CommContext):
         return self.reduce_stream
 
 
+class ComputeWaitsForReplicas(CommContext):
+    def _wait_until_reduced(self, reduction: Any) -> Any:
+        stream: Any = super()._wait_until_reduced(reduction)
+        reduction.owner.wait_event(stream.record_event())  # and not just for what reads the gradient buffer
+        return stream
+
+
 def replicas(context: type[CommContext]) -> tuple[list[int], list[bool], list[bool]]:
     """Slack of all-reduces; which reductions over shards are behind the last all-reduce, and the one before it."""
     model = shard(cpu_mesh(2, 1))
@@ -105,8 +112,11 @@ def replicas(context: type[CommContext]) -> tuple[list[int], list[bool], list[bo
 
 def test_replicas_are_reduced_beside_the_next_unit() -> None:
     """HSDP: neither compute nor the next unit's reduction over shards waits for a unit's all-reduce."""
-    for slack, behind_last, behind_older in run_ranks(2, replicas, CommContext):
+    found = run_ranks(2, replicas, CommContext)
+    waiting = run_ranks(2, replicas, ComputeWaitsForReplicas)
+    for (slack, behind_last, behind_older), (less, _, _) in zip(found, waiting, strict=True):
         assert len(slack) == 5
+        assert slack[0] >= less[0] + 8, (slack, less)
         assert min(slack[:2]) >= 8, slack
         assert behind_last == [False] * 4
         assert behind_older == [True] * 3  # so that no more than two reduced shards are kept for it

@@ -15,7 +15,7 @@ from vescale_fsdp import collectives
 from vescale_fsdp.collectives import all_gather_into, reduce_scatter_into, wait_for
 
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-ROOM_BYTES = 3 << 10  # of which three ranks make pieces of 192 elements of fp32
+ROOM_BYTES = 3 << 10  # of which three ranks make pieces of 384 elements of fp32
 
 # What travels, and what it is summed in.
 PAIRS = [

@@ -172,6 +172,21 @@ def by_hand(recorder: StreamRecorder, model: models.Stack) -> None:
     model.reshard()
 
 
+def has_memory(module: nn.Module, *unused: Any) -> None:
+    assert all(param.untyped_storage().nbytes() for param in module.parameters())
+
+
+def twice_in_a_row(recorder: StreamRecorder, model: models.Stack) -> None:
+    """Nothing is gathered ahead, so memory of the first forward lingers as the second one gathers it."""
+    blocks = model.blocks
+    hook = blocks[0].register_forward_pre_hook(has_memory)
+    model.blocks = nn.ModuleList([blocks[0], blocks[0], blocks[1], blocks[1]])
+    for number in range(2):
+        step(model, number)
+    hook.remove()
+    model.blocks = blocks
+
+
 CASES: dict[str, tuple[Callable[[StreamRecorder, models.Stack], None], dict[str, Any]]] = {
     "plain": (plain, {}),
     "fp32": (plain, {"policy": MixedPrecisionPolicy()}),
@@ -189,6 +204,7 @@ CASES: dict[str, tuple[Callable[[StreamRecorder, models.Stack], None], dict[str,
     "partly used": (partly_used, {}),
     "exceptions": (exceptions, {}),
     "by hand": (by_hand, {}),
+    "twice in a row": (twice_in_a_row, {}),
     "hook on a stream": (hook_on_a_stream, {}),
     "offload": (plain, {"offload": True}),
     "offload fp32": (plain, {"offload": True, "policy": MixedPrecisionPolicy()}),
@@ -442,3 +458,13 @@ def test_the_host_has_no_streams() -> None:
     """On the CPU and on meta nothing is switched or recorded."""
     assert streams_of(torch.device("cpu")) is None
     assert streams_of(torch.device("meta")) is None
+
+
+def test_streams_of_a_device_come_first() -> None:
+    """Gathers and reductions have streams of high priority: what they wait for is started before more compute."""
+    device, module = torch.device("cuda", 0), mock.Mock()
+    with mock.patch.object(torch, "get_device_module", return_value=module):
+        streams = streams_of(device)
+    assert streams is not None
+    assert streams.new() is module.Stream.return_value
+    module.Stream.assert_called_once_with(device=device, priority=-1)

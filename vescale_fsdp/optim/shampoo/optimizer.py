@@ -9,7 +9,7 @@ other blocks are another optimizer. Factors are ragged tensors indexed by block,
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, ClassVar, Literal
@@ -22,21 +22,13 @@ from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
 from vescale_fsdp.optim.shampoo.block_step import BlockJob, write_directions
 from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of, granularity_of
-from vescale_fsdp.optim.structured_optimizer import (
-    AdamWOptions,
-    StructuredOptimizer,
-    batches_of,
-    check_rates,
-    launches,
-)
+from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
 __all__ = ["Shampoo"]
 
-_BATCH_NUMEL = 8 << 20  # elements stepped as one: some six fp32 tensors as large are there meanwhile
 
-
-class Shampoo(StructuredOptimizer):
+class Shampoo(BatchedOptimizer):
     """Blocked Shampoo for vectors, matrices and stacks of matrices; AdamW for the rest, if asked.
 
     Args:
@@ -138,21 +130,6 @@ class Shampoo(StructuredOptimizer):
             state[f"{side}_factor"] = zeros_beside(param, pieces, shape, numels)
             state[f"{side}_root"] = zeros_beside(param, pieces, shape, numels)
         return state
-
-    def _step_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._step_adamw()
-        for group in groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            for param in params:
-                self.state[param]["step"] += 1
-            found = ((self._kind(param), local_tensor(param).numel(), param) for param in params)
-            for batch in batches_of(found, _BATCH_NUMEL):
-                self._step_batch(batch, group)
-
-    def _kind(self, param: torch.Tensor) -> Hashable:
-        """Equal for parameters that are stepped as one."""
-        alike = (float(self.state[param]["step"]), param.dtype, param.device)
-        return alike if launches(param.device) else id(param)
 
     def _step_batch(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[param] for param in params]
