@@ -18,7 +18,7 @@ from vescale_fsdp.integrations import UntriedVersionWarning, as_fsdp2, install, 
 from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 
 ROOT = Path(__file__).parents[2]
-ONLY_NEEDED = ("jax", "gcp-storage-emulator")  # by Orbax, and by gcsfs in a test
+ONLY_NEEDED = ("jax", "fsspec", "s3fs", "gcp-storage-emulator")  # by Orbax, by gcsfs, and by gcsfs in a test
 
 
 def test_extras_pin_what_was_tried() -> None:

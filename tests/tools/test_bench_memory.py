@@ -52,8 +52,8 @@ def ratios(name: str, dtypes: str) -> tuple[float, float]:
     return mine.peak / theirs.peak, mine.reserved / theirs.reserved
 
 
-def write_at_once(grads: UnshardedGrads, slot: TensorSlot, grad: torch.Tensor, dtype: torch.dtype) -> None:
-    grads._write([(slot, grad)], dtype)
+def write_at_once(grads: UnshardedGrads, slot: TensorSlot, grad: torch.Tensor) -> None:
+    grads._write(slot, grad)
 
 
 @pytest.mark.parametrize("name", CASES)

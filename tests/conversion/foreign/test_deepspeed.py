@@ -207,13 +207,13 @@ BAD = {  # stage, what is done to the folder, what is said, what is to be done
     ),
     "pipeline": (
         1,
-        lambda f: (f / "layer_00-model_00-model_states.pt").touch(),
+        lambda f: (f / "layer_00-model_00-model_states.pt").write_bytes(b"a layer"),
         "pipeline",
         "ds_to_universal.py",
     ),
     "experts": (
         1,
-        lambda f: (f / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(),
+        lambda f: (f / "layer_0_expert_1_mp_rank_00_model_states.pt").write_bytes(b"an expert"),
         "experts",
         "ds_to_universal.py",
     ),
