@@ -9,7 +9,7 @@ ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import xxhash
@@ -116,11 +116,9 @@ def _structure(
     state: CarriedState, num_ranks: int, layouts: list[GroupLayout], slots: Mapping[str, LayoutCut]
 ) -> tuple[Structure, list[TensorView]]:
     """State tree and tensors in file order, with the view of each."""
-    cuts_of: dict[str, list[LayoutCut]] = {}  # by the parameter's name, of several models perhaps
-    for name, slot in slots.items():
-        cuts_of.setdefault(str(state.path(name)[-1]), []).append(slot)
+    parameters = _Parameters((str(state.path(name)[-1]), slot) for name, slot in slots.items())
     cuts: dict[str, tuple[LayoutCut | None, str]] = {
-        name: (slots[name], "") if name in slots else _cut_of(name, state, layouts, cuts_of)
+        name: (slots[name], "") if name in slots else _cut_of(name, state, layouts, parameters)
         for name in state.views
         if name not in state.twins
     }
@@ -141,26 +139,40 @@ def _structure(
     return Structure(tree, tuple(entries), axes, tuple(layouts)), views
 
 
+class _Parameters:
+    """The parameters that have slots, by name: several models may have one of the same name."""
+
+    def __init__(self, slots: Iterable[tuple[str, LayoutCut]]) -> None:
+        self.cuts: dict[str, list[LayoutCut]] = {}
+        for fqn, cut in slots:
+            self.cuts.setdefault(fqn, []).append(cut)
+        words = [fqn.split(".") for fqn in self.cuts]
+        self._first, self._last = {each[0] for each in words}, {each[-1] for each in words}
+
+    def named_in(self, path: Path) -> Iterator[str]:
+        """Names of parameters that are runs of dotted words of a path's parts, the longest first."""
+        likely = max(map(str, path), key=len)
+        if likely in self.cuts:  # nearly always
+            yield likely
+        found: dict[str, None] = {}
+        for words in [str(part).split(".") for part in path]:
+            stops = [stop for stop, word in enumerate(words, 1) if word in self._last]
+            for start in [start for start, word in enumerate(words) if word in self._first]:
+                runs = (".".join(words[start:stop]) for stop in stops if stop > start)
+                found |= {run: None for run in runs if run in self.cuts}
+        yield from sorted(found, key=len, reverse=True)  # the longest name is the right one
+
+
 def _cut_of(
-    name: str, state: CarriedState, layouts: list[GroupLayout], cuts_of: Mapping[str, Sequence[LayoutCut]]
+    name: str, state: CarriedState, layouts: list[GroupLayout], parameters: _Parameters
 ) -> tuple[LayoutCut | None, str]:
     """The slot of an optimizer's tensor, and what it is to its parameter; no slot for what is stored whole."""
     shape = state.views[name].info.shape
-    for fqn in _names_inside(state.path(name)):
-        for cut in cuts_of.get(fqn, ()):
+    for fqn in parameters.named_in(state.path(name)):
+        for cut in parameters.cuts[fqn]:
             if layouts[cut.layout].slots[cut.slot].shape == shape:
                 return cut, name.replace(fqn, "*", 1)
     return None, name
-
-
-def _names_inside(path: Path) -> Iterator[str]:
-    """What may be a parameter's name: runs of dotted words of the path's parts, the longest first."""
-    yield max(map(str, path), key=len)  # nearly always
-    found: dict[str, None] = {}
-    for words in [str(part).split(".") for part in path]:
-        stops = range(1, len(words) + 1)
-        found |= {".".join(words[start:stop]): None for stop in stops for start in range(stop)}
-    yield from sorted(found, key=len, reverse=True)  # the longest name is the right one
 
 
 class _Stripes(FileWriter):
