@@ -11,7 +11,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from vescale_fsdp.checkpoint import ReshardableLoader, ReshardableSampler
 
 # torchdata calls what newer torch deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*set_vital"),
+    # JAX, which other tests of the same process have imported, warns at every fork.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+]
 NUM_SAMPLES = 101
 
 
