@@ -173,6 +173,22 @@ def test_inverse_roots() -> None:
     assert torch.equal(shifted[0], roots[0]) and not shifted[2].isnan().any()
 
 
+def test_the_least_eigenvalue_becomes_eps() -> None:
+    """What is below it, by rounding even below zero, is shifted by what is missing, and no more."""
+    values = torch.tensor([[0.02, 1.0, 4.0], [-0.5, 1.0, 4.0], [0.1, 1.0, 4.0]], dtype=torch.float64)
+    basis = torch.linalg.qr(
+        torch.randn(3, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    )[0]
+    factors = basis @ torch.diag_embed(values) @ basis.mT
+    wanted = (values + torch.tensor([[0.08], [0.6], [0.0]])).pow(-0.5)
+    torch.testing.assert_close(
+        inverse_roots(factors, factors, 2, 0.1),
+        basis @ torch.diag_embed(wanted) @ basis.mT,
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
 def test_a_decomposition_that_fails_costs_its_own_block_its_new_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp64 is tried for that block; where it fails too that block keeps its last root, with a warning."""
     eigh = torch.linalg.eigh
