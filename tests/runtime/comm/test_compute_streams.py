@@ -125,3 +125,21 @@ def test_gradients_are_made_on_two_streams(kind: type[UnshardedGrads], hazards: 
     """They are read behind the stream that made them, which gets its memory back behind the copy."""
     for found in run_ranks(1, gradients_on_a_side, kind):
         assert found >= hazards and bool(found) == bool(hazards), found
+
+
+def several_before_a_reduction() -> tuple[set[float], set[float]]:
+    """One parameter's gradients, three of them, and what the buffer has for it and for another one."""
+    model = shard()
+    with recording(model) as recorder:
+        group = recorder.groups[0]
+        assert group.grads.streams is not None, "else each is written at once"
+        taken, other = group.layout.slots[:2]
+        for value in (1.0, 2.0, 4.0):
+            group.grads.take(taken, torch.full(taken.shape, value, dtype=torch.bfloat16))
+        buffer = group.grads.complete()
+        return tuple(set(buffer.view(slot).flatten().tolist()) for slot in (taken, other))  # type: ignore[return-value]
+
+
+def test_several_gradients_before_a_reduction_are_summed() -> None:
+    """What is kept is not replaced: a nested backward, as of a recomputation, brings a parameter's gradient twice."""
+    assert run_ranks(1, several_before_a_reduction) == [({7.0}, {0.0})]
