@@ -7,7 +7,7 @@ Found by parsing the sources, so that an import inside a function, under ``if TY
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -202,7 +202,6 @@ def replaced_torch_names(source: str) -> list[str]:
 
 SOURCES = sources()
 TREES = {module: ast.parse(file.read_text()) for module, file in SOURCES.items()}
-MODULES = [pytest.param(module, id=module) for module in SOURCES]
 
 
 def text_of(module: str) -> str:
@@ -300,23 +299,19 @@ def test_no_folder_is_crowded() -> None:
     } == {}
 
 
-def test_no_file_is_long() -> None:
-    """At most 500 lines, tests too: more is several nouns."""
-    files = (
-        *SOURCES.values(),
-        *(file for top in ("tests", "tools", "examples") for file in (ROOT / top).rglob("*.py")),
-    )
-    lengths = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
-
-    assert {str(file.relative_to(ROOT)): length for file, length in lengths.items() if length > 500} == {}
+def offences(find: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Module -> what `find` reports of it, for the modules with any report."""
+    return {module: found for module in SOURCES if (found := find(module))}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_run_down_the_table(module: str) -> None:
+def test_imports_run_down_the_table() -> None:
     """No file imports one of its own row or below."""
-    reached = [(i, own_target(i)) for i in imports_of(TREES[module])]
 
-    assert [str(i) for i, target in reached if target and not may_import(module, target)] == []
+    def wrong_imports(module: str) -> list[str]:
+        reached = [(i, own_target(i)) for i in imports_of(TREES[module])]
+        return [str(i) for i, target in reached if target and not may_import(module, target)]
+
+    assert offences(wrong_imports) == {}
 
 
 def test_no_circles() -> None:
@@ -329,59 +324,67 @@ def test_no_circles() -> None:
     assert circles(edges) == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_installed_names_only(module: str) -> None:
-    """Nobody imports `checkpoint` or `conversion` by folder name, nor relatively, nor tests, tools or examples."""
+def test_installed_names_only() -> None:
+    """No file imports `checkpoint` or `conversion` by folder name, nor relatively, nor tests, tools or examples."""
     outside = {"", "checkpoint", "conversion", "tests", "tools", "examples"}
 
-    assert [str(i) for i in imports_of(TREES[module]) if i.module.split(".")[0] in outside] == []
+    assert (
+        offences(lambda m: [str(i) for i in imports_of(TREES[m]) if i.module.split(".")[0] in outside]) == {}
+    )
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_modules_are_imported_by_statement(module: str) -> None:
+def test_modules_are_imported_by_statement() -> None:
     """`import_module` hides an edge from this test; only lazy exports need it."""
-    used = [i for i in imports_of(TREES[module]) if i.name == "import_module" or i.module == "importlib"]
 
-    assert used == [] or short(module) == "lazy" or {i.name for i in used} == {"resources"}
+    def hidden(module: str) -> list[str]:
+        used = [i for i in imports_of(TREES[module]) if i.name == "import_module" or i.module == "importlib"]
+        return (
+            [] if short(module) == "lazy" or {i.name for i in used} == {"resources"} else list(map(str, used))
+        )
+
+    assert offences(hidden) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_lazy_functions_are_spelled_out(module: str) -> None:
+def test_lazy_functions_are_spelled_out() -> None:
     """A function that is imported by name is one of ours, in a file that the tests above can find."""
-    by_name = [i for i in imports_of(TREES[module]) if i.bound_to == ""]
 
-    assert [str(i) for i in by_name if f"def {i.name}(" not in text_of(i.module)] == []
+    def unknown(module: str) -> list[str]:
+        by_name = [i for i in imports_of(TREES[module]) if i.bound_to == ""]
+        return [str(i) for i in by_name if f"def {i.name}(" not in text_of(i.module)]
+
+    assert offences(unknown) == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_private_torch_names_live_in_two_files(module: str) -> None:
+def test_private_torch_names_live_in_two_files() -> None:
     """Only torch_private.py and torch_modes.py import or reach names that torch may change without notice."""
-    found = private_torch_names(SOURCES[module].read_text())
+    found = offences(lambda module: private_torch_names(SOURCES[module].read_text()))
 
-    assert bool(found) if short(module) in PRIVATE_NAMES else found == []
+    assert {short(module) for module in found} == set(PRIVATE_NAMES), found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_private_attributes_live_in_two_homes(module: str) -> None:
+def test_private_attributes_live_in_two_homes() -> None:
     """Only torch_private.py and the tensor class with its operators name private attributes of tensors."""
-    home = short(module).startswith(PRIVATE_HOMES)
+    found = offences(lambda module: private_attributes(SOURCES[module].read_text()))
 
-    assert home or private_attributes(SOURCES[module].read_text()) == []
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_torch_is_replaced_on_call_alone(module: str) -> None:
-    """Nobody assigns to torch's modules and classes: `integrations.names.replaced_names` is told which by the user."""
-    assert replaced_torch_names(SOURCES[module].read_text()) == []
+    assert {
+        module: uses for module, uses in found.items() if not short(module).startswith(PRIVATE_HOMES)
+    } == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_pure_folders_know_no_torch(module: str) -> None:
+def test_torch_is_replaced_on_call_alone() -> None:
+    """No file assigns to torch's modules and classes: users tell `integrations.names.replaced_names` which."""
+    assert offences(lambda module: replaced_torch_names(SOURCES[module].read_text())) == {}
+
+
+def test_pure_folders_know_no_torch() -> None:
     """Layouts, maps of boxes and storage import nothing of torch but the class of placements."""
-    found = [i for i in imports_of(TREES[module]) if i.module.split(".")[0] == "torch"]
-    allowed = PURE.get(folder_of(module))
 
-    assert allowed is None or [str(i) for i in found if i.module not in allowed] == []
+    def torch_imports(module: str) -> list[str]:
+        allowed = PURE.get(folder_of(module))
+        found = [i for i in imports_of(TREES[module]) if i.module.split(".")[0] == "torch"]
+        return [] if allowed is None else [str(i) for i in found if i.module not in allowed]
+
+    assert offences(torch_imports) == {}
 
 
 @pytest.mark.parametrize(

@@ -192,15 +192,6 @@ def test_padding_of_the_example() -> None:
     assert {name: cells.replace(" %", "%").split(" | ") for name, cells in said} == printed
 
 
-def test_readme_is_short() -> None:
-    """One and a half screens of prose and tables beside the example."""
-    text = (ROOT / "README.md").read_text()
-    code = "".join(block.text for block in blocks_of(text))
-
-    assert len(text) - len(code) < 4500
-    assert len(text.splitlines()) < 118
-
-
 def test_citation() -> None:
     """CITATION.cff has what its format asks for, and this version."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())

