@@ -33,6 +33,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, no_longer_kept, remove_step, retire
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -109,12 +110,14 @@ class RamTier:
         user: Json,
         *,
         behind: Coordinator | None = None,
+        check_replicas: CheckReplicas = "sample",
     ) -> str:
         """Save a step and forget older ones; a collective.
 
         Args:
             behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
                 replicas. It is they who forget older steps then, when the copies are there.
+            check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
             The step's save_id, for a save of the same state to disk.
@@ -129,6 +132,7 @@ class RamTier:
             overwrite=True,
             every_node=True,
             leads_node=bool(self._leads_node),
+            check_replicas=check_replicas,
         )
         saved = saver.save(state, user)
         if self.replicas:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
@@ -130,6 +131,7 @@ class AsyncSaver:
         progress: Tell = False,
         save_id: str | None = None,
         optimizer: Optimizers = (),
+        check_replicas: CheckReplicas = "sample",
     ) -> SaveHandle:
         """Copy the state and return; the save goes on.
 
@@ -145,7 +147,13 @@ class AsyncSaver:
             self.drain()
             storage = open_storage(path, neighbours=num_neighbours())
             meter = meter_for(progress, self._coordinator.rank)
-            saver = partial(Saver, coordinator=self._coordinator, save_id=save_id, meter=meter)
+            saver = partial(
+                Saver,
+                coordinator=self._coordinator,
+                save_id=save_id,
+                meter=meter,
+                check_replicas=check_replicas,
+            )
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             with torch.no_grad():
@@ -220,6 +228,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     progress: Tell = False,
     optimizer: Optimizers = (),
+    check_replicas: CheckReplicas = "sample",
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
 
@@ -242,7 +251,14 @@ def async_save(
     """
     saver = _saver_for(process_group)
     return saver.start(
-        path, state, user=user, overwrite=overwrite, format=format, progress=progress, optimizer=optimizer
+        path,
+        state,
+        user=user,
+        overwrite=overwrite,
+        format=format,
+        progress=progress,
+        optimizer=optimizer,
+        check_replicas=check_replicas,
     )
 
 
