@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
+from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
@@ -73,22 +76,22 @@ class CheckpointManager:
         progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
         optimizer: for ``async_`` on an accelerator, see `async_save`.
         check_replicas: as for `save`.
+        exit_timeout_s: for ``async_``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, a negative patience, or another ``check_replicas``.
+        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
 
     Examples:
         >>> import torch
-        >>> manager = CheckpointManager("run_of_two", keep_last=2)
         >>> state = {"w": torch.zeros(4)}
-        >>> for step in (1, 2, 3):
-        ...     _ = state["w"].fill_(step)
-        ...     _ = manager.save(step, state)
+        >>> with CheckpointManager("run_of_two", keep_last=2) as manager:
+        ...     for step in (1, 2, 3):
+        ...         _ = state["w"].fill_(step)
+        ...         _ = manager.save(step, state)
         >>> manager.steps()
         [2, 3]
         >>> manager.restore({"w": torch.zeros(4)}).step
         3
-        >>> manager.close()
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class CheckpointManager:
         progress: Tell = False,
         optimizer: Optimizers = (),
         check_replicas: CheckReplicas = "sample",
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
         limits["export_every"] = export_every
@@ -122,6 +126,8 @@ class CheckpointManager:
                 explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
             )
         check_choice(check_replicas)
+        check_exit_timeout(exit_timeout_s)
+        self._exit_timeout_s = exit_timeout_s
         self._check_replicas: CheckReplicas = check_replicas
         rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
@@ -139,6 +145,16 @@ class CheckpointManager:
         self._handle: SaveHandle | None = None
         riding = coordinator_for(process_group, use="schedule")
         self._schedule = SaveSchedule(rules, riding, self._known_metrics)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error of the block is raised before one of a save, which is then a note of it."""
+        with noting(error):
+            self.close()
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; torn ones are not among them."""
@@ -307,6 +323,7 @@ class CheckpointManager:
             save_id=save_id,
             optimizer=self._optimizer,
             check_replicas=self._check_replicas,
+            exit_timeout_s=self._exit_timeout_s,
         )
 
     @contextmanager

@@ -66,20 +66,20 @@ class _Replica(NamedTuple):
     Attributes:
         kind: number of the tensors' distribution.
         coordinates: of the region that the ring's ranks hold.
-        index, count: which replica, and of how many.
+        number, size: which replica, and of how many.
     """
 
     kind: int
     coordinates: tuple[int, ...]
-    index: int
-    count: int
+    number: int
+    size: int
 
     def words(self, digest: bytes) -> list[int]:
         """What this rank adds to the sum over all ranks, each modulo 2**32."""
         place = f"{self.kind} {self.coordinates} ".encode()
         own, following = (
             struct.unpack("<4I", xxhash.xxh3_128_digest(b"%s%d " % (place, number) + digest))
-            for number in (self.index, (self.index + 1) % self.count)
+            for number in (self.number, (self.number + 1) % self.size)
         )
         return [(plus - minus) % _MOD for plus, minus in zip(own, following, strict=True)]
 
@@ -197,10 +197,10 @@ class _Replicas:
             for samples in by_dtype.values():
                 if len({sample.device for sample in samples}) > 1:
                     samples = [sample.cpu() for sample in samples]
-                hasher.update(bytes_of(torch.cat(samples).cpu()).numpy())  # one copy from each device
+                hasher.update(bytes_of(torch.cat(samples).cpu()).numpy().data)  # one copy from each device
         else:
             for part in (part for tensor in tensors for part in _chunks(tensor)):
-                hasher.update(bytes_of(part).numpy())
+                hasher.update(bytes_of(part).numpy().data)
         return hasher.digest()
 
 
