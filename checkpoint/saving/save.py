@@ -166,6 +166,11 @@ class Saver:
             ):
                 if self.coordinator.rank == 0 or self.leads_node:
                     commit.run()
+                    try:
+                        held.close()  # here, where all ranks hear of a lock that cannot be given back
+                    except BaseException as error:
+                        error.add_note(f"{where} is saved and durable")
+                        raise
         saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
         if self.coordinator.rank == 0:
             rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
