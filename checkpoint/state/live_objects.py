@@ -145,7 +145,9 @@ class LiveObjects:
             owners = {id(param): model for model in reversed(self._models) for param in model.params}
             strangers = [param for param in params if id(param) not in owners]
             if strangers:
-                raise _no_owner(optimizer, strangers, len(params), [model.path for model in self._models], where)
+                raise _no_owner(
+                    optimizer, strangers, len(params), [model.path for model in self._models], where
+                )
             names = [f"{owners[id(p)].path.replace('/', '.')}.{owners[id(p)].names[id(p)]}" for p in params]
         if len(set(names)) < len(names):
             raise CheckpointError(

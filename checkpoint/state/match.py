@@ -79,9 +79,14 @@ class Match:
     finish: Finish = field(default=lambda: None)
 
 
-def match(state: Any, tree: Json, include: tuple[str, ...] | None) -> Match:
-    """Match a state with a tree; with ``include``, only leaves whose names fit one of the patterns."""
-    matcher = _Matcher(state, include)
+def match(state: Any, tree: Json, include: tuple[str, ...] | None, *, within: Any = None) -> Match:
+    """Match a state with a tree.
+
+    Args:
+        include: patterns; only leaves whose names fit one are matched. None for all.
+        within: where the modules of the state's optimizers are, if not in the state.
+    """
+    matcher = _Matcher(state if within is None else within, include)
     matcher.found.finish = matcher.visit(state, tree, "", False)
     return matcher.found
 
@@ -115,7 +120,9 @@ class _Matcher:
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):
             return self._mapping(target, node, name, stateful)
         if isinstance(target, (list, tuple)) and isinstance(node, Mapping) and _are_optimizers(target):
-            owners = [(join_name(name, place), self._live.named(each, name)) for place, each in enumerate(target)]
+            owners = [
+                (join_name(name, place), self._live.named(each, name)) for place, each in enumerate(target)
+            ]
             finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
             if finishers is not None and len(finishers) == len(target):
                 return lambda: (target, [finish() for finish in finishers])[0]
@@ -263,7 +270,9 @@ class _Matcher:
             if fqn not in known:
                 part = join_name(join_name(name, "state"), fqn)
                 # A parameter without state is one leaf: its name.
-                self.found.unexpected += self._leaves(dict(stored.state.get(fqn, {})) or None, part, _items_of_value)
+                self.found.unexpected += self._leaves(
+                    dict(stored.state.get(fqn, {})) or None, part, _items_of_value
+                )
         return [self._optimizer(named, stored, where) for where, named in targets]
 
     def _optimizer(self, named: NamedOptimizer, stored: StoredOptimizer, name: str) -> Finish:
@@ -312,7 +321,9 @@ class _Matcher:
             for own, group in zip(own_groups, named.optimizer.param_groups, strict=True):
                 for option, value in own.items():
                     if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
-                        group[option] = value.copy_(group[option])  # who holds it, such as a scheduler, sees it
+                        group[option] = value.copy_(
+                            group[option]
+                        )  # who holds it, such as a scheduler, sees it
             return named.optimizer
 
         return finish
@@ -340,7 +351,9 @@ class _Matcher:
             is_leaf = isinstance(item, Mapping) and item.get("$") == "tensor"
             if is_leaf and isinstance(value, torch.Tensor) and value.ndim:
                 self.found.reads.append(TensorRead(inner, int(item["i"]), value))
-            elif is_leaf:  # of its own: an optimizer that steps many at once counts what is shared several times
+            elif (
+                is_leaf
+            ):  # of its own: an optimizer that steps many at once counts what is shared several times
                 new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
                 kept[kind] = partial(_value_of, self._new(new))
             elif isinstance(value, Mapping):
@@ -381,9 +394,10 @@ class _Matcher:
         if stored is None:
             return node
         has_room = any(key.startswith("state.") for key in target) if is_flat else bool(target.get("state"))
-        if not stateful and stored.state and (not has_room or (is_numbered and not stored.is_numbered)):
-            if any("/state" in f"/{leaf}" for leaf in self._leaves(node, name, items_of_node)):
-                raise _no_room(name, "numbers" if is_numbered else "names", has_room)
+        is_short = stored.state and (not has_room or (is_numbered and not stored.is_numbered))
+        leaves = self._leaves(node, name, items_of_node) if is_short and not stateful else []
+        if any("/state" in f"/{leaf}" for leaf in leaves):
+            raise _no_room(name, "numbers" if is_numbered else "names", has_room)
         if is_numbered or (is_flat and stored.is_numbered):
             return node
         if is_flat:

@@ -49,7 +49,9 @@ class NewTensor:
     optimizer: torch.optim.Optimizer | None = None
     value: torch.Tensor | None = None
 
-    def make(self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str) -> torch.Tensor:
+    def make(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, is_sharded: bool, where: str
+    ) -> torch.Tensor:
         """Memory for it: sharded as the parameter where it has the parameter's shape, else whole.
 
         Args:

@@ -11,7 +11,7 @@ of the groups, so it says which parameter it is only to an optimizer with groups
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -33,7 +33,7 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """Nodes of an optimizer's state.
+    """Nodes of an optimizer's state; groups may be unknown.
 
     Attributes:
         state: by parameter and kind.
@@ -74,7 +74,11 @@ class StoredOptimizer:
             CheckpointError: if its groups have other sizes, so that numbers mean other parameters.
         """
         if not self.is_numbered:
-            return self
+            if any(group.names for group in self.groups) or len(self.groups) != len(groups):
+                return self
+            # Some trainers keep options without saying of what.
+            placed = zip(self.groups, groups, strict=True)
+            return replace(self, groups=[StoredGroup(list(own), group.options) for group, own in placed])
         sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
         if sizes != stored:
             raise CheckpointError(
@@ -155,7 +159,11 @@ def stored_optimizer(node: Json, known: Collection[str] = ()) -> StoredOptimizer
         return _from_flattened(nodes, known)
     groups = nodes.pop(_GROUPS, None)
     state = dict(items_of_node(nodes.pop(_STATE, {})) or ())
-    if not isinstance(groups, list) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+    groups = [] if groups is None and state else groups
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return None
+    groups = [{"params": [], **group} for group in groups]
+    if not all(isinstance(group["params"], list) for group in groups):
         return None
     params = set(map(str, chain.from_iterable(group["params"] for group in groups))) or set(map(str, state))
     if any(str(key) in params and items_of_node(item) is None for key, item in state.items()):
@@ -165,7 +173,9 @@ def stored_optimizer(node: Json, known: Collection[str] = ()) -> StoredOptimizer
 
 def flattened_keys(keys: Collection[Any]) -> bool:
     """Whether keys are those of flattened optimizer state."""
-    return bool(keys) and all(isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in keys)
+    return bool(keys) and all(
+        isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in keys
+    )
 
 
 def items_of_node(node: Json) -> Iterable[tuple[Any, Json]] | None:

@@ -170,10 +170,14 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
         carried = carried.with_model_views(lambda views: rules.apply(views, quantized))
     places = Places(live.leaves(), tuple(live.models))
     carried, adapter = _as_trained(carried, places)
-    carried = arranged(carried, places, options.include)
+    carried = arranged(carried, places)
     tree, names = native_tree(carried, lambda _: 0)
     views = [carried.views[name] for _, name in names]
-    made = LiveMatch(match(live.tree, tree, options.include), left_out=carried.left_out, ties=live.ties())
+    made = LiveMatch(
+        match(live.tree, tree, options.include, within=live.state),
+        left_out=carried.left_out,
+        ties=live.ties(),
+    )
     made.require_kinds(source.url)
     for name, place, tensor in made.found.reads:
         view = views[place]

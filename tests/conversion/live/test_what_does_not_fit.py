@@ -150,7 +150,7 @@ def test_the_meta_device(tmp_path: Path) -> None:
     report = load_from(_folder(tmp_path / "less", {"a.weight": torch.ones(4, 4)}), model, strict=False)
     assert report.missing == ("b.weight",) and model.b.weight.is_meta and not model.a.weight.is_meta
     state = {"model": Small(), "optimizer": torch.optim.AdamW(Small().parameters())}
-    with pytest.raises(CheckpointError, match="beside"):
+    with pytest.raises(CheckpointError):
         load_from(source, state)
 
 
