@@ -92,7 +92,8 @@ def load(
     """Fill a state in place from a checkpoint. A collective.
 
     Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
-    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``.
+    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``. An optimizer takes its state and
+    options by parameter name, in whichever of torch's forms they were saved, also before its first step.
 
     Args:
         path: folder or fsspec URL of a checkpoint.

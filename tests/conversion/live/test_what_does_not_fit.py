@@ -286,9 +286,7 @@ def test_options_that_differ_are_not_chosen_from(tmp_path: Path) -> None:
     save(tmp_path / "c", {"model": model, "optimizer": get_optimizer_state_dict(model, optimizer)})
     live, filled = _trained(0.5)
 
-    with pytest.raises(
-        ConversionError, match=r"one lr for 0\.weight(.|\n)*0\.1, 0\.2(.|\n)*include='\*/state/\*'"
-    ):
+    with pytest.raises(CheckpointError):
         load_from(tmp_path / "c", {"model": live, "optimizer": filled})
     load_from(tmp_path / "c", {"model": live, "optimizer": filled}, include=["model/*", "*/state/*"])
     assert filled.param_groups[0]["lr"] == 0.5
