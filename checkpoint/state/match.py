@@ -388,7 +388,7 @@ class _Matcher:
         is_flat = flattened_keys(target)
         if not is_flat and not _are_groups(own_groups):
             return node
-        groups = [] if is_flat else [list(group["params"]) for group in own_groups]
+        groups = [] if is_flat else [list(group["params"]) for group in own_groups or ()]
         is_numbered = any(type(param) is int for params in groups for param in params)
         stored = stored_optimizer(node, [str(param) for params in groups for param in params])
         if stored is None:

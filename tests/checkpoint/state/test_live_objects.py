@@ -325,7 +325,9 @@ def test_several_models_and_optimizers(tmp_path: Path) -> None:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="eager")
+    outer = torch.compile(model, backend="eager")
+    assert isinstance(outer, nn.Module)
+    return outer
 
 
 @pytest.mark.parametrize("wrapped", [_compiled, nn.DataParallel, lambda m: nn.DataParallel(_compiled(m))])
