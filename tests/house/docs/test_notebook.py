@@ -72,7 +72,7 @@ def _assert_plain_losses(printed: str) -> None:
         if step in found:  # that of rank 0
             rows = batch[:: 2 if step <= 40 else 3]
             loss = model(input_ids=rows, labels=rows).loss.item()
-            assert abs(loss - found[step]) < (0.005 if step <= 40 else 0.05), step
+            assert abs(loss - found[step]) < (0.02 if step <= 40 else 0.2), step
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
