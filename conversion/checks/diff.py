@@ -12,7 +12,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.state.model_names import find_model
+from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
@@ -155,7 +155,9 @@ def _is_same(left: Any, right: Any) -> bool:
 def _views(source: Source, prefix: str | None) -> Views:
     start = f"{prefix.rstrip('.')}." if prefix else ""
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
-    names = find_model(source, prefix if has_prefix else None).names
+    model = find_model(source, prefix if has_prefix else None)
+    counters = {name for name in model.names if not source.info(name).shape}
+    names = model.names if model.rivals else unwrapped_names(model.names, counters, source.url)
     return {
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors

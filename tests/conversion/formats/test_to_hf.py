@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
@@ -342,3 +343,37 @@ def test_large_settings_files_are_streamed(tmp_path: Path) -> None:
     assert b"".join(pieces) == large and max(map(len, pieces)) <= 4 * 2**20
     _convert(tmp_path / "a", tmp_path / "b", include_asset=["original/*"])
     assert (tmp_path / "b" / "original" / "consolidated.00.pth").read_bytes() == large
+
+
+WRAPPED = {
+    "module.{}": ("a.weight", "b.0.weight"),
+    "_orig_mod.{}": ("a.weight", "b.0.weight"),
+    "module._orig_mod.{}": ("a.weight", "b.0.weight"),
+    "_fsdp_wrapped_module.b._checkpoint_wrapped_module.{}": ("0.weight", "1.weight"),
+}
+
+
+@pytest.mark.parametrize("pattern", WRAPPED)
+def test_names_of_wrappers_do_not_go_out(tmp_path: Path, pattern: str) -> None:
+    """DDP, torch.compile, FSDP1 and checkpointing: loaders know the names inside; and `diff` sees them as equal."""
+    inner = pattern.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+    inner = inner.replace("module.", "").replace("_orig_mod.", "")
+    values = {name: torch.randn(3, 4) for name in WRAPPED[pattern]}
+    torch.save({pattern.format(name): value for name, value in values.items()}, tmp_path / "run.pt")
+    source = open_source(str(tmp_path / "run.pt"))
+    report = convert(source, str(tmp_path / "hf"), "hf", ConvertOptions(no_assets=True))
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == {inner.format(name) for name in values} and report.warnings
+    assert all(torch.equal(found[inner.format(name)], value) for name, value in values.items())
+    assert diff(source, open_source(str(tmp_path / "hf"))) == ((), 2)
+
+
+def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """The control: a name that only some weights begin with is the model's own; two weights never become one."""
+    torch.save({"module.a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "own.pt")
+    convert(open_source(str(tmp_path / "own.pt")), str(tmp_path / "hf"), "hf", ConvertOptions(no_assets=True))
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"module.a", "b"}
+    torch.save({"_orig_mod.b": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.pt")
+    with pytest.raises(ConversionError):
+        convert(open_source(str(tmp_path / "two.pt")), str(tmp_path / "hf2"), "hf")
+    assert not (tmp_path / "hf2").exists()
