@@ -5,7 +5,7 @@ block. They are told by what lies beside them, since a layer's own parameter may
 
     q_proj.weight            float8     code        q_proj.weight_scale_inv    float32   its scale
     up_proj.weight           uint8      code        up_proj.weight.absmax      float32   bitsandbytes' scale
-    up_proj.weight           bfloat16   code        up_proj.weight.quant_state.bitsandbytes__nf4   (bnb_4bit_quant_storage)
+    up_proj.weight           bfloat16   code        up_proj.weight.quant_state.bitsandbytes__nf4  (quant_storage)
     norm.scale               float32    nobody's: a parameter
 
 and, where a config.json says that the model is quantised, by the names that loaders look for.
