@@ -26,7 +26,7 @@ from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert", "plan_conversion"]
 
@@ -189,6 +189,10 @@ def plan_conversion(
     if options.rules is not None:
         state = _with_rules(state, kind, options, _settings(assets, source))
     warnings = [*source.warnings, *state.warnings]
+    described = sorted(source.file_metadata.keys() - {"format"})
+    if described and (kind != "hf" or _changes_tensors(options)):
+        state = replace(state, file_metadata={})
+        warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
     state, tied, unlike_config = _with_ties(state, kind, source, assets, is_equal)
     warnings += unlike_config
     if options.quantize:
@@ -258,6 +262,11 @@ def _with_ties(
 
     twins, unsaid = left_out_by(source, state.views)
     return state.with_names_of(twins), {}, unsaid
+
+
+def _changes_tensors(options: ConvertOptions) -> bool:
+    """Whether the result's tensors are not those that the source's files describe."""
+    return any((options.dequantize, options.quantize, options.rules, options.merge))
 
 
 def _settings(assets: Assets, source: Source) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def diff(
             found += _compare(key[1], left[key], right[key], chosen, progress)
     if is_whole:
         found += _values(a, b)
+    if {a.kind, b.kind} <= {"hf", "safetensors"}:
+        found += _file_metadata(a, b)
     return tuple(found), len(left.keys() & right.keys())
 
 
@@ -130,6 +132,19 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
     _add_twins(a, left, right)
     _add_twins(b, right, left)
     return left, right
+
+
+def _file_metadata(a: Source, b: Source) -> Iterator[Difference]:
+    """What safetensors files say beside their tensors; without it, quantised ones may not load."""
+    left, right = ({k: v for k, v in s.file_metadata.items() if k != "format"} for s in (a, b))
+    for key in sorted({*left, *right}):
+        name = f"__metadata__ {key}"
+        if key not in left or key not in right:
+            yield Difference(
+                name, *(("only_a", f"only in {a.url}") if key in left else ("only_b", f"only in {b.url}"))
+            )
+        elif left[key] != right[key]:
+            yield Difference(name, "value", f"{left[key]!r:.60} and {right[key]!r:.60}")
 
 
 def _values(a: Source, b: Source) -> Iterator[Difference]:

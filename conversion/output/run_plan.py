@@ -208,7 +208,9 @@ class Execution:
         if is_new:
             self._start()
         try:
-            if is_new and self._store.in_order:  # new data appears at once: the old index must not vouch for it
+            if (
+                is_new and self._store.in_order
+            ):  # new data appears at once: the old index must not vouch for it
                 self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
             copier = Copier(

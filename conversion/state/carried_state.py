@@ -32,6 +32,7 @@ class CarriedState:
         is_model: names (of this state) that belong to the model.
         left_out: names of the source that are not in this state.
         warnings: what people must know of those.
+        file_metadata: what safetensors files of it say in ``__metadata__``.
     """
 
     views: Mapping[str, TensorView]
@@ -41,6 +42,7 @@ class CarriedState:
     is_model: frozenset[str]
     left_out: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
+    file_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
         """Where the entry sits in the nested state."""
@@ -171,7 +173,7 @@ def model_state(source: Source, prefix: str | None = None) -> CarriedState:
     )
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
-    return CarriedState(views, {}, {}, own, frozenset(views), left_out, warnings)
+    return CarriedState(views, {}, {}, own, frozenset(views), left_out, warnings, source.file_metadata)
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:

@@ -377,3 +377,29 @@ def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConversionError):
         convert(open_source(str(tmp_path / "two.pt")), str(tmp_path / "hf2"), "hf")
     assert not (tmp_path / "hf2").exists()
+
+
+def test_what_files_say_of_their_tensors_goes_along(tmp_path: Path) -> None:
+    """torchao describes its tensors in ``__metadata__``: cut into other files, all say what all said; `diff` sees a
+    loss; and what no longer holds, since tensors changed, is left out with a warning."""
+    (tmp_path / "hf").mkdir()
+    said = {"a": {"tensor_names": '["a"]', "a": '{"_type": "Int8Tensor"}'}, "b": {"tensor_names": '["b"]'}}
+    tensors = {name: torch.randn(40, 40) for name in said}
+    for name in said:
+        save_file(
+            {name: tensors[name]}, tmp_path / "hf" / f"{name}.safetensors", {"format": "pt", **said[name]}
+        )
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in said}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    source = open_source(str(tmp_path / "hf"))
+    convert(source, str(tmp_path / "out"), "hf", ConvertOptions(no_assets=True))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        found = file.metadata()
+    assert found == {"format": "pt", "tensor_names": '["a", "b"]', "a": '{"_type": "Int8Tensor"}'}
+    assert diff(source, open_source(str(tmp_path / "out"))) == ((), 2)
+
+    save_file(tensors, tmp_path / "bare.safetensors", {"format": "pt"})
+    differences, _ = diff(source, open_source(str(tmp_path / "bare.safetensors")))
+    assert {difference.kind for difference in differences} == {"only_a"} and len(differences) == 2
+    report = convert(source, str(tmp_path / "dcp"), "dcp")
+    assert report.warnings
