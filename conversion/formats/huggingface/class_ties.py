@@ -79,7 +79,8 @@ def _linear_modules(config: Mapping[str, Any], class_name: str) -> dict[str, boo
     except ImportError:
         return {}
     model_class: Any = getattr(transformers, class_name, None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+    is_class = isinstance(model_class, type)
+    if not (is_class and issubclass(model_class, transformers.PreTrainedModel)):
         return {}
     try:
         with torch.device("meta"):
