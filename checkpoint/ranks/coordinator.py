@@ -34,7 +34,7 @@ from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlik
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
-from vescale_fsdp.torch_private import default_store, timeout_of
+from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 
 __all__ = [
     "Agreement",
@@ -211,6 +211,21 @@ class Coordinator:
         """The same, and wait."""
         self.begin_exchange(outgoing, incoming)()
 
+    def decide(self, name: str, word: str) -> str:
+        """The first word that any rank has entered under a name, this one's if none has. Waits for no rank.
+
+        Raises:
+            CheckpointError: if the ranks' store cannot be reached.
+        """
+        return word
+
+    def forget(self, name: str) -> None:
+        """Drop what was decided under a name, once all ranks have read it."""
+
+    def new_name(self) -> str:
+        """A name for `decide` that is the same on all ranks, and new. A collective."""
+        return ""
+
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
         return [item]
@@ -246,6 +261,26 @@ class GroupCoordinator(Coordinator):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
+
+    def decide(self, name: str, word: str) -> str:
+        store = store_of(self.group)
+        try:
+            return store.compare_set(name, "", word).decode()
+        except RuntimeError as lost:
+            raise CheckpointError(
+                "The store of the ranks was lost as they decided.",
+                expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
+                got=f"{type(lost).__name__}: {lost}",
+                where=f"rank {self.rank}",
+                todo="compare what the ranks have before they go on",
+            ) from lost
+
+    def forget(self, name: str) -> None:
+        if self.rank == 0:
+            store_of(self.group).delete_key(name)
+
+    def new_name(self) -> str:
+        return f"{self._max([secrets.randbits(62)])[0]:016x}"
 
     def _max(self, values: list[int], first_doing: str | None = None) -> list[int]:
         """The largest of each value over all ranks.
