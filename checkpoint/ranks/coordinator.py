@@ -186,6 +186,10 @@ class Coordinator:
         all of them have begun. A collective."""
         return lambda: list(numbers)
 
+    def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """The same for the sum of each number over all ranks. A collective."""
+        return lambda: list(numbers)
+
     def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> Callable[[], None]:
@@ -357,9 +361,17 @@ class GroupCoordinator(Coordinator):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        return self._begin_reduction(numbers, dist.ReduceOp.MAX)
+
+    def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        return self._begin_reduction(numbers, dist.ReduceOp.SUM)
+
+    def _begin_reduction(
+        self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType
+    ) -> Callable[[], list[int]]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         with self._reaching("comparing numbers"):
-            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
 
         def arrive() -> list[int]:
