@@ -313,9 +313,7 @@ class GroupCoordinator(Coordinator):
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
         if not is_same(found[: len(arguments)]):
-            raise unlike(
-                self._documents(json.loads(json.dumps(dict(alike), default=repr)), "comparing arguments")
-            )
+            raise unlike(self._gathered(dict(alike), "comparing arguments"))
         return found[len(arguments) :]
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
