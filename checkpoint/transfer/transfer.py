@@ -357,9 +357,8 @@ class Transfer:
 
     def _decide(self, word: str) -> str:
         now, before = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
-        return self._coordinator.decide(
-            now, word, before
-        )  # all have read the one before: they have met since
+        # All ranks have read the one before: they have met since.
+        return self._coordinator.decide(now, word, before)
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
         """This rank's memories, checked against the descriptions."""

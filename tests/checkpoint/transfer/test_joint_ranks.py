@@ -141,7 +141,8 @@ def meets_often(folder: str) -> list[tuple[int, int]]:
 def test_a_meeting_leaves_nothing(tmp_path: Path) -> None:
     """Files and threads are as many after six meetings as after one."""
     for found in run_ranks(2, meets_often, str(tmp_path)):
-        assert max(found[1:]) <= (found[0][0] + 1, found[0][1] + 1) and len(found) == 6, found
+        files, threads = zip(*found, strict=True)
+        assert len(found) == 6 and max(files) <= files[0] + 1 and max(threads) <= threads[0] + 1, found
 
 
 def test_stores_that_are_signed() -> None:
