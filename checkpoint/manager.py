@@ -142,11 +142,7 @@ class CheckpointManager:
         self._schedule = SaveSchedule(rules, riding, self._known_metrics)
 
     def _check_root(self) -> None:
-        try:
-            is_read = bool(self.steps())
-        except PermissionError:
-            is_read = False
-        problem = self._root.check_root(is_read=is_read)
+        problem = self._root.check_root()
         if problem is not None and self._coordinator.rank == 0:
             warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
 

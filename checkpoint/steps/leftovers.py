@@ -37,13 +37,10 @@ def remove_leftovers(root: Storage, exports: str, older_than_s: float | None = N
     removed, names = [], []
     for step, is_committed in list_steps(root):
         names.append(name := step_name(step))
-        if (
-            not is_committed
-            and root.is_older(name, limit_s)
-            and remove_step(root, step, if_torn=True) is None
-        ):
-            if not root.list_folder(name):
-                removed.append(name)
+        if is_committed or not root.is_older(name, limit_s):
+            continue
+        if remove_step(root, step, if_torn=True) is None and not root.list_folder(name):
+            removed.append(name)
     for name in root.list_folder(exports):
         found = _UNFINISHED.fullmatch(name)
         folder = f"{exports}/{name}"

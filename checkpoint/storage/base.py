@@ -243,7 +243,7 @@ class Storage(ABC):
         """
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
-    def check_not_planted(self) -> None:
+    def check_not_planted(self) -> None:  # noqa: B027  only folders on disks can be
         """Verify that the folder, which has a predictable name, is no link and no other user's.
 
         Raises:
@@ -266,17 +266,14 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Remove a file, a link or a whole folder; nothing happens if there is none, or if it lies behind a link."""
 
-    def remove_empty(self, name: str) -> None:
+    def remove_empty(self, name: str) -> None:  # noqa: B027  object stores have no folders
         """Remove a folder that holds nothing; else nothing happens."""
 
-    def check_root(self, *, is_read: bool) -> str | None:
+    def check_root(self) -> str | None:
         """Verify that a run can be saved here, before it has trained. Writes nothing.
 
-        Args:
-            is_read: whether there is something to read, for which a folder that cannot be written to will do.
-
         Returns:
-            Why nothing can be written to a folder that can be read; else None.
+            Why nothing can be written to a folder that holds something to read; else None.
 
         Raises:
             CheckpointError: if it cannot be used, with the cure.

@@ -528,7 +528,7 @@ class LocalStorage(Storage):
             self.remove(name)
         return old
 
-    def check_root(self, *, is_read: bool) -> str | None:
+    def check_root(self) -> str | None:
         made = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
         problem = None
@@ -538,7 +538,7 @@ class LocalStorage(Storage):
             problem = f"{made}, which user {os.geteuid()} may not read"
         elif not os.access(made, os.W_OK | os.X_OK, **ids):
             problem = f"{made}, which user {os.geteuid()} may not write to"
-            if made == self.root and is_read:
+            if made == self.root and any(made.iterdir()):
                 return problem
         if problem is not None:
             raise bad_root(

@@ -330,15 +330,12 @@ class RemoteStorage(Storage):
     def sync_folder(self, name: str) -> None:
         """Nothing to do: an object is durable once it is there."""
 
-    def check_root(self, *, is_read: bool) -> str | None:
+    def check_root(self) -> str | None:
         bucket = self._root.lstrip("/").partition("/")[0]
         try:
-            self.list_folder("")
-            if not is_read and self.place[0] in _WITH_BUCKETS:
+            if not self.list_folder("") and self.place[0] in _WITH_BUCKETS:
                 self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
         except PermissionError as error:
-            if is_read:
-                raise bad_root(self.where, f"{error}", "give these credentials access to it") from error
             _log.info(
                 "%s may not be listed: %s", bucket, error
             )  # a prefix of it may be writable all the same

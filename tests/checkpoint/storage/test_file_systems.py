@@ -42,7 +42,7 @@ def _inject(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
 
 
 def _state(value: float) -> dict[str, Any]:
-    return {"w": torch.full((300,), value)}
+    return {"w": torch.full((300,), float(value))}
 
 
 def _value(path: Path) -> float:
