@@ -566,9 +566,13 @@ class LocalStorage(Storage):
                 return  # a forked child has closed it, see `_close_locked_files`
             _locked_files.discard(file)
             # A child that was forked while it was opened has a copy: closing ours would leave the lock to that one.
-            with contextlib.suppress(OSError):
+            try:
                 fcntl.flock(file, fcntl.LOCK_UN)
-            os.close(file)
+            except OSError as error:
+                if error.errno not in _NO_FLOCK:
+                    raise
+            finally:
+                os.close(file)
 
         with contextlib.ExitStack() as held:
             held.callback(close)
