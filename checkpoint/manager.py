@@ -33,6 +33,7 @@ from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
 from vescale_fsdp.checkpoint.step_search import StepSearch
+from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
 from vescale_fsdp.checkpoint.steps.retention import Retention
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
 from vescale_fsdp.checkpoint.steps.save_when import BestOf, EverySteps, SaveWhen, save_rules
@@ -80,6 +81,8 @@ class CheckpointManager:
 
     Raises:
         ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
+        CheckpointError: on all ranks, if one of them cannot use the root: no folder, no permission, no such bucket.
+            A root with steps that can only be read is a warning, since steps can be restored from it.
 
     Examples:
         >>> import torch
@@ -141,6 +144,9 @@ class CheckpointManager:
         self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
         copies = ram is not None and ram.replicas > 0
         self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
+        with self._coordinator.together(f"looking at {self._root.where}", "nothing was written"):
+            self._check_root()
+        self._is_swept = False
         self._async = AsyncSaver(self._behind) if async_ else None
         self._handle: SaveHandle | None = None
         riding = coordinator_for(process_group, use="schedule")
@@ -155,6 +161,43 @@ class CheckpointManager:
         """Close; an error of the block is raised before one of a save, which is then a note of it."""
         with noting(error):
             self.close()
+
+    def _check_root(self) -> None:
+        problem = self._root.check_root()
+        if problem is not None and self._coordinator.rank == 0:
+            warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
+
+    def clean(self, *, older_than_s: float | None = None) -> list[str]:
+        """Remove what killed jobs have left under the root; a collective. The first save to disk does so too.
+
+        Torn steps, unfinished exports, temporary files, and open S3 uploads. What another job holds locked stays.
+
+        Args:
+            older_than_s: what has changed within so many seconds stays. Default: a minute, and a day on object stores,
+                which have no locks. Pass 0 only if no other job saves under this root.
+
+        Returns:
+            Names of what was removed, the same on all ranks.
+        """
+        self._wait_together()
+        removed: list[str] = []
+        with self._coordinator.together(f"cleaning {self._root.where}", alike={"older_than_s": older_than_s}):
+            if self._coordinator.rank == 0:
+                removed = remove_leftovers(self._root, _EXPORTS, older_than_s)
+        return self._coordinator.everyone(removed)[0]
+
+    def _sweep(self) -> None:
+        """Once, before this manager writes for the first time; what cannot be removed does not stop a save."""
+        if self._is_swept:
+            return
+        self._is_swept = True
+        with self._coordinator.together(f"cleaning {self._root.where}"):
+            if self._coordinator.rank == 0:
+                try:
+                    remove_leftovers(self._root, _EXPORTS)
+                except Exception as error:  # noqa: BLE001  nothing that was committed depends on it
+                    problem = f"{type(error).__name__}: {error}"
+                    warnings.warn(f"leftovers under {self._root.where} stay: {problem}", stacklevel=3)
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; torn ones are not among them."""
@@ -278,6 +321,7 @@ class CheckpointManager:
         targets = self._targets(decision)
         if not targets:
             return None
+        self._sweep()
         self._save_to(targets, decision, state, user, save_id)
         if decision.is_due:
             self._schedule.saved(decision)

@@ -55,7 +55,8 @@ class RamTier:
             their memory file systems, and keep each other's copies in cliques of ``replicas + 1``.
         mesh: one dimension of a mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``;
             neighbours along it lie on different nodes.
-        folder: a memory file system.
+        folder: a memory file system. Steps lie in a folder of it that only this user can enter; one that another user
+            may have made is refused by every method that looks into it.
 
     Raises:
         ValueError: if a limit is too low, the name is not a plain file name, or the mesh has several dimensions.
@@ -93,7 +94,7 @@ class RamTier:
         self._keep_last = keep_last
         self._mesh = mesh
         self._folder = Path(folder)
-        self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False)
+        self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
         self._leads_node: bool | None = None  # whether this rank is its node's first; not known before a save

@@ -95,22 +95,35 @@ def retire(root: Storage, choose: Callable[[list[StepFolder]], list[int]]) -> No
         )
 
 
-def remove_step(root: Storage, step: int) -> str | None:
-    """Remove a step, manifest first: a crash in between leaves a torn step and no damaged one. What is left, if any."""
+def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | None:
+    """Remove a step that no other job is writing, manifest first: a crash in between leaves a torn step.
+
+    Args:
+        if_torn: nothing happens if it is committed by now.
+
+    Returns:
+        What is left, and why; None if nothing is.
+    """
     name = step_name(step)
     manifest = f"{name}/{MANIFEST_NAME}"
     try:
         if root.is_link(name):  # what lies behind it belongs to somebody else
             root.remove(name)
             return None
-        root.remove(manifest)
-        # Some stores refuse without an error; a manifest must never outlive its data.
-        if root.exists(manifest):
-            return f"{manifest} is still there"
-        root.remove(name)
+        with root.child(name).lock():
+            if if_torn and root.exists(manifest):
+                return None
+            root.remove(manifest)
+            # Some stores refuse without an error; a manifest must never outlive its data.
+            if root.exists(manifest):
+                return f"{manifest} is still there"
+            root.remove(name)
+        root.remove_empty(name)  # NFS keeps the name of a lock file until it is closed
         rest = [
             left for left in root.list_folder(name) if root.exists(f"{name}/{left}")
         ]  # some stores list late
+    except BlockingIOError as busy:
+        return f"{name} is being written by another job: {busy}"
     except Exception as error:  # noqa: BLE001  the next step may still be removable
         return f"{name}: {type(error).__name__}: {error}"
     return f"{name} still holds {', '.join(rest[:4])}" if rest else None

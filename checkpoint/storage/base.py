@@ -23,7 +23,7 @@ from io import UnsupportedOperation
 from typing import Any, NamedTuple, TypeVar
 
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
-from vescale_fsdp.errors import CorruptCheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
     "Buffer",
@@ -34,6 +34,7 @@ __all__ = [
     "StagedFile",
     "Storage",
     "StoragePath",
+    "bad_root",
     "reading_source",
 ]
 
@@ -53,6 +54,17 @@ class FileInfo(NamedTuple):
 
     size_bytes: int
     stamp: str
+
+
+def bad_root(where: str, problem: str, cure: str) -> CheckpointError:
+    """A root that a run cannot be saved under."""
+    return CheckpointError(
+        "The root of a run cannot be used.",
+        expected="a folder, or a prefix of an object store, to read and write",
+        got=problem,
+        where=where,
+        todo=f"{cure}, or pass another root",
+    )
 
 
 class SourceError(Exception):
@@ -156,6 +168,9 @@ class Storage(ABC):
     read_threads: int = 4  # of what is at hand, or all that there may be
     far_read_threads: int = 4  # of what is not: some wait while others work
     is_shared: bool = False  # whether all ranks read it over a network
+    abandoned_after_s: float = (
+        60.0  # what a job without a lock here has not touched for so long is not in use
+    )
     visible_is_durable: bool = False  # whether what can be read is proof against a loss of power
     folders: MadeFolders = MadeFolders()  # those made for its files
 
@@ -228,6 +243,13 @@ class Storage(ABC):
         """
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
+    def check_not_planted(self) -> None:  # noqa: B027  only folders on disks can be
+        """Verify that the folder, which has a predictable name, is no link and no other user's.
+
+        Raises:
+            CheckpointError: if it is.
+        """
+
     def is_link(self, name: str) -> bool:
         """Whether a folder is a link to one that lies elsewhere."""
         return False
@@ -243,6 +265,36 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file, a link or a whole folder; nothing happens if there is none, or if it lies behind a link."""
+
+    def remove_empty(self, name: str) -> None:  # noqa: B027  object stores have no folders
+        """Remove a folder that holds nothing; else nothing happens."""
+
+    def check_root(self) -> str | None:
+        """Verify that a run can be saved here, before it has trained. Writes nothing.
+
+        Returns:
+            Why nothing can be written to a folder that holds something to read; else None.
+
+        Raises:
+            CheckpointError: if it cannot be used, with the cure.
+        """
+        return None
+
+    def is_older(self, name: str, seconds: float) -> bool:
+        """Whether nothing in a folder, or of a file, has changed for so long; False where that is not known."""
+        return False
+
+    def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
+        """Remove temporary files, and uploads, that processes which were killed have left.
+
+        Args:
+            folders: where files are looked for, "" for this one; uploads everywhere inside of it.
+            older_than_s: younger ones may be in use.
+
+        Returns:
+            Names of what was removed.
+        """
+        return []
 
     @property
     @abstractmethod

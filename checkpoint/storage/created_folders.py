@@ -22,7 +22,7 @@ class MadeFolders:
         sync: makes the names in a folder durable.
     """
 
-    def __init__(self, root: Path | None = None, sync: Callable[[Path], None] = lambda _: None) -> None:
+    def __init__(self, root: Path | None = None, sync: Callable[[Path], object] = lambda _: None) -> None:
         self._root, self._sync = root, sync
         self._made: set[Path] = set()
 

@@ -18,9 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["move_over"]
+__all__ = ["move_over", "rename_unless_there"]
 
 _AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _CANNOT = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 
@@ -35,12 +36,12 @@ def _renameat2() -> Callable[..., Any] | None:
     return found  # type: ignore[no-any-return]
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names; False where the file system cannot."""
+def _renamed(one: Path, other: Path, flags: int) -> bool:
+    """Rename with flags; False where the file system cannot."""
     call = _renameat2()
     if call is None:
         return False
-    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), flags) == 0:
         return True
     code = ctypes.get_errno()
     if code in _CANNOT:
@@ -48,12 +49,24 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), os.fspath(other))
 
 
+def rename_unless_there(new: Path, target: Path) -> None:
+    """Give a file a name that no file has. Where that is not one call, the folder's lock keeps others out.
+
+    Raises:
+        FileExistsError: if there is one.
+    """
+    if not _renamed(new, target, _RENAME_NOREPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target))
+        os.rename(new, target)
+
+
 def move_over(new: Path, target: Path) -> None:
     """Give a folder another one's name; what had it lies under ``new`` then, or is gone."""
     aside = target.with_name(f".{target.name}.before")
     if not target.exists():
         os.rename(new, target)
-    elif not _exchange(new, target):
+    elif not _renamed(new, target, _RENAME_EXCHANGE):
         os.rename(target, aside)
         try:
             os.rename(new, target)

@@ -12,25 +12,37 @@ import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from vescale_fsdp.checkpoint.storage.base import Buffer, FileInfo, FileReader, FileWriter, Storage
+from vescale_fsdp.checkpoint.storage.base import (
+    Buffer,
+    FileInfo,
+    FileReader,
+    FileWriter,
+    Storage,
+    bad_root,
+)
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
-from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
+from vescale_fsdp.checkpoint.storage.file_system import FileSystemProbe, probe_name, sync_names
+from vescale_fsdp.checkpoint.storage.folder_exchange import move_over, rename_unless_there
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
 from vescale_fsdp.checkpoint.storage.page_cache import is_cached
 from vescale_fsdp.checkpoint.storage.preallocate import reserve
+from vescale_fsdp.checkpoint.storage.private_folder import check_not_planted, make_private
 
 __all__ = ["LOCK_NAMES", "LocalStorage"]
 
-_MAKE = os.O_CREAT | os.O_EXCL
+_APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+_MAKE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)
 _MAX_OPEN_FILES = 96  # of more files than this the rest are opened again for every read
 _slots = threading.Semaphore(_MAX_OPEN_FILES)
 _LOCK_NAME = ".lock"
+_TEMPORARY = ".tmp"
 LOCK_NAMES = (_LOCK_NAME, LOCK_FILE_NAME)  # what locks leave in a folder
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -39,7 +51,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _NETWORK_FILE_SYSTEMS = {
     *(
         "nfs",
@@ -58,8 +70,19 @@ _NETWORK_FILE_SYSTEMS = {
     ),
     *("fuse.glusterfs", "fuse.juicefs", "fuse.ceph", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.weka"),
 }
+_locked_files: set[int] = set()  # numbers of open files that hold a lock
 _log = logging.getLogger(__name__)
 _MADV_POPULATE_READ = 22  # Linux 5.14; without a name in Python's mmap
+
+
+def _close_locked_files() -> None:
+    """In a forked child: a lock is its process's alone, and a child that outlives it must not keep the lock."""
+    while _locked_files:
+        with contextlib.suppress(OSError):
+            os.close(_locked_files.pop())
+
+
+os.register_at_fork(after_in_child=_close_locked_files)
 
 
 class _LocalWriter(FileWriter):
@@ -78,11 +101,12 @@ class _LocalWriter(FileWriter):
         *,
         size_bytes: int | None = None,
         is_new: bool = True,
+        mode: int = 0o666,
     ) -> None:
         self._path = path
         self._durable = durable
         self._is_new = is_new
-        self._file = os.open(path, (_MAKE if is_new else 0) | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, (_MAKE if is_new else os.O_NOFOLLOW) | os.O_WRONLY | os.O_CLOEXEC, mode)
         try:
             with _named_errors(path):
                 reserve(self._file, reserved_bytes)
@@ -257,19 +281,6 @@ def _is_still(file: int, path: Path) -> bool:
     return path.exists() and os.path.samestat(os.fstat(file), path.stat())
 
 
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    try:
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder that one may make entries in and not list
-        os.sync()
-        return
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def _file_system_of(folder: Path) -> str:
     """Name of the file system that a folder lies in; "" where the system does not tell."""
     try:
@@ -298,6 +309,7 @@ class LocalStorage(Storage):
             goes while a save is in flight.
         durable: False leaves out every fsync, for file systems in memory.
         neighbours: ranks that share the cores with this one; torchrun knows better.
+        private: only this user may read it, and it is trusted only if nobody else can have made it: see `make_private`.
         whole_files: files are read and written from end to end, by few processes: those that are read stay open,
             and blocks are asked for before the bytes come.
     """
@@ -309,9 +321,12 @@ class LocalStorage(Storage):
         durable: bool = True,
         neighbours: int = 1,
         whole_files: bool = False,
+        private: bool = False,
     ) -> None:
         self.root = Path(root).absolute()
-        self.folders = MadeFolders(self.root, _sync if durable else lambda _: None)
+        self.folders = MadeFolders(self.root, sync_names if durable else lambda _: None)
+        self._private = self.root if private else None
+        self._probe = FileSystemProbe()
         self._like_this = partial(
             LocalStorage, durable=durable, neighbours=neighbours, whole_files=whole_files
         )
@@ -331,20 +346,37 @@ class LocalStorage(Storage):
         return _file_system_of(self.root) in _NETWORK_FILE_SYSTEMS
 
     def child(self, name: str) -> LocalStorage:
-        return self._like_this(self.root / name)
+        found = self._like_this(self.root / name)
+        found._private, found._probe = self._private, self._probe
+        return found
+
+    def _at(self, name: str) -> Path:
+        """The path of a file; of a private storage, once its folder is known to be."""
+        if self._private is not None:
+            make_private(self._private)
+        return self.root / name
+
+    @property
+    def _mode(self) -> int:
+        """Of new files, less what the process's umask takes away."""
+        return 0o666 if self._private is None else 0o600
 
     def create(self, name: str, size_bytes: int) -> FileWriter:
-        path, reserved_bytes = self.root / name, size_bytes if self._whole_files else 0
-        return self.folders.using(path.parent, lambda: _LocalWriter(path, self._durable, reserved_bytes))
+        path, reserved_bytes = self._at(name), size_bytes if self._whole_files else 0
+        return self.folders.using(
+            path.parent, lambda: _LocalWriter(path, self._durable, reserved_bytes, mode=self._mode)
+        )
 
     def lay_out(self, name: str, size_bytes: int) -> FileWriter:
-        path = self.root / name
+        path = self._at(name)
         return self.folders.using(
-            path.parent, lambda: _LocalWriter(path, self._durable, size_bytes, size_bytes=size_bytes)
+            path.parent,
+            lambda: _LocalWriter(path, self._durable, size_bytes, size_bytes=size_bytes, mode=self._mode),
         )
 
     def join(self, name: str) -> FileWriter:
-        return _LocalWriter(self.root / name, self._durable, is_new=False)
+        check_not_planted(path := self._at(name))
+        return _LocalWriter(path, self._durable, is_new=False)
 
     def beside(self, name: str) -> LocalStorage:
         return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
@@ -356,15 +388,16 @@ class LocalStorage(Storage):
         other.remove("")
 
     def open_file(self, name: str) -> FileReader:
+        path = self._at(name)
         if not self._whole_files:
-            return _LocalReader(self.root / name, lasting=False)
-        found = self._held.get(name) or _LocalReader(self.root / name, lasting=True)
+            return _LocalReader(path, lasting=False)
+        found = self._held.get(name) or _LocalReader(path, lasting=True)
         if len(self._held) < _MAX_OPEN_FILES:
             self._held[name] = found
         return found
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
-        path = self.root / name
+        path = self._at(name)
         _size_of_file(path)
         with open(path, "rb") as file:
             data = file.read(limit_bytes + 1)
@@ -373,35 +406,53 @@ class LocalStorage(Storage):
         return data
 
     def commit(self, name: str, data: bytes, *, replace: bool) -> None:
-        path = self.root / name
+        path = self._at(name)
         if path.exists() and not (path.is_file() or path.is_dir()):  # a rename would put a file in its place
             raise FileExistsError(errno.EEXIST, "a device or a pipe is there", str(path))
         self.folders.make(path.parent)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        known = self._probe.of(path.parent, durable=self._durable)
+        if not known.renames:
+            if replace:
+                path.unlink(missing_ok=True)
+            self._write_new(path, data)
+            self.sync_folder("")
+            return
+        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{_TEMPORARY}")
         try:
-            with _named_errors(path), open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                if self._durable:
-                    os.fsync(file.fileno())
+            self._write_new(temporary, data)
             if replace:
                 os.replace(temporary, path)
-            else:
+            elif known.links:
                 os.link(temporary, path)  # unlike rename, refuses to replace
+            else:
+                rename_unless_there(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
         self.sync_folder("")
 
+    def _write_new(self, path: Path, data: bytes) -> None:
+        """Write a file that must not be there yet, durably; a link is never followed."""
+        with _named_errors(path):
+            number = os.open(path, _MAKE | os.O_WRONLY | os.O_CLOEXEC, self._mode)
+            with open(number, "wb") as file:
+                file.write(data)
+                file.flush()
+                if self._durable:
+                    os.fsync(number)
+
     def exists(self, name: str) -> bool:
-        return (self.root / name).exists()
+        return self._at(name).exists()
+
+    def check_not_planted(self) -> None:
+        check_not_planted(self.root)
 
     def is_link(self, name: str) -> bool:
         return (self.root / name).is_symlink()
 
     def list_folder(self, name: str) -> list[str]:
         try:
-            return sorted(entry.name for entry in (self.root / name).iterdir())
+            return sorted(entry.name for entry in self._at(name).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -421,8 +472,13 @@ class LocalStorage(Storage):
         return FileInfo(found.st_size, f"{found.st_size} {found.st_mtime_ns}")
 
     def append(self, name: str, data: bytes) -> None:
-        path = self.root / name
-        with _named_errors(path), self.folders.using(path.parent, lambda: path.open("ab")) as file:
+        path = self._at(name)
+        check_not_planted(path)
+
+        def opened() -> int:
+            return os.open(path, _APPEND, self._mode)
+
+        with _named_errors(path), open(self.folders.using(path.parent, opened), "ab") as file:
             file.write(data)
 
     def rename(self, old: str, new: str) -> None:
@@ -435,10 +491,10 @@ class LocalStorage(Storage):
     def sync_folder(self, name: str) -> None:
         if not self._durable:
             return
-        _sync(self.root / name)
+        sync_names(self.root / name)
         if not name:
             # Also where an attempt that was killed had made the folder. Whoever made it may have gone on at once.
-            _sync(self.root.parent)
+            sync_names(self.root.parent)
 
     def remove(self, name: str) -> None:
         path = self.root / name
@@ -460,26 +516,83 @@ class LocalStorage(Storage):
             return None
         return found.f_bavail * found.f_frsize if found.f_blocks else None
 
+    def remove_empty(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.root / name).rmdir()
+
+    def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
+        found = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.list_folder(folder)]
+        temporary = [name for name in found if _is_temporary(name.rpartition("/")[2])]
+        old = [name for name in temporary if self.is_older(name, older_than_s)]
+        for name in old:
+            self.remove(name)
+        return old
+
+    def check_root(self) -> str | None:
+        made = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
+        ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
+        problem = None
+        if not os.path.isdir(made):
+            problem = f"{made}, which is no folder"
+        elif made == self.root and not os.access(made, os.R_OK | os.X_OK, **ids):
+            problem = f"{made}, which user {os.geteuid()} may not read"
+        elif not os.access(made, os.W_OK | os.X_OK, **ids):
+            problem = f"{made}, which user {os.geteuid()} may not write to"
+            if made == self.root and any(made.iterdir()):
+                return problem
+        if problem is not None:
+            raise bad_root(
+                self.where, problem, "let that user write to it (chown, chmod), mount it for writing"
+            )
+        return None
+
+    def is_older(self, name: str, seconds: float) -> bool:
+        path = self._at(name)
+        try:
+            newest_s = max(at.lstat().st_mtime for at in (path, *path.rglob("*")))
+        except FileNotFoundError:  # another process is at work there
+            return False
+        return time.time() - newest_s > seconds or seconds <= 0
+
     @contextmanager
     def lock(self) -> Iterator[None]:
-        self.folders.make(self.root)
-        file = os.open(self.root / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        owner, path = os.getpid(), self._at(_LOCK_NAME)
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = self.folders.using(self.root, lambda: os.open(path, flags, self._mode))
+        _locked_files.add(file)
+
+        def close() -> None:
+            if os.getpid() != owner:
+                return  # a forked child has closed it, see `_close_locked_files`
+            _locked_files.discard(file)
+            # A child that was forked while it was opened has a copy: closing ours would leave the lock to that one.
+            try:
+                fcntl.flock(file, fcntl.LOCK_UN)
+            except OSError as error:
+                if error.errno not in _NO_FLOCK:
+                    raise
+            finally:
+                os.close(file)
+
         with contextlib.ExitStack() as held:
-            held.callback(os.close, file)
+            held.callback(close)
+            has_flock = True
             try:
                 # The kernel gives the lock back when its owner dies, so a crash leaves nothing to clear up.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in _NO_FLOCK:
                     raise
-                _log.warning(
-                    "%s has no flock (%s): %s keeps other jobs out instead. A job that is killed on another host "
-                    "leaves it behind: remove it then",
-                    self.root,
-                    error.strerror,
-                    self.root / LOCK_FILE_NAME,
-                )
+                has_flock = False
+            if not has_flock:
                 held.enter_context(held_by_file(self.root))
-            if not _is_still(file, self.root / _LOCK_NAME):
+            if not _is_still(file, path):
                 raise BlockingIOError(errno.EWOULDBLOCK, "its folder was renamed by the process that held it")
+            self._probe.of(self.root, durable=self._durable, flock=has_flock)
             yield
+
+
+def _is_temporary(name: str) -> bool:
+    """Whether a file is used for a moment only: one that is old was left by a process that was killed."""
+    is_draft = name.startswith(f"{LOCK_FILE_NAME}.")
+    return is_draft or probe_name(name) or (name.startswith(".") and name.endswith(_TEMPORARY))

@@ -1,9 +1,10 @@
 """A lock made of a file's existence, for file systems that have no `flock` (Lustre and NFS as they are often mounted).
 
-    .lock-owner    {"host": "node17", "pid": 4711, "boot": "..", "started": ".."}, made only if there is none
+    .lock-owner    {"host": "node17", "pid": 4711, .., "lease_s": 120}, made only if there is none
 
-The kernel does not clear it away when its owner dies. An owner on this host that is gone is told by its pid and its
-start, and its file is taken; of one on another host nothing can be known, so the error names the file to remove.
+The kernel does not remove it when its owner dies. An owner of this boot and PID namespace is looked up by its pid and
+start time. Any other owner has a lease: it touches the file several times per lease, so a file that nobody has touched
+for longer belongs to a process that is gone. Ages are differences of two times of the file system's own clock.
 """
 
 from __future__ import annotations
@@ -11,14 +12,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LOCK_FILE_NAME", "held_by_file"]
+__all__ = ["LOCK_FILE_NAME", "NO_LINKS", "held_by_file"]
 
 LOCK_FILE_NAME = ".lock-owner"
+NO_LINKS = (
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EXDEV,
+    errno.EMLINK,
+    errno.EINVAL,
+)
+_LEASE_S = 120.0
+_RENEWALS = 8  # per lease
+_LIMIT_BYTES = 1 << 12  # 4 KiB
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -28,76 +45,165 @@ def held_by_file(folder: Path) -> Iterator[None]:
     Raises:
         BlockingIOError: if another process holds it, or may hold it.
     """
-    path = folder / LOCK_FILE_NAME
-    mine = json.dumps(_identity(os.getpid()))
+    path, owner = folder / LOCK_FILE_NAME, os.getpid()
+    mine = json.dumps({**_identity(owner), "lease_s": _LEASE_S, "lock": os.urandom(8).hex()})
     if not _made(path, mine):
         _clear_stale(path)
         if not _made(path, mine):
             raise _busy(path)
+    released = threading.Event()
+    renewing = threading.Thread(
+        target=_renew, args=(path, mine, released), name="checkpoint-lock", daemon=True
+    )
+    renewing.start()
     try:
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):  # a person may have removed it, as the error says
-            path.unlink()
+        if os.getpid() == owner:  # a forked child owns nothing
+            released.set()
+            renewing.join()
+            # Another process may have taken it when the lease was over, or a person may have removed it.
+            with contextlib.suppress(FileNotFoundError):
+                if _read(path) == mine:
+                    path.unlink()
+
+
+def _renew(path: Path, mine: str, released: threading.Event) -> None:
+    """Touch the lock file until it is released."""
+    while not released.wait(_LEASE_S / _RENEWALS):
+        try:
+            if _read(path) != mine:
+                _log.error("%s was taken by another process: %s", path, _read(path))
+                return
+            os.utime(path)
+        except OSError as error:  # the next touch may succeed within the lease
+            _log.warning("%s could not be renewed: %s", path, error)
 
 
 def _identity(pid: int) -> dict[str, str | int]:
-    """What tells a process from all others, also from a later one of the same number."""
+    """What identifies a process among those of all hosts, also after its number is used again."""
+    return {
+        "host": os.uname().nodename,
+        "pid": pid,
+        "boot": _boot(),
+        "pid_namespace": _pid_namespace(),
+        "started": _start_of(pid),
+    }
+
+
+def _boot() -> str:
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except FileNotFoundError:  # no such process, or a system that does not say
-        started = boot = ""
-    return {"host": os.uname().nodename, "pid": pid, "boot": boot, "started": started}
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except FileNotFoundError:  # not Linux
+        return ""
+
+
+def _pid_namespace() -> str:
+    """Containers of one host may see different processes under one number."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str:
+    """When a process started; empty if there is none, or the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _made(path: Path, text: str) -> bool:
-    """Whether the file could be made, with its text: under another name first, so that nobody reads half of it."""
+    """Whether the file could be made. With hard links it appears with its text; else a reader may see it empty."""
     draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-    draft.write_text(text)
+    _write_new(draft, text)
     try:
         os.link(draft, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        try:
+            _write_new(path, text)
+        except FileExistsError:
+            return False
     finally:
         draft.unlink()
     return True
 
 
+def _write_new(path: Path, text: str) -> None:
+    with open(os.open(path, _NEW, 0o666), "w") as file:
+        file.write(text)
+
+
+def _read(path: Path) -> str:
+    """The text of a lock file, which must not be a link.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(file, errors="replace") as text:
+        return text.read(_LIMIT_BYTES)
+
+
 def _clear_stale(path: Path) -> None:
-    """Remove the file if whoever made it ran on this host and is gone."""
+    """Remove the file if its owner has ended, or its lease has."""
+    clock = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     try:
-        text = path.read_text()
+        text = _read(path)
+        _write_new(clock, "")
+        age_s = clock.stat().st_mtime - path.stat().st_mtime
     except FileNotFoundError:
         return
-    if not _is_stale(text):
+    finally:
+        clock.unlink(missing_ok=True)
+    if not _is_stale(text, age_s):
         return
     taken = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         os.rename(path, taken)
-        if taken.read_text() != text:  # ... and holds the folder by now: give its file back
+        if _read(taken) != text:  # ... and holds the folder by now: give its file back
             with contextlib.suppress(FileExistsError):
                 os.link(taken, path)
         taken.unlink()
 
 
-def _is_stale(text: str) -> bool:
+def _is_stale(text: str, age_s: float) -> bool:
     try:
         owner = json.loads(text)
-        pid = int(owner["pid"])
-        here = owner["host"] == os.uname().nodename
+        pid, lease_s = int(owner["pid"]), float(owner["lease_s"])
+        is_here = bool(owner["boot"]) and (owner["boot"], owner["pid_namespace"]) == (
+            _boot(),
+            _pid_namespace(),
+        )
+        started = owner["started"]
     except (ValueError, KeyError, TypeError):
-        return False  # not ours to judge
-    return here and owner != _identity(pid)
+        return _is_stale_without_lease(text, age_s)
+    return age_s > lease_s or (is_here and started != _start_of(pid))
+
+
+def _is_stale_without_lease(text: str, age_s: float) -> bool:
+    """Of a file that an older version made, whose owner does not touch it, or that was never filled."""
+    try:
+        owner = json.loads(text)
+        pid, is_here = int(owner["pid"]), owner["host"] == os.uname().nodename
+        before = {name: owner.get(name) for name in ("boot", "started")}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return not text and age_s > _LEASE_S
+    return is_here and before != {"boot": _boot(), "started": _start_of(pid)}
 
 
 def _busy(path: Path) -> BlockingIOError:
     try:
-        owner = path.read_text()
+        owner = _read(path)
     except FileNotFoundError:
         owner = "a process that has ended meanwhile"
     return BlockingIOError(
         errno.EWOULDBLOCK,
-        f"held by {owner}; if that process is gone, remove the file",
+        f"held by {owner}; {_LEASE_S:g} s after that process has ended, it is free again",
         str(path),
     )

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileWriter,
     SourceError,
     Storage,
+    bad_root,
 )
 from vescale_fsdp.checkpoint.storage.multipart import PART_BYTES, MultipartWriter
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
@@ -52,6 +54,7 @@ _PASSING = {
     "http.client.HTTPException",
     "urllib3.exceptions.HTTPError",
 }
+_WITH_BUCKETS = ("s3", "gs", "gcs", "az", "abfs")
 _PASSING_CODES = (
     "SlowDown",
     "RequestTimeout",
@@ -60,6 +63,14 @@ _PASSING_CODES = (
     "ServiceUnavailable",
     "Throttling",
 )
+
+
+def _aware(time: datetime) -> datetime:
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _age_s(time: datetime) -> float:
+    return (datetime.now(UTC) - time).total_seconds()
 
 
 def _may_pass(error: Exception) -> bool:
@@ -183,6 +194,7 @@ class RemoteStorage(Storage):
     in_order = True
     is_shared = visible_is_durable = True
     max_gap_bytes = 1 << 20  # 1 MiB: less than a request's latency costs
+    abandoned_after_s = 86_400.0  # a day: there are no locks here
     write_threads = 1
     read_threads = far_read_threads = 8
 
@@ -317,6 +329,50 @@ class RemoteStorage(Storage):
 
     def sync_folder(self, name: str) -> None:
         """Nothing to do: an object is durable once it is there."""
+
+    def check_root(self) -> str | None:
+        bucket = self._root.lstrip("/").partition("/")[0]
+        try:
+            if not self.list_folder("") and self.place[0] in _WITH_BUCKETS:
+                self.retrying(lambda: self.filesystem.ls(bucket, detail=False))
+        except PermissionError as error:
+            _log.info(
+                "%s may not be listed: %s", bucket, error
+            )  # a prefix of it may be writable all the same
+        except FileNotFoundError as error:
+            raise bad_root(self.where, f"no bucket {bucket!r}", "make the bucket") from error
+        return None
+
+    def is_older(self, name: str, seconds: float) -> bool:
+        self.filesystem.invalidate_cache()
+        found = self.retrying(lambda: self.filesystem.find(self._path(name), detail=True))
+        times = [
+            info.get(key)
+            for info in found.values()
+            for key in ("LastModified", "mtime", "updated", "created")
+        ]
+        known = [time for time in times if isinstance(time, datetime)]
+        return seconds <= 0 or (bool(known) and _age_s(max(map(_aware, known))) > seconds)
+
+    def remove_abandoned(self, folders: Sequence[str], older_than_s: float) -> list[str]:
+        """Open uploads of S3; Google and Azure forget theirs within a week."""
+        if self.place[0] != "s3":
+            return []
+        bucket, prefix, _ = self.filesystem.split_path(f"{self._root}/")
+        asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
+        removed: list[str] = []
+        while True:
+            answer = self.retrying(lambda: self.filesystem.call_s3("list_multipart_uploads", **asked))
+            for upload in answer.get("Uploads", ()):
+                if older_than_s > 0 and _age_s(_aware(upload["Initiated"])) <= older_than_s:
+                    continue
+                target = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self.retrying(partial(self.filesystem.call_s3, "abort_multipart_upload", **target))
+                removed.append(upload["Key"].removeprefix(prefix))
+            if not answer.get("IsTruncated"):
+                return removed
+            asked["KeyMarker"] = answer["NextKeyMarker"]
+            asked["UploadIdMarker"] = answer["NextUploadIdMarker"]
 
     def remove(self, name: str) -> None:
         self.filesystem.invalidate_cache()

@@ -50,6 +50,7 @@ class WrittenFolder:
     def claim(self, held: ExitStack, *, overwrite: bool) -> None:
         """Refuse a folder that must not be replaced, then keep other jobs out."""
         self._prove_free(overwrite)
+        self.working.check_not_planted()
         with told_if_busy(self.final):
             held.enter_context(self.working.lock())
         self._prove_free(overwrite)  # another job may have been at work

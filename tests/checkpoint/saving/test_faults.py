@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -336,7 +338,7 @@ def test_everything_is_durable_before_the_commit(tmp_path: Path, monkeypatch: py
     fsync, link, replace = os.fsync, os.link, os.replace
 
     def name_of(path: str | os.PathLike[str]) -> str:
-        name = Path(path).name
+        name = re.sub(r"(\.json)\.[0-9a-f]{16}", r"\1", Path(path).name)  # temporary names are random
         return "data folder" if name.startswith("data-") else "root" if name == "c" else name
 
     def watched_fsync(file: int) -> None:
@@ -344,11 +346,13 @@ def test_everything_is_durable_before_the_commit(tmp_path: Path, monkeypatch: py
         events.append(f"sync {name_of(os.readlink(f'/proc/self/fd/{file}'))}")
 
     def watched_link(source: Path, target: Path) -> None:
-        events.append(f"publish {name_of(target)}")
+        if not source.name.startswith(".probe-"):
+            events.append(f"publish {name_of(target)}")
         link(source, target)
 
     def watched_replace(source: Path, target: Path) -> None:
-        events.append(f"publish {name_of(target)}")
+        if not source.name.startswith(".probe-"):
+            events.append(f"publish {name_of(target)}")
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
@@ -357,15 +361,17 @@ def test_everything_is_durable_before_the_commit(tmp_path: Path, monkeypatch: py
     for overwrite in (False, True):
         events.clear()
         save(tmp_path / "runs" / "run" / "c", _state(1.0), overwrite=overwrite)
-        new_folders = [f"sync {tmp_path.name}", "sync runs", "sync run"]
-        assert sorted(events[: len(events) - 9]) == ([] if overwrite else sorted(new_folders))
+        new_folders = [] if overwrite else [f"sync {tmp_path.name}", "sync runs", "sync run"]
+        assert sorted(events[:-9]) == sorted(
+            [*new_folders, "sync root"]
+        )  # the last asks whether that is possible
         assert events[-9:] == [
             "sync root",
             "sync 00000-of-00001.safetensors",
             "sync data folder",
             "sync root",
             "sync run",
-            f"sync .manifest.json.{os.getpid()}.tmp",
+            "sync .manifest.json.tmp",
             "publish manifest.json",
             "sync root",
             "sync run",
@@ -428,6 +434,7 @@ def test_a_file_system_without_flock(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file holds the folder instead: against another job, and not beyond the life of its owner."""
+    caplog.set_level(logging.INFO)
 
     def no_flock(file: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -436,7 +443,7 @@ def test_a_file_system_without_flock(
     path = tmp_path / "c"
     lock = path / LOCK_FILE_NAME
     save(path, _state(1.0))
-    assert "has no flock" in caplog.text and not lock.exists()
+    assert "no flock" in caplog.text and not lock.exists()
 
     with LocalStorage(path).lock():
         owner = json.loads(lock.read_text())
@@ -445,9 +452,11 @@ def test_a_file_system_without_flock(
             save(path, _state(2.0), overwrite=True)
     assert not _is_new(path) and not lock.exists()
 
-    lock.write_text(json.dumps({**owner, "host": "elsewhere"}))
-    with pytest.raises(CheckpointError, match=r"elsewhere(.|\n)*remove the file"):
+    elsewhere = json.dumps({**owner, "host": "elsewhere", "boot": "another", "started": "1"})
+    lock.write_text(elsewhere)
+    with pytest.raises(CheckpointError, match="elsewhere"):
         save(path, _state(2.0), overwrite=True)
+    assert lock.read_text() == elsewhere
     # A later process of the same number, and one that is gone.
     for stale in ({"started": "1"}, {"pid": 2**22 + 1}):
         lock.write_text(json.dumps({**owner, **stale}))

@@ -288,7 +288,10 @@ def test_memory_urls() -> None:
 
 @pytest.mark.parametrize("scheme", ["gs", "az", "abfs"])
 def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gs:// and az:// URLs find whatever fsspec has for them. (A store in memory stands in: no such server here.)"""
+    """gs:// and az:// URLs find whatever fsspec has for them. (A store in memory stands in: no such server here.)
+
+    A bucket that does not exist is refused when the manager is made.
+    """
 
     class Standin(MemoryFileSystem):
         protocol = scheme
@@ -301,6 +304,9 @@ def test_other_stores_go_the_same_way(scheme: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, scheme, Standin)
     url = f"{scheme}://bucket/run"
+    with pytest.raises(CheckpointError):
+        CheckpointManager(url)
+    Standin().mkdir("bucket")
     manager = CheckpointManager(url, keep_last=2)
     for step in (1, 2, 3):
         manager.save(step, _state(step))

@@ -206,6 +206,7 @@ def test_whatever_one_rank_meets_all_raise(bad_rank: int, verify: Verify, tmp_pa
     """
     save_steps(tmp_path / "run", (2, 4))
     save_steps(tmp_path / "shm" / "vescale-run", (3,))
+    (tmp_path / "shm" / "vescale-run").chmod(0o700)
     by_rank = run_ranks(2, _every_fault, tmp_path / "run", tmp_path / "shm", bad_rank, verify)
 
     assert by_rank[0].keys() == _FAULTS.keys()

@@ -357,8 +357,9 @@ def test_torchrun_shares_the_work(source: str, expected: dict[str, bytes], tmp_p
     """Two processes at once under torchrun: the same files."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = ["-m", "vescale_fsdp.conversion", "to-hf", source, str(tmp_path / "out")]
-    sizes = ["--max-shard-size", str(SHARD_BYTES), "--memory-budget", "8MiB"]
-    subprocess.run([*command, *arguments, *sizes], check=True, capture_output=True)
+    sizes = ["--max-shard-size", str(SHARD_BYTES), "--memory-budget", "8MiB", "--part", "env"]
+    done = subprocess.run([*command, *arguments, *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "out") == expected
 
 
