@@ -103,6 +103,16 @@ class Fsdp2State:
     def _comm_ctx(self) -> object:
         return self._unit.comm
 
+    @property
+    def _fsdp_param_group(self) -> NoReturn:
+        """torch's memory tracker reads and replaces parts of FSDP2's parameter group."""
+        raise UnsupportedOpError(
+            "Tools that look into FSDP2's parameter groups are not supported, as FSDPMemTracker of torch is not.",
+            expected="public methods of FSDPModule",
+            got="_fsdp_param_group of a module's state",
+            todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+        )
+
     def _root_post_backward_final_callback(self) -> None:
         self._unit.finalize_backward()
 
