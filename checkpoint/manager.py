@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -23,9 +24,12 @@ from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
+from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
 from vescale_fsdp.checkpoint.step_search import StepSearch
@@ -71,22 +75,23 @@ class CheckpointManager:
             caches can bring about for as long as they are kept; then it raises.
         progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
         optimizer: for ``async_`` on an accelerator, see `async_save`.
+        check_replicas: as for `save`.
+        exit_timeout_s: for ``async_``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, or a negative patience.
+        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
 
     Examples:
         >>> import torch
-        >>> manager = CheckpointManager("run_of_two", keep_last=2)
         >>> state = {"w": torch.zeros(4)}
-        >>> for step in (1, 2, 3):
-        ...     _ = state["w"].fill_(step)
-        ...     _ = manager.save(step, state)
+        >>> with CheckpointManager("run_of_two", keep_last=2) as manager:
+        ...     for step in (1, 2, 3):
+        ...         _ = state["w"].fill_(step)
+        ...         _ = manager.save(step, state)
         >>> manager.steps()
         [2, 3]
         >>> manager.restore({"w": torch.zeros(4)}).step
         3
-        >>> manager.close()
     """
 
     def __init__(
@@ -106,6 +111,8 @@ class CheckpointManager:
         patience_s: float = 30.0,
         progress: Tell = False,
         optimizer: Optimizers = (),
+        check_replicas: CheckReplicas = "sample",
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
         limits["export_every"] = export_every
@@ -118,6 +125,10 @@ class CheckpointManager:
             raise ValueError(
                 explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
             )
+        check_choice(check_replicas)
+        check_exit_timeout(exit_timeout_s)
+        self._exit_timeout_s = exit_timeout_s
+        self._check_replicas: CheckReplicas = check_replicas
         rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
@@ -134,6 +145,16 @@ class CheckpointManager:
         self._handle: SaveHandle | None = None
         riding = coordinator_for(process_group, use="schedule")
         self._schedule = SaveSchedule(rules, riding, self._known_metrics)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error of the block is raised before one of a save, which is then a note of it."""
+        with noting(error):
+            self.close()
 
     def steps(self) -> list[int]:
         """Committed steps, ascending; torn ones are not among them."""
@@ -246,7 +267,14 @@ class CheckpointManager:
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
         if self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final:
-            save_id = self._ram.save(self._coordinator, step, state, user, behind=self._copying)
+            save_id = self._ram.save(
+                self._coordinator,
+                step,
+                state,
+                user,
+                behind=self._copying,
+                check_replicas=self._check_replicas,
+            )
         targets = self._targets(decision)
         if not targets:
             return None
@@ -269,7 +297,13 @@ class CheckpointManager:
                 for storage, form in targets:
                     meter = meter_for(self._progress, self._coordinator.rank)
                     saver = Saver(
-                        storage, self._coordinator, overwrite=True, format=form, save_id=save_id, meter=meter
+                        storage,
+                        self._coordinator,
+                        overwrite=True,
+                        format=form,
+                        save_id=save_id,
+                        meter=meter,
+                        check_replicas=self._check_replicas,
                     )
                     saved = saver.save(state, user)
                     if decision.is_due and storage is targets[0][0]:
@@ -288,6 +322,8 @@ class CheckpointManager:
             progress=self._progress,
             save_id=save_id,
             optimizer=self._optimizer,
+            check_replicas=self._check_replicas,
+            exit_timeout_s=self._exit_timeout_s,
         )
 
     @contextmanager

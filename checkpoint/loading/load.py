@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -32,6 +32,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
@@ -199,7 +200,7 @@ class Loader:
             "read": reading,
         }
         overwriting = Overwriting()
-        with closing(reader.reads()) as reads:
+        with _closed_behind(reader.reads()) as reads:
             reads.meter = self.meter
             with self._preparing(reader, alike):
                 with gc_paused():
@@ -224,6 +225,7 @@ class Loader:
                 for target in targets:
                     target.finish()
                 found.finish()
+                reads.close()  # where what it raises is raised on all ranks
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
             rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
@@ -424,6 +426,18 @@ class Loader:
                 merge = found.per_rank[name].merge
                 assert merge is not None
                 found.per_rank_values[name] = merge(values, rank, world)
+
+
+@contextmanager
+def _closed_behind(reads: Reads) -> Iterator[Reads]:
+    """A block behind which nothing is open. What all ranks raise is raised here too, whatever closing raises."""
+    try:
+        yield reads
+    except BaseException as error:
+        with noting(error):
+            reads.close()
+        raise
+    reads.close()
 
 
 def prove_choices(verify: str, read: str) -> None:

@@ -163,7 +163,11 @@ WRITING_OPTIONS = with_options(
     ),
     click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
     click.option("--resume", is_flag=True, help="Continue an interrupted run that had the same options."),
-    click.option("--part", metavar="I/N", help="Write only part I of N, counted from 0; torchrun sets it."),
+    click.option(
+        "--part",
+        metavar="I/N|env",
+        help="Write only part I of N, counted from 0; env takes torchrun's RANK and WORLD_SIZE.",
+    ),
     click.option("--dry-run", is_flag=True, help="Print the plan; write nothing."),
     JSON,
     click.option("-q", "--quiet", is_flag=True, help="Print no progress and no summary."),

@@ -52,30 +52,33 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """From ``i/n``."""
+        """From ``i/n``, or ``env`` for the numbers that torchrun gives its processes.
+
+        Raises:
+            ConversionError: for any other text, and for an environment without those numbers.
+        """
+        if text.strip() == "env":
+            return cls._from_environment()
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None:
             raise ConversionError(
-                "This is not a valid part.", expected="I/N", got=repr(text), todo="write 0/4, for example"
+                "This is not a valid part.",
+                expected="I/N, or env",
+                got=repr(text),
+                todo="write 0/4, for example",
             )
         return cls(int(match[1]), int(match[2]))
 
     @classmethod
-    def from_environment(cls) -> Part:
-        """As torchrun numbers its processes; the whole work outside of torchrun.
-
-        Raises:
-            ConversionError: if torchrun's variables hold no numbers.
-        """
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return cls()
+    def _from_environment(cls) -> Part:
         rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
         if not (rank.isdecimal() and count.isdecimal()):
             raise ConversionError(
                 "The environment does not say which part is wanted.",
-                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them beside TORCHELASTIC_RUN_ID",
+                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them",
                 got=f"RANK={rank!r}, WORLD_SIZE={count!r}",
-                todo="unset TORCHELASTIC_RUN_ID, or pass --part I/N",
+                where="--part env",
+                todo="start the command with torchrun, or pass --part I/N",
             )
         return cls(int(rank), int(count))
 

@@ -31,7 +31,7 @@ from vescale_fsdp.checkpoint.dcp.state_dict import get_state_dict, set_state_dic
 from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
-from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
+from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_model, renew_optimizer
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
 
@@ -49,7 +49,8 @@ class Training:
         model: sharded, each unit over the mesh that `build` was given.
         optimizer: of its parameters.
         more: what a checkpoint must hold besides, as `vescale_fsdp.checkpoint.save` takes it: data loaders, schedulers,
-            counters, `PerRank` values. What is not in it is what it was when a step was broken off.
+            counters, `PerRank` values. What is not in it is what it was when a step was broken off. A
+            `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is renewed for the ranks of each epoch.
 
     Examples:
         >>> model = nn.Linear(4, 4)
@@ -205,6 +206,7 @@ class ElasticJob:
         else:
             renew_model(self.training.model, mesh)
             renew_optimizer(self.training.optimizer)
+            renew_data(self.training.more, self.rank, self.num_ranks)
         self._manager = self._checkpoints(self.num_ranks)
         step, tier = self._restore(self._manager, mesh)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
