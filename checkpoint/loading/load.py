@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
@@ -93,7 +93,8 @@ def load(
     """Fill a state in place from a checkpoint. A collective.
 
     Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
-    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``.
+    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``. An optimizer takes its state and
+    options by parameter name, in whichever of torch's forms they were saved, also before its first step.
 
     Args:
         path: folder or fsspec URL of a checkpoint.
@@ -137,7 +138,7 @@ def load(
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
-    with coordinator.together(f"opening {path}"):
+    with coordinator.together(f"opening {path}", is_first=True):
         storage = open_storage(path, neighbours=num_neighbours())
         meter = meter_for(progress, coordinator.rank)
         loader = Loader(storage, coordinator, verify, read=read, meter=meter)
@@ -310,8 +311,18 @@ class Loader:
             target = reads.ask(read.place, *asked)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
-        for place in found.fresh:
-            found.fresh[place] = self._fresh(reader, reads, targets, place)
+        for new in found.fresh:
+            entry = reader.manifest.entries[new.place]
+            tensor = new.make(
+                entry.shape,
+                dtype_named(entry.dtype),
+                is_sharded=bool(entry.cuts),
+                where=self.storage.where,
+            )
+            described = describer.describe(new.name, tensor)
+            if described.local is not None:
+                region = describer.region(described, self.coordinator.rank)
+                targets.append(reads.ask(new.place, region, described.local))
         return found, targets
 
     def _prove(self, reader: CheckpointReader, reads: Reads, found: Match) -> None:
@@ -370,23 +381,6 @@ class Loader:
         _prove_writable(read.name, described.local)
         region = describer.region(described, self.coordinator.rank)
         return _Wanted(region, described.local)
-
-    def _fresh(
-        self, reader: CheckpointReader, reads: Reads, targets: list[LoadTarget], place: int
-    ) -> torch.Tensor:
-        """A tensor that a Stateful object did not have: made in full if it was not sharded."""
-        entry = reader.manifest.entries[place]
-        if entry.cuts:
-            raise CheckpointError(
-                "An object lacks a sharded tensor that the checkpoint has for it.",
-                expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
-                got="nothing under that name",
-                where=f"{entry.name} in {self.storage.where}",
-                todo="for an optimizer, pass get_optimizer_state_dict(model, optimizer) in its place",
-            )
-        tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
-        targets.append(reads.ask(place, whole_region(entry.shape), tensor))
-        return tensor
 
     def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
         """Per-rank values that are made of those of all ranks that saved."""

@@ -82,9 +82,10 @@ def save(
 
     Args:
         path: folder or fsspec URL; it becomes a checkpoint by the appearance of its manifest, last of all.
-        state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values
-            and objects with ``state_dict`` and ``load_state_dict``. Plain tensors and values must be the
-            same on all ranks that have them.
+        state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values, modules,
+            optimizers of their parameters, and other objects with ``state_dict`` and ``load_state_dict``; such as
+            ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name. Plain
+            tensors and values must be the same on all ranks that have them.
         user: JSON of your own, the same on all ranks, returned by `read_state(path).user`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per

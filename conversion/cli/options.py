@@ -153,6 +153,13 @@ WRITING_OPTIONS = with_options(
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
     click.option(
+        "--on-disagreement",
+        type=click.Choice(["refuse", "first"]),
+        default="refuse",
+        show_default=True,
+        help="If rules join parameters whose steps, learning rates or groups differ.",
+    ),
+    click.option(
         "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest data file."
     ),
     click.option(

@@ -197,14 +197,24 @@ class Execution:
             return Outcome(published=True)
         if self._options.resume and self._mine.name not in self._old_files and self._is_done():
             return Outcome(kept=tuple(file.name for file in self._files), published=True)
+        try:
+            return self._write()
+        finally:
+            self._mine.release()
+
+    def _write(self) -> Outcome:
+        """`run`, from the moment that this process may write."""
         kept, limits = self._keep_finished(), self._options.limits
         todo = [file for file in self._files if file.name not in kept]
         self._prove_room(todo)
+        is_new = not self._mine.is_started
+        if is_new:
+            self._start()
         try:
-            if not self._mine.is_started:
-                self._mine.start()
-                if self._store.in_order:  # new data appears at once: the old index must not vouch for it
-                    self._remove_old(leftovers=False)
+            if (
+                is_new and self._store.in_order
+            ):  # new data appears at once: the old index must not vouch for it
+                self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
             copier = Copier(
                 limits,
@@ -226,6 +236,26 @@ class Execution:
         finally:
             self._store.folders.remove_empty()
         return Outcome(tuple(file.name for file in todo), tuple(kept), published)
+
+    def _start(self) -> None:
+        """Begin the journal, and look again at what is in the target: another run may have ended since.
+
+        Raises:
+            ConversionError: if another run is writing there, or has written there and may not be overwritten.
+        """
+        try:
+            self._mine.start()
+        except BaseException:
+            self._store.folders.remove_empty()
+            raise
+        if self._options.part.count > 1 or self._plan.single_file:
+            return  # other parts write there; and one file is replaced whole
+        listed = [name for name in self._store.list_files() if name != self._mine.name]
+        new = [name for name in listed if name not in self._old_files and not is_leftover(name)]
+        if new and not self._options.overwrite:
+            self._store.remove(self._mine.name)
+            raise refuse_other_result(self._url)
+        self._old_files = [*dict.fromkeys([*self._old_files, *new])]
 
     def _is_done(self) -> bool:
         """Whether the target has this very result: the run that made it was stopped after its last step.
@@ -276,7 +306,10 @@ class Execution:
 
     def _keep_finished(self) -> list[str]:
         """Files an earlier run finished, each read again and compared with its digest."""
-        if not self._options.resume or not self._mine.load():
+        if not self._options.resume:
+            return []
+        self._mine.claim()
+        if not self._mine.load():
             return []
         self._store.folders.adopt_parents(file.name for file in self._files)
         intact: set[str] = set()
@@ -326,6 +359,8 @@ class Execution:
         staged: dict[str, StagedFile] = {}
         committed: list[str] = []
         try:
+            if self._store.in_order:
+                self._mine.require_mine()
             self._plan.when_written(self._read_written)
             for closing in self._plan.closing:  # what may fail comes before the first final name
                 staged[closing.name] = self._store.stage(closing.name, closing.pieces, str(part.index))

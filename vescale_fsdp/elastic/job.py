@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.checkpoint.dcp.state_dict import get_state_dict, set_state_dict
 from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
@@ -229,28 +228,18 @@ class ElasticJob:
 
     def _restore(self, manager: CheckpointManager, mesh: DeviceMesh) -> tuple[int, str]:
         """Fill model, optimizer and the rest from the newest step there is; its number, and where it was."""
-        state = self._state()
-        restored = manager.restore(state)
+        restored = manager.restore(self._state())
         if restored is None:
             self._build_on(mesh)  # anew: it may have been trained, or be zeros since its ranks changed
             manager.save(0, self._state(), force=True)
             return 0, "start"
-        training = self.training
-        assert training is not None
-        set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
         return restored.step, restored.tier
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
         training = self.training
         assert training is not None
-        model, optimizer = get_state_dict(training.model, training.optimizer)
-        return {"model": model, "optimizer": optimizer, "more": training.more}
+        return {"model": training.model, "optimizer": training.optimizer, "more": training.more}
 
     def _save(self, step: int) -> None:
         assert self._manager is not None

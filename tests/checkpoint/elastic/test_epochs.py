@@ -56,7 +56,7 @@ def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[li
     def build(mesh: DeviceMesh) -> Training:
         ranks = (mesh.get_local_rank(), mesh.size()) if kind == "given" else (None, None)
         sampler = ReshardableSampler(num_samples, seed=3, rank=ranks[0], world_size=ranks[1])
-        loader = DataLoader(
+        loader: DataLoader[int] = DataLoader(
             range(num_samples), batch_size=2, sampler=sampler, num_workers=int(kind == "workers")
         )  # type: ignore[arg-type]
         data = ReshardableLoader(loader)
