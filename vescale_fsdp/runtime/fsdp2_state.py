@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import UnsupportedOpError, explain
 
 __all__ = ["Fsdp2State", "refuse_unknown", "unsupported"]
 
@@ -105,12 +105,14 @@ class Fsdp2State:
 
     @property
     def _fsdp_param_group(self) -> NoReturn:
-        """torch's memory tracker reads and replaces parts of FSDP2's parameter group."""
-        raise UnsupportedOpError(
-            "Tools that look into FSDP2's parameter groups are not supported, as FSDPMemTracker of torch is not.",
-            expected="public methods of FSDPModule",
-            got="_fsdp_param_group of a module's state",
-            todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+        """Absent to ``hasattr`` and to ``getattr`` with a default; the error names the alternative."""
+        raise AttributeError(
+            explain(
+                "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
+                expected="public methods of FSDPModule",
+                got="_fsdp_param_group of a module's state",
+                todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+            )
         )
 
     def _root_post_backward_final_callback(self) -> None:
