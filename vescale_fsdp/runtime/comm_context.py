@@ -68,7 +68,8 @@ class CommContext:
 
     def __init__(self, streams: Streams | None) -> None:
         self.streams = streams
-        self.limits: dict[object, int] = {}  # by unit: how many reductions it allows in flight
+        self.max_reductions = 1  # in flight: as many as any unit allows
+        self._limits: dict[object, int] = {}  # by unit: how many reductions it allows in flight
         self.in_flight: list[_Reduction] = []
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
         self._kept: DBuffer | None = None  # the one of them that still has its memory
@@ -82,10 +83,16 @@ class CommContext:
         self._brought: deque[_InUse] = deque()  # shards from the host, that the gather stream reads
         self._all_reducing: deque[_InUse] = deque()  # reduced shards, that the replicas' stream reads
 
-    @property
-    def max_reductions(self) -> int:
-        """How many reductions may be in flight: as many as any unit allows."""
-        return max(self.limits.values(), default=1)
+    def set_limit(self, unit: object, limit: int) -> None:
+        """Note how many reductions the unit allows in flight."""
+        self._limits[unit] = limit
+        self.max_reductions = max(self._limits.values())
+
+    def drop_limit(self, unit: object) -> int:
+        """The unit leaves: its limit no longer counts here, and is returned."""
+        limit = self._limits.pop(unit, 1)
+        self.max_reductions = max(self._limits.values(), default=1)
+        return limit
 
     # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
     @cached_property

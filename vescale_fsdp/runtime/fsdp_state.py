@@ -202,13 +202,13 @@ class FSDPState:
             comm.adopt(group)
 
     def _use(self, comm: CommContext) -> None:
-        limit = self.comm.limits.pop(self, 1)
+        limit = self.comm.drop_limit(self)
         self.comm = comm
         self.limit_reductions(limit)
 
     def limit_reductions(self, limit: int) -> None:
         """Allow this many reductions in flight; another unit under the root may allow more."""
-        self.comm.limits[self] = limit
+        self.comm.set_limit(self, limit)
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -405,7 +405,8 @@ class FSDPState:
         return any(group.trainable for group in self.groups)
 
     def _reduce(self) -> None:
-        if not self._trains:  # not even a wait for other units' reductions
+        trained = [group for group in self.groups if group.trainable]
+        if not trained:  # not even a wait for other units' reductions
             return
         if not self.requires_gradient_sync:
             for group in self.groups:
@@ -415,9 +416,8 @@ class FSDPState:
         with profiled("FSDP::post_backward_rs_wait ", self.shown):
             self.comm.make_way()
         with profiled("FSDP::post_backward_reduce ", self.shown):
-            for group in self.groups:
-                if group.trainable:
-                    self.comm.reduce(group)
+            for group in trained:
+                self.comm.reduce(group)
 
     def forget_iteration(self) -> None:
         """After an exception in a forward or backward: nothing of it is to come."""
