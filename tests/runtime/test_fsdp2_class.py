@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
@@ -72,6 +73,22 @@ def asked_by_torch() -> None:
 def test_torch_takes_our_modules_for_fsdp2s() -> None:
     """isinstance, UnshardHandle, fully_shard.state, a second wrap by torch, and to_empty."""
     run_ranks(2, asked_by_torch)
+
+
+def tracked() -> None:
+    model = sharded()
+    state: Any = model._get_fsdp_state()
+    assert not hasattr(state, "_fsdp_param_group")
+    assert getattr(state, "_fsdp_param_group", None) is None
+    with pytest.raises(AttributeError, match=r"mem_tracker\.MemTracker"), FSDPMemTracker(model):
+        pass
+    model(models.batch(0, dist.get_rank())).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_torchs_memory_tracker_is_refused() -> None:
+    """By name, and the model trains after it; code that probes for FSDP2's parameter group finds none."""
+    run_ranks(2, tracked)
 
 
 class Encoder(models.Stack):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
-from tools.gpu import switches
-from tools.gpu.parity import backend_for, compare
+from tools.gpu import parity, switches
+from tools.gpu.parity import CONTROLS, backend_for, compare, largest_difference
 from tools.gpu.switches import CASES, INDUCTOR, Case
 from tools.gpu_run import Outcome, Step, main, run, steps, write_reports
 from vescale_fsdp import FSDPModule, fully_shard
@@ -31,7 +33,10 @@ REDUCES_WHOLE = ("fp32", "bf16, bf16 reduction", "reduction group of its own", "
 
 def every_case(device: str) -> dict[str, tuple[bool, bool]]:
     found = {case.name: compare(case, torch.device(device)).is_right for case in INTERPRETED}
-    wrong = {case.name: compare(case, torch.device(device), sabotage=True).is_right for case in CASES[:2]}
+    wrong = {
+        case.name: compare(case, torch.device(device), sabotage=factor).is_right
+        for case, factor in zip(CASES, CONTROLS, strict=False)
+    }
     with mock.patch.object(_Gloo, "sums_in_wider", return_value=False):  # as of a GPU's memory
         for case in INTERPRETED:
             found[case.name] &= case.name not in REDUCES_WHOLE or compare(case, torch.device(device)).is_right
@@ -48,6 +53,36 @@ def test_every_switch_on_two_ranks() -> None:
     assert found == [{case.name: (True, False) for case in INTERPRETED}] * 2
     assert len(CASES) - len(INTERPRETED) == 1
     assert {case.name for case in INTERPRETED} >= set(REDUCES_WHOLE)
+
+
+def test_differences_keep_nan() -> None:
+    """A NaN is the largest difference, wherever it is: Python's ``max(0.0, nan)`` is 0."""
+    values = [torch.ones(3), torch.ones(2)]
+    assert largest_difference(values, [torch.zeros(3), torch.ones(2)]) == 1.0
+    for place in range(2):
+        broken = [each.clone() for each in values]
+        broken[place][0] = math.nan
+        assert math.isnan(largest_difference(broken, values))
+        assert math.isnan(largest_difference(values, broken))
+
+
+def broken_at_the_end(device: str) -> bool:
+    """A weight becomes NaN after the last step, as a missing wait may leave it."""
+    train = parity._train
+
+    def broken(model: Any, *others: Any) -> Any:
+        yield from train(model, *others)
+        if isinstance(model, FSDPModule):
+            with torch.no_grad():
+                dict(model.named_parameters())["blocks.1.up.weight"].mul_(math.nan)
+
+    with mock.patch.object(parity, "_train", broken):
+        return compare(CASES[0], torch.device(device)).is_right
+
+
+def test_a_weight_that_ends_as_nan_is_found_out() -> None:
+    """No weight is left out, the last one compared no more than others."""
+    assert run_ranks(1, broken_at_the_end, "cpu") == [False]
 
 
 ELSEWHERE = {

@@ -68,19 +68,31 @@ class CommContext:
 
     def __init__(self, streams: Streams | None) -> None:
         self.streams = streams
-        self.max_reductions = 1
+        self.max_reductions = 1  # in flight: as many as any unit allows
+        self._limits: dict[object, int] = {}  # by unit: how many reductions it allows in flight
         self.in_flight: list[_Reduction] = []
         self._spare_grads: dict[GroupLayout, dict[torch.dtype, list[DBuffer]]] = {}
         self._kept: DBuffer | None = None  # the one of them that still has its memory
         self._host_copies: dict[Stream, Event] = {}  # the last copy from or to the host, by stream
         self._ahead: set[ParamGroup] = set()  # gathered, and nobody has waited for them
-        self._lingering: list[
-            ParamGroup
-        ] = []  # sharded again, with full buffers that still have their memory
+        # Sharded again, with full buffers that still have their memory, and when it was last read.
+        self._lingering: list[ParamGroup] = []
+        self._lingering_read: Event | None = None
         self._waits_for_event = False  # gathers wait for a user's event, and not for the compute stream
         self._behind: Event | None = None  # what shards are read behind
         self._brought: deque[_InUse] = deque()  # shards from the host, that the gather stream reads
         self._all_reducing: deque[_InUse] = deque()  # reduced shards, that the replicas' stream reads
+
+    def set_limit(self, unit: object, limit: int) -> None:
+        """Note how many reductions the unit allows in flight."""
+        self._limits[unit] = limit
+        self.max_reductions = max(self._limits.values())
+
+    def drop_limit(self, unit: object) -> int:
+        """The unit leaves: its limit no longer counts here, and is returned."""
+        limit = self._limits.pop(unit, 1)
+        self.max_reductions = max(self._limits.values(), default=1)
+        return limit
 
     # Made when first asked for: every unit begins with a context of its own, and drops it for its root's.
     @cached_property
@@ -200,13 +212,16 @@ class CommContext:
         return brought
 
     def free_lingering(self) -> None:
-        """Free what `reshard` has left; later gathers wait until the compute stream is done with it."""
+        """Free what `reshard` has left; later gathers wait until the stream that read it is done with it."""
         if self._lingering:
             lingering, self._lingering = self._lingering, []
             with outside_modes():
                 for group in lingering:
                     group.free_full()
-            self._gathers_wait_for_frees()
+            # Not for the current stream: that may be another one than the unit computed on.
+            assert self.gather_stream is not None and self._lingering_read is not None
+            self.gather_stream.wait_event(self._lingering_read)
+            self._lingering_read = None
 
     def wait(self, groups: Sequence[ParamGroup]) -> None:
         """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
@@ -245,7 +260,8 @@ class CommContext:
             for group in groups:
                 group.reshard(keep_part=keep_part, frees=not stays)
         if stays:
-            self._lingering = list(groups)
+            assert self.streams is not None
+            self._lingering, self._lingering_read = list(groups), self.streams.current().record_event()
             return
         # Here, not at the next gather: another stream may compute as well, and free what it has used before then.
         self._gathers_wait_for_frees()

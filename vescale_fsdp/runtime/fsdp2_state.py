@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-from vescale_fsdp.errors import UnsupportedOpError
+from vescale_fsdp.errors import UnsupportedOpError, explain
 
 __all__ = ["Fsdp2State", "refuse_unknown", "unsupported"]
 
@@ -102,6 +102,18 @@ class Fsdp2State:
     @property
     def _comm_ctx(self) -> object:
         return self._unit.comm
+
+    @property
+    def _fsdp_param_group(self) -> NoReturn:
+        """Absent to ``hasattr`` and to ``getattr`` with a default; the error names the alternative."""
+        raise AttributeError(
+            explain(
+                "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
+                expected="public methods of FSDPModule",
+                got="_fsdp_param_group of a module's state",
+                todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+            )
+        )
 
     def _root_post_backward_final_callback(self) -> None:
         self._unit.finalize_backward()

@@ -295,6 +295,8 @@ class FSDPModule(_Base):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight (their gradient buffers stay alive that long).
 
+        The units under a root share the largest value that any of them has; it may be raised and lowered at any time.
+
         Raises:
             TypeError: unless an int is given.
             ValueError: if it is below 1.
@@ -304,7 +306,7 @@ class FSDPModule(_Base):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
         for state in self._states(recurse):
-            state.comm.max_reductions = max(state.comm.max_reductions, max_input_buffers)
+            state.limit_reductions(max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""

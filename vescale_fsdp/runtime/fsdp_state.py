@@ -160,9 +160,7 @@ class FSDPState:
         if self.schedule is not None:
             self.is_last_backward = self.schedule.is_last_backward
             self.finalizes_by_hand = self.schedule.finalizes_by_hand
-        most = self.comm.max_reductions
-        self.comm = CommContext(streams_of(self.device))
-        self.comm.max_reductions = most
+        self._use(CommContext(streams_of(self.device)))
         self.groups, self.schedule = groups, None
         self.is_root = self.agreed = False
         self.post_optim_event = None
@@ -198,11 +196,19 @@ class FSDPState:
             group.label = self.shown
 
     def join(self, comm: CommContext) -> None:
-        """Use these streams; what is in flight may be as much as either allowed."""
-        comm.max_reductions = max(comm.max_reductions, self.comm.max_reductions)
-        self.comm = comm
+        """Use these streams."""
+        self._use(comm)
         for group in self.groups:
             comm.adopt(group)
+
+    def _use(self, comm: CommContext) -> None:
+        limit = self.comm.drop_limit(self)
+        self.comm = comm
+        self.limit_reductions(limit)
+
+    def limit_reductions(self, limit: int) -> None:
+        """Allow this many reductions in flight; another unit under the root may allow more."""
+        self.comm.set_limit(self, limit)
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -257,15 +263,16 @@ class FSDPState:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put the post-backward node between the inputs and the module."""
-        if not torch.is_grad_enabled() or not any(group.trainable for group in self.groups):
+        if not torch.is_grad_enabled():
             return args, kwargs
-        self._took_part = True
+        # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
+        self._took_part = self._took_part or self._trains
         # A recomputed forward whose first run left its node in the graph must not add a second one.
         if self._schedule().in_backward and self._outstanding:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
         if not watched:
-            self._is_unwatched = True
+            self._is_unwatched = self._is_unwatched or self._trains
             return args, kwargs
         self._outstanding += 1
         node = PostBackwardInTransform if in_functorch() else PostBackward
@@ -392,7 +399,15 @@ class FSDPState:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
 
+    @property
+    def _trains(self) -> bool:
+        """Whether any of its parameters is trainable."""
+        return any(group.trainable for group in self.groups)
+
     def _reduce(self) -> None:
+        trained = [group for group in self.groups if group.trainable]
+        if not trained:  # not even a wait for other units' reductions
+            return
         if not self.requires_gradient_sync:
             for group in self.groups:
                 group.write_grads()
@@ -401,9 +416,8 @@ class FSDPState:
         with profiled("FSDP::post_backward_rs_wait ", self.shown):
             self.comm.make_way()
         with profiled("FSDP::post_backward_reduce ", self.shown):
-            for group in self.groups:
-                if group.trainable:
-                    self.comm.reduce(group)
+            for group in trained:
+                self.comm.reduce(group)
 
     def forget_iteration(self) -> None:
         """After an exception in a forward or backward: nothing of it is to come."""

@@ -49,7 +49,12 @@ from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, ref
 from vescale_fsdp.runtime.setup.policies import policy_of_group
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_modes import profiled, without_grad
-from vescale_fsdp.torch_private import REDUCES_AS_STORED, local_of, post_accumulate_grad_hooks
+from vescale_fsdp.torch_private import (
+    REDUCES_AS_STORED,
+    foreach_zero_,
+    local_of,
+    post_accumulate_grad_hooks,
+)
 
 __all__ = ["ParamGroup"]
 
@@ -381,9 +386,17 @@ class ParamGroup:
             self.grads.write_kept()
 
     def complete_grads(self) -> DBuffer:
-        """The buffer that `start_reduce` is to read, filled on the current stream."""
+        """The buffer that `start_reduce` is to read, filled on the current stream.
+
+        Its padding is zero where users' code sees it, or the reduced shard: a custom reduce-scatter, an all-reduce
+        hook, or one that may be set before the sums of several backwards are reduced over replicas.
+        """
         with without_grad():
-            return self.grads.complete()
+            buffer = self.grads.complete()
+            is_seen = self.comm.custom_reduce_scatter is not None or self.all_reduce_hook is not None
+            if (is_seen or not self._delivers) and buffer.padding():
+                foreach_zero_(buffer.padding())
+            return buffer
 
     def start_reduce(self, source: DBuffer) -> ReducedShard:
         """Start the reduction of what `complete_grads` has made, on the current stream."""
@@ -411,7 +424,7 @@ class ParamGroup:
         delivered = {
             param.slot.fqn: shard[param.local]
             for param in wanted
-            if self.zeros_unused or param.slot.fqn in used or param.sharded.grad is not None
+            if self.zeros_unused or param.slot.fqn in used or self._adds_zeros(param)
         }
         self._deliver(delivered)
         for param in wanted:
@@ -421,6 +434,14 @@ class ParamGroup:
                 known = self._doubtful.get(param.slot.fqn)
                 piece = shard[param.local]
                 self._doubtful[param.slot.fqn] = piece if known is None else known.add_(piece)
+
+    def _adds_zeros(self, param: ManagedParam) -> bool:
+        """Whether what other ranks may not have used either is added at once, so that the host need not wait for flags.
+
+        Not where somebody listens: hooks fire for parameters that some rank has used.
+        """
+        listens = self.on_delivery is not None or post_accumulate_grad_hooks(param.sharded)
+        return param.sharded.grad is not None and not listens
 
     def unreplicated_sums(self) -> list[torch.Tensor]:
         """What earlier reductions have left and the next one adds to."""

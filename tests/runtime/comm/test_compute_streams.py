@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -12,8 +13,9 @@ from torch import nn
 
 from tests.runtime.comm.test_streams import shard, step
 from tests.support import models
-from tests.support.distributed import run_ranks
+from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.stream_recorder import RecordedStream, StreamRecorder, recording
+from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -64,6 +66,77 @@ def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: b
     for hazards in run_ranks(1, two_towers, context):
         assert (hazards == []) == is_safe
         assert all("freed to stream1 are still used by [('compute', " in hazard for hazard in hazards)
+
+
+class Towers(nn.Module):
+    """Three units; each call is given which of them run, in which order, and which on the side stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.turns: tuple[tuple[int, bool], ...] = ()
+        self.recorder: StreamRecorder | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.recorder is not None
+        here, side = self.recorder.current(), RecordedStream(self.recorder, "side")
+        side.wait_stream(here)
+        values = {False: x, True: x}
+        for number, is_aside in self.turns:
+            with self.recorder.on(side if is_aside else here):
+                values[is_aside] = self.units[number](values[is_aside])
+        here.wait_stream(side)
+        return values[False] + values[True]
+
+
+ORDERS = [
+    tuple(zip(order, aside, strict=True))
+    for order in itertools.product(range(3), repeat=3)
+    for aside in itertools.product((False, True), repeat=3)
+    if not aside[0]  # the other half is the same with streams exchanged
+]
+
+
+class FreesForTheCurrentStream(CommContext):
+    """Gathers wait for the stream that is current when memory goes, not for the one that has read it."""
+
+    def free_lingering(self) -> None:
+        if self._lingering:
+            assert self.streams is not None
+            self._lingering_read = self.streams.current().record_event()
+        super().free_lingering()
+
+
+def towers(context: type[CommContext]) -> dict[Any, list[str]]:
+    """Hazards of a first forward in each order, and of one that follows a forward in another order."""
+    found = {}
+    for number, turns in enumerate(ORDERS):
+        model = Towers()
+        for module in (*model.units, model):
+            fully_shard(module, mesh=cpu_mesh())
+        with recording(model, context=context) as recorder, torch.set_grad_enabled(number % 4 == 0):
+            model.recorder = recorder
+            for model.turns in (turns, ORDERS[number * 31 % len(ORDERS)]):
+                out = model(torch.ones(2, 16))
+                if out.requires_grad:
+                    out.sum().backward()
+        assert len(recorder.collectives) >= 3 and recorder.work["compute"] > 3
+        if recorder.hazards:
+            found[turns] = recorder.hazards
+    return found
+
+
+def test_units_on_two_streams_in_any_order() -> None:
+    """Full parameters are freed behind the stream that read them, where no order of units is known or another one."""
+    assert run_ranks(1, towers, CommContext) == [{}]
+
+
+def test_memory_is_freed_behind_its_reader() -> None:
+    """Negative control: a wait for the current stream leaves memory that the other one still reads."""
+    (found,) = run_ranks(1, towers, FreesForTheCurrentStream)
+    assert len(found) > len(ORDERS) / 10
+    hazards = [text for texts in found.values() for text in texts]
+    assert all("freed to stream" in text and "are still used by" in text for text in hazards)
 
 
 class DoesNotWaitForMakers(UnshardedGrads):

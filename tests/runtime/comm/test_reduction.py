@@ -138,3 +138,40 @@ def test_parameters_that_some_ranks_use() -> None:
     run_ranks(2, used_by_some, (2,))
     run_ranks(2, none_of_a_rank_that_used_nothing_else)
     run_ranks(4, used_by_some, (2, 2))
+
+
+class OneOrTwo(nn.Module):
+    """Two layers, of which a call uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.once = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        return self.always(x) + self.once(x) if both else self.always(x)
+
+
+def rounds_with_hooks() -> list[list[str]]:
+    """Which post-accumulate hooks fire where all ranks, none, and one of them use the second layer."""
+    model = fully_shard(OneOrTwo(), mesh=cpu_mesh())
+    fired: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
+    rounds = []
+    for both in (True, False, dist.get_rank() == 0):
+        model(torch.ones(2, 4), both=both).sum().backward()
+        rounds.append(sorted(fired))
+        fired.clear()
+    once = model.once.weight.grad.full_tensor()
+    torch.testing.assert_close(
+        once, torch.full((4, 4), 3.0)
+    )  # 2 of the first round, a mean of 2 and 0 of the last
+    return rounds
+
+
+def test_hooks_do_not_fire_again_for_what_no_rank_used() -> None:
+    """Gradients of an earlier micro-batch stay and their hooks are not called, unless some rank has added to them."""
+    always = ["always.bias", "always.weight"]
+    both = [*always, "once.bias", "once.weight"]
+    for rounds in run_ranks(2, rounds_with_hooks):
+        assert rounds == [both, always, both]

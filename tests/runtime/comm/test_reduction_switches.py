@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.support import models
-from tests.support.distributed import run_ranks
+from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.models import check_steps, shard
+from vescale_fsdp import Rows, fully_shard
+from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.torch_private import foreach_zero_
 
 
 def divided() -> None:
@@ -117,3 +122,76 @@ def own_communicator() -> None:
 def test_separate_communicator_for_reductions() -> None:
     """One communicator per rank set, and the same gradients."""
     run_ranks(2, own_communicator)
+
+
+def limits() -> list[int]:
+    """How many reductions the root allows in flight, before and after its first forward."""
+    model = shard(models.build())
+    root = state_of(model)
+    assert root is not None
+    found = []
+    for number in (3, 2):
+        model.set_reduce_scatter_max_input_buffers(number)
+        models.loss_of(model, models.batch(0, 0)).backward()
+        found.append(root.comm.max_reductions)
+    model.blocks[0].set_reduce_scatter_max_input_buffers(4)
+    found.append(root.comm.max_reductions)
+    model.set_reduce_scatter_max_input_buffers(1)
+    return [*found, root.comm.max_reductions]
+
+
+def test_the_number_of_reductions_in_flight_is_lowered_again() -> None:
+    """The largest value of all units holds, and not the largest there ever was."""
+    assert run_ranks(1, limits) == [[3, 2, 4, 1]]
+
+
+class FillsWithNaN(Custom):
+    """Reduces from and to memory that holds NaN when it is handed out."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return super().allocate(size, dtype=dtype, device=device).fill_(torch.nan)
+
+
+def visible_padding(is_clean: bool) -> tuple[int, int]:
+    """Elements of padding that users' code was given, and how many of them were not zero."""
+    model = models.build()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh(), granularity=Rows(2))
+    padding, dirty = 0, 0
+
+    def see(buffer: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        nonlocal padding, dirty
+        for part in parts:
+            padding += part.numel()
+            dirty += int((part != 0).sum())  # so is NaN
+
+    def reduce(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **rest: Any) -> Any:
+        group = groups[input_tensor.untyped_storage().data_ptr()]
+        see(input_tensor, group.padding())
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, **rest)
+
+    groups: dict[int, DBuffer] = {}
+    complete = UnshardedGrads.complete
+
+    def noted(grads: UnshardedGrads) -> DBuffer:
+        buffer = complete(grads)
+        groups[buffer.flat.untyped_storage().data_ptr()] = buffer
+        return buffer
+
+    for module in (*model.blocks, model):
+        module.set_custom_reduce_scatter(FillsWithNaN(reduce))
+        module.set_all_reduce_hook(lambda shard: see(shard, [shard[shard.isnan()]]))
+    with mock.patch.object(UnshardedGrads, "complete", noted):
+        for number in range(2):
+            with mock.patch(
+                "vescale_fsdp.runtime.param_group.foreach_zero_", foreach_zero_ if is_clean else len
+            ):
+                models.loss_of(model, models.batch(number, dist.get_rank())).backward()
+    return padding, dirty
+
+
+def test_users_code_sees_zeros_in_the_padding() -> None:
+    """Gradient buffers and reduced shards have no arbitrary memory between tensors; the control has NaN there."""
+    for padding, dirty in run_ranks(2, visible_padding, True):
+        assert padding > 0 and dirty == 0
+    assert all(dirty > 0 for _, dirty in run_ranks(2, visible_padding, False))

@@ -55,6 +55,7 @@ class DBuffer:
         self._pool = pool
         self._views: dict[str, torch.Tensor] = {}
         self._copies: dict[str, torch.Tensor] = {}  # scattered tensors by name: 1-D, full, with own storage
+        self._padding: list[torch.Tensor] | None = None  # made when first asked for
         self._work: Work | None = None
         self._version = version_of(flat)
         self._storage = flat.untyped_storage()
@@ -105,6 +106,26 @@ class DBuffer:
             )
             for run in slot.runs
         ]
+
+    def padding(self) -> list[torch.Tensor]:
+        """The parts of the buffer that no tensor lies in, 1-D views in order."""
+        if self._padding is None:
+            size = self.layout.shard_numel
+            filled = sorted(
+                [(slot.offset, slot.numel) for slot in self.layout.slots if not slot.is_scattered]
+                + [
+                    (rank * size + run.local_offset, run.piece_numel)
+                    for slot in self.layout.slots
+                    for run in slot.runs
+                    for rank in range(run.first_rank, run.first_rank + run.num_ranks)
+                ]
+            )
+            starts = [0, *(start + numel for start, numel in filled)]
+            stops = [*(start for start, _ in filled), self.layout.numel]
+            self._padding = [
+                self.flat[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop
+            ]
+        return self._padding
 
     def places(
         self, given: Sequence[tuple[TensorSlot, torch.Tensor]]
