@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,9 +26,12 @@ from vescale_fsdp.checkpoint.loading.partial_load import partial_load
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
+from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
 from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
 from vescale_fsdp.checkpoint.step_search import StepSearch
@@ -95,22 +99,23 @@ class CheckpointManager:
             caches can bring about for as long as they are kept; then it raises.
         progress: is told how far this rank has come with a save to disk or a restore; True draws a bar on rank 0.
         optimizer: for ``async_`` on an accelerator, see `async_save`.
+        check_replicas: as for `save`.
+        exit_timeout_s: for ``async_``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, or a negative patience.
+        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
 
     Examples:
         >>> import torch
-        >>> manager = CheckpointManager("run_of_two", keep_last=2)
         >>> state = {"w": torch.zeros(4)}
-        >>> for step in (1, 2, 3):
-        ...     _ = state["w"].fill_(step)
-        ...     _ = manager.save(step, state)
+        >>> with CheckpointManager("run_of_two", keep_last=2) as manager:
+        ...     for step in (1, 2, 3):
+        ...         _ = state["w"].fill_(step)
+        ...         _ = manager.save(step, state)
         >>> manager.steps()
         [2, 3]
         >>> manager.restore({"w": torch.zeros(4)}).step
         3
-        >>> manager.close()
     """
 
     def __init__(
@@ -130,6 +135,8 @@ class CheckpointManager:
         patience_s: float = 30.0,
         progress: Tell = False,
         optimizer: Optimizers = (),
+        check_replicas: CheckReplicas = "sample",
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> None:
         limits = {"keep_last": keep_last, "keep_every": keep_every, "save_interval": save_interval}
         limits["export_every"] = export_every
@@ -142,6 +149,10 @@ class CheckpointManager:
             raise ValueError(
                 explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
             )
+        check_choice(check_replicas)
+        check_exit_timeout(exit_timeout_s)
+        self._exit_timeout_s = exit_timeout_s
+        self._check_replicas: CheckReplicas = check_replicas
         rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
@@ -162,6 +173,16 @@ class CheckpointManager:
         self._restored: _RestoredStep | None = None  # since the last save
         self._has_begun = False  # whether a save has claimed the root since the last restore
         self._run: RunFile | None = None  # the same on all ranks; with a RAM tier
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error of the block is raised before one of a save, which is then a note of it."""
+        with noting(error):
+            self.close()
 
     def steps(self) -> list[int]:
         """Committed steps, ascending, without those that a rollback has abandoned (see `restore`)."""
@@ -283,7 +304,13 @@ class CheckpointManager:
         if to_ram:
             assert self._ram is not None and self._run is not None
             save_id = self._ram.save(
-                self._coordinator, step, state, user, run=self._run, behind=self._copying
+                self._coordinator,
+                step,
+                state,
+                user,
+                run=self._run,
+                behind=self._copying,
+                check_replicas=self._check_replicas,
             )
         if not targets:
             return None
@@ -360,7 +387,13 @@ class CheckpointManager:
                 for storage, form in targets:
                     meter = meter_for(self._progress, self._coordinator.rank)
                     saver = Saver(
-                        storage, self._coordinator, overwrite=True, format=form, save_id=save_id, meter=meter
+                        storage,
+                        self._coordinator,
+                        overwrite=True,
+                        format=form,
+                        save_id=save_id,
+                        meter=meter,
+                        check_replicas=self._check_replicas,
                     )
                     saved = saver.save(state, user)
                     if decision.is_due and storage is targets[0][0]:
@@ -379,6 +412,8 @@ class CheckpointManager:
             progress=self._progress,
             save_id=save_id,
             optimizer=self._optimizer,
+            check_replicas=self._check_replicas,
+            exit_timeout_s=self._exit_timeout_s,
         )
 
     @contextmanager

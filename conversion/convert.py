@@ -13,7 +13,12 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
-from vescale_fsdp.conversion.formats.huggingface.assets import Assets, own_config, own_settings
+from vescale_fsdp.conversion.formats.huggingface.assets import (
+    Assets,
+    config_class,
+    own_config,
+    own_settings,
+)
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.output.plan import OutputPlan
@@ -21,7 +26,7 @@ from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
 from vescale_fsdp.conversion.views.tensor_view import TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert", "plan_conversion"]
 
@@ -180,10 +185,14 @@ def plan_conversion(
         if options.rules is not None and source.kind == "hf":
             # An adapter has the names that the model has in memory.
             state = _with_rules(state, kind, replace(options, rules_to="ours"), _settings(assets, source))
-        state = _merged(state, options.merge)
+        state = _merged(state, options.merge, _settings(assets, source))
     if options.rules is not None:
         state = _with_rules(state, kind, options, _settings(assets, source))
     warnings = [*source.warnings, *state.warnings]
+    described = sorted(source.file_metadata.keys() - {"format"})
+    if described and (kind != "hf" or _changes_tensors(options)):
+        state = replace(state, file_metadata={})
+        warnings.append(f"__metadata__ of safetensors files is left out: {some(described)}")
     state, tied, unlike_config = _with_ties(state, kind, source, assets, is_equal)
     warnings += unlike_config
     if options.quantize:
@@ -230,16 +239,34 @@ def _with_ties(
     """A state with tied weights as its target wants them; the names that are left out, with what they are tied to; and
     warnings where config.json says otherwise than the weights."""
     if kind == "hf" and assets.config is not None:
-        from vescale_fsdp.conversion.formats.huggingface.tied_weights import find_tied_twins
+        from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names, find_tied_twins
 
-        tied, denied = find_tied_twins(state.views, assets.config, is_equal)
-        return state.without(tied), tied, denied
+        tied, warnings, denied = find_tied_twins(state.views, assets.settings, is_equal)
+        if denied:  # the class must not tie them: what it ties beside them is stored under all its names then
+            state = state.with_names_of(absent_names(assets.settings, state.views))
+            assets.untie()
+            tied, _, still = find_tied_twins(state.views, assets.settings, is_equal)
+            if still:
+                twin, kept = next(iter(still.items()))
+                raise ConversionError(
+                    "The class that config.json names ties weights that differ.",
+                    expected=f"{twin} with the bytes of {kept}",
+                    got="other bytes; tie_word_embeddings: false does not untie them",
+                    where=str(config_class(assets.settings)),
+                    todo=f"leave one of them out, such as --exclude {twin}, or pass the config.json of the right class",
+                )
+        return state.without(tied), tied, warnings
     if kind in ("hf", "adapter"):
         return state, {}, ()
     from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 
     twins, unsaid = left_out_by(source, state.views)
     return state.with_names_of(twins), {}, unsaid
+
+
+def _changes_tensors(options: ConvertOptions) -> bool:
+    """Whether the result's tensors are not those that the source's files describe."""
+    return any((options.dequantize, options.quantize, options.rules, options.merge))
 
 
 def _settings(assets: Assets, source: Source) -> dict[str, Any]:
@@ -267,7 +294,7 @@ def _require_model(source: Source) -> None:
         )
 
 
-def _merged(state: CarriedState, url: str) -> CarriedState:
+def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedState:
     """The state with an adapter in its weights."""
     from vescale_fsdp.conversion.adapters.merged_weights import merged_state
     from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
@@ -276,7 +303,8 @@ def _merged(state: CarriedState, url: str) -> CarriedState:
 
     require_adapter(url)
     adapter = open_source(url, kind="adapter")
-    return merged_state(state, adapter, PeftConfig.read(adapter.store, "pass the folder that peft saved"))
+    peft_config = PeftConfig.read(adapter.store, "pass the folder that peft saved")
+    return merged_state(state, adapter, peft_config, config)
 
 
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
@@ -338,4 +366,6 @@ def _with_rules(
 
     assert options.rules is not None
     to_hf = kind == "hf" if options.rules_to is None else options.rules_to == "hf"
-    return state_with_rules(state, load_rules(options.rules), config, to_hf=to_hf)
+    return state_with_rules(
+        state, load_rules(options.rules), config, to_hf=to_hf, on_disagreement=options.on_disagreement
+    )

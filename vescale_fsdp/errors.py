@@ -58,6 +58,18 @@ class VescaleError(Exception):
     Args:
         problem: one sentence; the whole message if nothing follows.
         expected, got, where, todo: as for `explain`.
+
+    Attributes:
+        problem: the sentence.
+        expected, got, where, todo: the parts of the message; None for parts that it does not have. Plain values are
+            kept, others as the text that the message shows, so that an error can be pickled.
+
+    Examples:
+        >>> try:
+        ...     raise VescaleError("It broke.", expected=3, got=4, todo="mend it")
+        ... except VescaleError as error:
+        ...     error.expected, error.got, error.where, error.todo
+        (3, 4, None, 'mend it')
     """
 
     def __init__(
@@ -70,6 +82,16 @@ class VescaleError(Exception):
         todo: str | None = None,
     ) -> None:
         super().__init__(explain(problem, expected=expected, got=got, where=where, todo=todo))
+        self.problem = problem
+        self.expected, self.got, self.where = _plain(expected), _plain(got), _plain(where)
+        self.todo = todo
+
+
+def _plain(part: object) -> object:
+    """A part as an attribute: a value that pickles and keeps nothing alive."""
+    if part is _UNSAID:
+        return None
+    return part if isinstance(part, str | int | float | bool | None) else str(part)
 
 
 class LayoutError(VescaleError, ValueError):

@@ -136,6 +136,7 @@ __all__ = [
     "spec_of",
     "spmd_mesh_of",
     "storage_id",
+    "store_of",
     "takes_address_for_memory",
     "timeout_of",
     "unflatten_mesh",
@@ -339,6 +340,11 @@ def gloo_group(
     )
     _world.pg_group_ranks[group] = numbers
     return group  # type: ignore[no-any-return]
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store in which the ranks of a group met (torch 2.11-2.15)."""
+    return _world.pg_map[group][1]
 
 
 def forget_meshes() -> None:

@@ -65,11 +65,28 @@ class ReshardableLoader(Generic[T]):
         self._rewind()
         self.sampler.begin()
         self._follow()
+        generation = -1
+        while (
+            generation != self.sampler.generation
+        ):  # also where a state was loaded or ranks changed meanwhile
+            generation = self.sampler.generation
+            yield from self._rest(generation)
+        self._has_ended = True
+
+    def _rest(self, generation: int) -> Iterator[T]:
+        """Batches from this rank's place on, as long as the place is not set from outside; none read ahead before."""
+        self._rewind()
         end = self._num_taken + len(self.sampler)
         for batch in self.loader:
             self._num_taken = min(self._num_taken + self._batch_size, end)
             yield batch
-        self._has_ended = True
+            if generation != self.sampler.generation:
+                return
+
+    def renew(self, rank: int, world_size: int) -> None:
+        """As `ReshardableSampler.renew`."""
+        self.sampler.renew(rank, world_size)
+        self._follow()
 
     def __len__(self) -> int:
         """Batches that are left to this rank."""

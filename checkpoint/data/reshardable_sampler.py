@@ -31,7 +31,8 @@ _ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
 class ReshardableSampler(Sampler[int]):
     """This rank's samples of an epoch, for a `DataLoader`; for `Resharded`, by itself or in a `ReshardableLoader`.
 
-    An iteration continues where the one before stopped; after the last sample the next epoch begins. What a data
+    An iteration continues where the one before stopped; after the last sample the next epoch begins. An iterator goes
+    on from a state that is loaded while it is in use. What a data
     loader's workers read ahead counts as taken here: with workers put the loader into a `ReshardableLoader`.
 
     Args:
@@ -40,7 +41,12 @@ class ReshardableSampler(Sampler[int]):
         seed: of the orders; the same on all ranks.
         drop_last: leave out up to ``world_size - 1`` samples of an epoch, so that all ranks have equally many; else
             some ranks have one more than others.
-        rank, world_size: this rank and how many there are; default: of all in `torch.distributed`.
+        rank, world_size: this rank and how many there are; default: of all in `torch.distributed`,
+            asked again when a state is loaded.
+
+    Attributes:
+        generation: rises whenever the place in the data is set from outside: by a loaded state, another epoch or other
+            ranks.
 
     Examples:
         >>> list(ReshardableSampler(5, shuffle=False, rank=1, world_size=2))
@@ -57,9 +63,8 @@ class ReshardableSampler(Sampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = rank if rank is not None else 0 if is_alone else dist.get_rank()
-        self.world_size = world_size if world_size is not None else 1 if is_alone else dist.get_world_size()
+        self._given = rank, world_size
+        self.rank, self.world_size = self._ranks_now()
         if num_samples < 0 or not 0 <= self.rank < self.world_size:
             raise ValueError(
                 explain(
@@ -81,6 +86,28 @@ class ReshardableSampler(Sampler[int]):
         ] = []  # the same of later epochs, where ranks were ahead
         self.num_taken = 0
         self.has_ended = False
+        self.generation = 0
+
+    def _ranks_now(self) -> tuple[int, int]:
+        """The given rank and number of ranks; where they were not given, those of `torch.distributed` now."""
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        rank, world_size = self._given
+        return (
+            rank if rank is not None else 0 if is_alone else dist.get_rank(),
+            world_size if world_size is not None else 1 if is_alone else dist.get_world_size(),
+        )
+
+    def renew(self, rank: int, world_size: int) -> None:
+        """Become the sampler of another rank, at the beginning of its data; `load_state_dict` says where it goes on.
+
+        `ElasticJob` calls this for the samplers in `Resharded` values when the ranks of the job change.
+        """
+        if self._given != (None, None):
+            self._given = rank, world_size
+        self.rank, self.world_size = rank, world_size
+        self.epoch, self._stages, self.num_taken, self.has_ended = 0, [], 0, False
+        self._ahead = []
+        self.generation += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it is the one that is under way."""
@@ -88,6 +115,7 @@ class ReshardableSampler(Sampler[int]):
             self._stages = dict(self._ahead).get(epoch, [])
             self._ahead = [(later, stages) for later, stages in self._ahead if later > epoch]
             self.epoch, self.num_taken, self.has_ended = epoch, 0, False
+            self.generation += 1
 
     def begin(self) -> None:
         """Go on to the next epoch if this one has ended."""
@@ -96,12 +124,21 @@ class ReshardableSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.begin()
+        generation = -1
+        while generation != self.generation:  # also where a state was loaded or ranks changed meanwhile
+            generation = self.generation
+            yield from self._rest(generation)
+        self.has_ended = True
+
+    def _rest(self, generation: int) -> Iterator[int]:
+        """This rank's samples from its place on, as long as the place is not set from outside."""
         own = self._own()
         for start in range(self.num_taken, len(own), _CHUNK):
             for sample in own[start : start + _CHUNK].tolist():
                 self.num_taken += 1
                 yield sample
-        self.has_ended = True
+                if generation != self.generation:
+                    return
 
     def __len__(self) -> int:
         """Samples that are left to this rank."""
@@ -137,6 +174,7 @@ class ReshardableSampler(Sampler[int]):
         Raises:
             CheckpointError: if it is the state of other samples, or of another rank.
         """
+        self.rank, self.world_size = self._ranks_now()
         expected = {**self._settings, "rank": self.rank, "world_size": self.world_size}
         unlike = {key: state[key] for key in expected if state[key] != expected[key]}
         if unlike:
@@ -151,6 +189,7 @@ class ReshardableSampler(Sampler[int]):
         self._stages = [list(taken) for taken in state["stages"]]
         self._ahead = [(epoch, [list(taken) for taken in stages]) for epoch, stages in state.get("ahead", [])]
         self.num_taken, self.has_ended = state["num_taken"], state["has_ended"]
+        self.generation += 1
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What the samplers of all ranks together have left; some may have begun a later epoch.

@@ -219,9 +219,8 @@ def _warn_of_empty(left: list[str]) -> None:
             f"{len(left)} leaves of the checkpoint were not loaded: the state has an empty dict in their place.",
             expected="a state with a key for everything that is to be loaded",
             got=f"an empty dict for {left[0]}" + (", .." if len(left) > 1 else ""),
-            todo="an optimizer before its first step has no state yet: load into "
-            "get_optimizer_state_dict(model, optimizer), then set_optimizer_state_dict(..), or let "
-            "vescale_fsdp.checkpoint.load fill the optimizer itself",
+            todo="an optimizer before its first step has no state yet: let vescale_fsdp.checkpoint.load fill it, with "
+            "{'model': model, 'optimizer': optimizer}",
         ),
         stacklevel=2,
     )

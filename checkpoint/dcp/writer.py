@@ -26,6 +26,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.ranks.dcp_ranks import DcpRanks, wrong_partner
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Commit
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.state.capture import take_state
 from vescale_fsdp.checkpoint.storage.base import Storage
@@ -74,6 +75,7 @@ class RaggedWriter(StorageWriter):
         overwrite: replace an existing checkpoint.
         process_group: the ranks that save; the same that DCP gets.
         no_dist: this rank saves alone, as in ``dcp.save(no_dist=True)``, and may make the writer alone.
+        check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
     Examples:
         >>> import torch.distributed.checkpoint as dcp
@@ -92,7 +94,10 @@ class RaggedWriter(StorageWriter):
         overwrite: bool = False,
         process_group: dist.ProcessGroup | None = None,
         no_dist: bool = False,
+        check_replicas: CheckReplicas = "sample",
     ) -> None:
+        check_choice(check_replicas)
+        self._check_replicas: CheckReplicas = check_replicas
         self._storage = open_storage(path, neighbours=num_neighbours())
         self._user = user
         self._overwrite = overwrite
@@ -120,7 +125,9 @@ class RaggedWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Agree and write this rank's file; DCP then calls `finish` on its coordinator."""
         coordinator = self._ranks.coordinator()
-        saver = Saver(self._storage, coordinator, overwrite=self._overwrite)
+        saver = Saver(
+            self._storage, coordinator, overwrite=self._overwrite, check_replicas=self._check_replicas
+        )
         try:
             self._commit = saver.write_uncommitted(
                 lambda: take_state(_state_of(planner), rank_of=coordinator.rank_of), self._user, self._held

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -28,10 +28,11 @@ from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
+from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.match import Match, TensorRead, match
@@ -92,7 +93,8 @@ def load(
     """Fill a state in place from a checkpoint. A collective.
 
     Tensors are filled where they are, whatever their sharding now and when they were saved. Plain values
-    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``.
+    are replaced in their dicts and lists; Stateful objects get ``load_state_dict``. An optimizer takes its state and
+    options by parameter name, in whichever of torch's forms they were saved, also before its first step.
 
     Args:
         path: folder or fsspec URL of a checkpoint.
@@ -199,7 +201,7 @@ class Loader:
             "read": reading,
         }
         overwriting = Overwriting()
-        with closing(reader.reads()) as reads:
+        with _closed_behind(reader.reads()) as reads:
             reads.meter = self.meter
             with self._preparing(reader, alike):
                 with gc_paused():
@@ -224,6 +226,7 @@ class Loader:
                 for target in targets:
                     target.finish()
                 found.finish()
+                reads.close()  # where what it raises is raised on all ranks
         if self.coordinator.rank == 0:
             seconds = time.monotonic() - start_s
             rate = reads.num_bytes_read / max(seconds, 1e-9) / 1e9
@@ -308,8 +311,18 @@ class Loader:
             target = reads.ask(read.place, *asked)
             overwriting.add(read.name, read.tensor, target)
             targets.append(target)
-        for place in found.fresh:
-            found.fresh[place] = self._fresh(reader, reads, targets, place)
+        for new in found.fresh:
+            entry = reader.manifest.entries[new.place]
+            tensor = new.make(
+                entry.shape,
+                dtype_named(entry.dtype),
+                is_sharded=bool(entry.cuts),
+                where=self.storage.where,
+            )
+            described = describer.describe(new.name, tensor)
+            if described.local is not None:
+                region = describer.region(described, self.coordinator.rank)
+                targets.append(reads.ask(new.place, region, described.local))
         return found, targets
 
     def _prove(self, reader: CheckpointReader, reads: Reads, found: Match) -> None:
@@ -369,23 +382,6 @@ class Loader:
         region = describer.region(described, self.coordinator.rank)
         return _Wanted(region, described.local)
 
-    def _fresh(
-        self, reader: CheckpointReader, reads: Reads, targets: list[LoadTarget], place: int
-    ) -> torch.Tensor:
-        """A tensor that a Stateful object did not have: made in full if it was not sharded."""
-        entry = reader.manifest.entries[place]
-        if entry.cuts:
-            raise CheckpointError(
-                "An object lacks a sharded tensor that the checkpoint has for it.",
-                expected="its state_dict() to hold the tensor, sharded as it is to be loaded",
-                got="nothing under that name",
-                where=f"{entry.name} in {self.storage.where}",
-                todo="for an optimizer, pass get_optimizer_state_dict(model, optimizer) in its place",
-            )
-        tensor = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
-        targets.append(reads.ask(place, whole_region(entry.shape), tensor))
-        return tensor
-
     def _merging(self, reader: CheckpointReader, found: Match) -> set[str]:
         """Per-rank values that are made of those of all ranks that saved."""
         if self.coordinator.world_size == reader.manifest.world_size:
@@ -424,6 +420,18 @@ class Loader:
                 merge = found.per_rank[name].merge
                 assert merge is not None
                 found.per_rank_values[name] = merge(values, rank, world)
+
+
+@contextmanager
+def _closed_behind(reads: Reads) -> Iterator[Reads]:
+    """A block behind which nothing is open. What all ranks raise is raised here too, whatever closing raises."""
+    try:
+        yield reads
+    except BaseException as error:
+        with noting(error):
+            reads.close()
+        raise
+    reads.close()
 
 
 def prove_choices(verify: str, read: str) -> None:

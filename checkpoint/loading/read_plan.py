@@ -31,6 +31,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby, islice
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
@@ -374,9 +375,9 @@ class ReadPlan(Reads):
             self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.reader.close()
-        self._files.clear()
+        with ExitStack() as closing:  # all of them, whatever one raises
+            while self._files:
+                closing.callback(self._files.popitem()[1].reader.close)
 
     def prove(self) -> None:
         turns = [

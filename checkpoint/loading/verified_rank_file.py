@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.rank_file import CHECKSUM_BYTES, RankFile
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
 from vescale_fsdp.errors import CorruptCheckpointError, some
 
@@ -36,8 +37,9 @@ class OpenRankFile:
             raise self._unlike_a_file(error) from error
         try:
             self._table = self._prove()  # as bytes: of large files there are many
-        except BaseException:
-            self.reader.close()
+        except BaseException as error:
+            with noting(error):
+                self.reader.close()
             raise
 
     def _names(self) -> list[str]:

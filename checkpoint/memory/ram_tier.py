@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ from vescale_fsdp.checkpoint.manifest.file_names import parse_rank_file_name, st
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
+from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import (
@@ -103,7 +105,7 @@ class RamTier:
         self._mesh = mesh
         self._folder = Path(folder)
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False)
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-copies")
+        self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
         self._leads_node: bool | None = None  # whether this rank is its node's first; not known before a save
         self._partners: list[list[int]] = []  # by rank, those that keep copies of its files
@@ -121,6 +123,7 @@ class RamTier:
         *,
         run: RunFile,
         behind: Coordinator | None = None,
+        check_replicas: CheckReplicas = "sample",
     ) -> str:
         """Save a step and forget older ones; a collective.
 
@@ -128,6 +131,7 @@ class RamTier:
             run: to which the step belongs, the same on all ranks.
             behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
                 replicas. It is they who forget older steps then, when the copies are there.
+            check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
             The step's save_id, for a save of the same state to disk.
@@ -150,12 +154,14 @@ class RamTier:
             save_id=f"{run.branch}{attempt:08x}",
             every_node=True,
             leads_node=bool(self._leads_node),
+            check_replicas=check_replicas,
         )
         saved = saver.save(state, user)
         if self.replicas:
             assert behind is not None
-            copies = self._copier.submit(self._copy, behind, step, run)
-            self._copies = SaveHandle(copies)
+            what = f"copying {saver.storage.where} to other nodes"
+            job = self._copier.submit(partial(self._copy, behind, step, run), what, is_needed=False)
+            self._copies = SaveHandle(job)
         else:
             self._retire(coordinator, step, run)
         return saved.save_id

@@ -33,6 +33,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
+from vescale_fsdp.torch_private import store_of
 
 __all__ = [
     "Agreement",
@@ -183,6 +184,10 @@ class Coordinator:
         all of them have begun. A collective."""
         return lambda: list(numbers)
 
+    def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """The same for the sum of each number over all ranks. A collective."""
+        return lambda: list(numbers)
+
     def begin_exchange(
         self, outgoing: Sequence[tuple[torch.Tensor, int]], incoming: Sequence[tuple[torch.Tensor, int]]
     ) -> Callable[[], None]:
@@ -196,6 +201,21 @@ class Coordinator:
     ) -> None:
         """The same, and wait."""
         self.begin_exchange(outgoing, incoming)()
+
+    def decide(self, name: str, word: str) -> str:
+        """The first word that any rank has entered under a name, this one's if none has. Waits for no rank.
+
+        Raises:
+            CheckpointError: if the ranks' store cannot be reached.
+        """
+        return word
+
+    def forget(self, name: str) -> None:
+        """Drop what was decided under a name, once all ranks have read it."""
+
+    def new_name(self) -> str:
+        """A name for `decide` that is the same on all ranks, and new. A collective."""
+        return ""
 
     def everyone(self, item: T) -> list[T]:
         """What each rank has: one all-reduce where it is the same, and reads the same, on all of them."""
@@ -226,6 +246,26 @@ class GroupCoordinator(Coordinator):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
+
+    def decide(self, name: str, word: str) -> str:
+        store = store_of(self.group)
+        try:
+            return store.compare_set(name, "", word).decode()
+        except RuntimeError as lost:
+            raise CheckpointError(
+                "The store of the ranks was lost as they decided.",
+                expected=f"{word!r} to be entered, or an earlier word to be read, under {name!r}",
+                got=f"{type(lost).__name__}: {lost}",
+                where=f"rank {self.rank}",
+                todo="compare what the ranks have before they go on",
+            ) from lost
+
+    def forget(self, name: str) -> None:
+        if self.rank == 0:
+            store_of(self.group).delete_key(name)
+
+    def new_name(self) -> str:
+        return f"{self._max([secrets.randbits(62)])[0]:016x}"
 
     def _max(self, values: list[int]) -> list[int]:
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -318,9 +358,17 @@ class GroupCoordinator(Coordinator):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        return self._begin_reduction(numbers, dist.ReduceOp.MAX)
+
+    def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        return self._begin_reduction(numbers, dist.ReduceOp.SUM)
+
+    def _begin_reduction(
+        self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType
+    ) -> Callable[[], list[int]]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         with self._reaching("comparing numbers"):
-            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
 
         def arrive() -> list[int]:

@@ -95,6 +95,13 @@ class _End:
             except BaseException as error:  # noqa: BLE001  the other end must not wait: `move_files` raises it
                 self.error = error
 
+    def attempt_always(self, work: Callable[[], None]) -> None:
+        """The same, also after a failure; the first error is kept."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  as above: there are more waves
+            self.error = self.error or error
+
     @property
     def num_pieces(self) -> int:
         """Of the file, once both ends know its size."""
@@ -153,7 +160,7 @@ class _Sender(_End):
 
     def close(self, verdict: torch.Tensor | None) -> None:
         if self._file is not None:
-            self._file.close()
+            self.attempt_always(self._file.close)
 
 
 class _Receiver(_End):
@@ -188,7 +195,7 @@ class _Receiver(_End):
             self.attempt(self._file.close)
             self.attempt(lambda: self.storage.rename(self._working_name, self.move.name))
         if self._file is not None and (self.error or not is_whole):
-            self._file.abort()
+            self.attempt_always(self._file.abort)
 
 
 def _run_in_step(coordinator: Coordinator, ends: Sequence[_End]) -> None:

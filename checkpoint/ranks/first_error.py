@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["FirstError"]
+__all__ = ["FirstError", "noting"]
 
 T = TypeVar("T")
 
@@ -29,3 +30,14 @@ class FirstError:
         """Raise what was kept, if anything."""
         if self.error is not None:
             raise self.error
+
+
+@contextmanager
+def noting(error: BaseException | None) -> Iterator[None]:
+    """Around what ends a block that ``error`` has left, if anything has: what fails here as well is a note of it."""
+    try:
+        yield
+    except Exception as second:
+        if error is None:
+            raise
+        error.add_note(f"{type(second).__name__} met after that: {second}")

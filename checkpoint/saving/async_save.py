@@ -17,22 +17,29 @@ thread, in the order in which they were started, which is the same on all ranks.
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.ranks.background import (
+    EXIT_TIMEOUT_S,
+    BackgroundThread,
+    Job,
+    check_exit_timeout,
+)
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
 from vescale_fsdp.checkpoint.saving.staging import Stager
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
@@ -46,45 +53,39 @@ __all__ = ["AsyncSaver", "SaveHandle", "async_save"]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _HEAD_START_S = 0.005
-_worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-save")
-
-
-_failed: list[SaveHandle] = []
-
-
-@atexit.register  # called when the worker has ended, as threads end first
-def _tell_unheard() -> None:
-    for handle in _failed:
-        if not handle.heard:
-            error = handle.error()
-            text = f"{type(error).__name__}: {error}"
-            print(f"vescale_fsdp.checkpoint: a save behind training failed: {text}", file=sys.stderr)
+_worker = BackgroundThread("checkpoint-save")
 
 
 class SaveHandle:
-    """A save that goes on in the background. An error that nobody asks for is reported when the process ends.
+    """A save that goes on in the background. A ``with`` block waits for it at its end.
+
+    A process that exits finishes its saves first. If one failed and its error was never asked for, or it takes longer
+    than its ``exit_timeout_s``, stderr names it and the exit status is 1.
 
     Examples:
         >>> import torch
-        >>> handle = async_save("saved_with_handle", {"w": torch.ones(4)})
-        >>> handle.error() is None
+        >>> with async_save("saved_with_handle", {"w": torch.ones(4)}) as handle:
+        ...     pass  # training goes on
+        >>> handle.done()
         True
     """
 
-    heard = False  # whether somebody has asked how it ended
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-        future.add_done_callback(self._keep_failed)
+    def __enter__(self) -> SaveHandle:
+        return self
 
-    def _keep_failed(self, future: Future[None]) -> None:
-        _failed[:] = [handle for handle in _failed if not handle.heard]
-        if future.exception() is not None:
-            _failed.append(self)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait; an error of the block is raised before one of the save, which is then a note of it."""
+        with noting(error):
+            self.wait()
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks."""
-        return self._future.done()
+        return self._job.future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed and durable.
@@ -94,14 +95,14 @@ class SaveHandle:
                 become of the checkpoint is said in either.
             TimeoutError: if it takes longer than ``timeout_s``.
         """
-        self._future.exception(timeout_s)
-        self.heard = True
-        self._future.result()
+        self._job.future.exception(timeout_s)
+        self._job.heard = True
+        self._job.future.result()
 
     def error(self) -> BaseException | None:
         """What went wrong, or None; blocks until the save has ended."""
-        error = self._future.exception()
-        self.heard = True
+        error = self._job.future.exception()
+        self._job.heard = True
         return error
 
 
@@ -115,7 +116,7 @@ class AsyncSaver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._stager = Stager()
-        self._last: Future[None] | None = None
+        self._last: Job | None = None
 
     def start(
         self,
@@ -130,12 +131,15 @@ class AsyncSaver:
         progress: Tell = False,
         save_id: str | None = None,
         optimizer: Optimizers = (),
+        check_replicas: CheckReplicas = "sample",
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
     ) -> SaveHandle:
         """Copy the state and return; the save goes on.
 
         Args:
             optimizer: see `async_save`.
             after: called when it is committed.
+            exit_timeout_s: see `async_save`.
             copies: where the same state goes next, and in which form; what is there is replaced.
         """
         savers: list[Saver] = []
@@ -145,7 +149,13 @@ class AsyncSaver:
             self.drain()
             storage = open_storage(path, neighbours=num_neighbours())
             meter = meter_for(progress, self._coordinator.rank)
-            saver = partial(Saver, coordinator=self._coordinator, save_id=save_id, meter=meter)
+            saver = partial(
+                Saver,
+                coordinator=self._coordinator,
+                save_id=save_id,
+                meter=meter,
+                check_replicas=check_replicas,
+            )
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(place, overwrite=True, format=form) for place, form in copies]
             with torch.no_grad():
@@ -177,15 +187,23 @@ class AsyncSaver:
                 if number == 0 and after is not None:
                     after(saved)
 
-        self._last = _worker.submit(work)
+        where = (
+            savers[0].storage.where
+            if savers
+            else os.fspath(path)
+            if not isinstance(path, Storage)
+            else path.where
+        )
+        self._last = _worker.submit(work, f"the save to {where}", exit_timeout_s=exit_timeout_s)
         if error is not None and not isinstance(error, Exception):
+            self._last.heard = True
             raise error  # Ctrl-C is for whoever trains: it does not wait until somebody asks for the handle
         return SaveHandle(self._last)
 
     def drain(self) -> None:
         """Wait until no save is in flight; its error, if any, stays with its handle."""
         if self._last is not None:
-            wait([self._last])
+            wait([self._last.future])
 
     def _stage(
         self, taken: TakenState, savers: Sequence[Saver], optimizer: Optimizers
@@ -220,6 +238,8 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     progress: Tell = False,
     optimizer: Optimizers = (),
+    check_replicas: CheckReplicas = "sample",
+    exit_timeout_s: float = EXIT_TIMEOUT_S,
 ) -> SaveHandle:
     """Like `save`, but returns as soon as the state is copied; a collective.
 
@@ -229,9 +249,15 @@ def async_save(
         optimizer: one or several of torch's kind, which alone write the parameters and the state that they step, until
             their next step. On an accelerator these are then copied while the trainer goes on, and that step waits for
             the copy; any other write to them before fails the save.
+        exit_timeout_s: how long a process that exits meanwhile waits for the save; if that is not enough, stderr names
+            the save and the exit status is 1.
 
     Returns:
-        A handle: ``wait()`` returns when the checkpoint is committed, and raises what went wrong.
+        A handle: ``wait()``, or the end of a ``with`` block around it, returns when the checkpoint is committed, and
+        raises what went wrong.
+
+    Raises:
+        ValueError: if ``exit_timeout_s`` is no time.
 
     Examples:
         >>> import torch
@@ -240,9 +266,18 @@ def async_save(
         >>> handle.done()
         True
     """
+    check_exit_timeout(exit_timeout_s)
     saver = _saver_for(process_group)
     return saver.start(
-        path, state, user=user, overwrite=overwrite, format=format, progress=progress, optimizer=optimizer
+        path,
+        state,
+        user=user,
+        overwrite=overwrite,
+        format=format,
+        progress=progress,
+        optimizer=optimizer,
+        check_replicas=check_replicas,
+        exit_timeout_s=exit_timeout_s,
     )
 
 

@@ -1,12 +1,14 @@
-"""`save`: describe, agree, write, commit. One all-reduce to agree, one after writing, one after the commit.
+"""`save`: describe, agree, write, commit. One all-reduce to agree, one after writing, one after the commit; one for
+replicas is under way while ranks write.
 
 every rank                                             rank 0 besides
 -----------------------------------------------        -------------------------------------------
 take the state's structure                             lock the folder, refuse an existing checkpoint
 agree on its digest (all errors meet here)
 compute the manifest and the own file from it
+start to compare replicas (see `replicas`)
 write data-<id>/<rank>.safetensors, fsync
-meet: any error means no commit
+meet: any error, and any difference, means no commit
                                                        fsync the folder, publish manifest.json: the commit
 meet: the commit's error, if any                       remove what older attempts left
 """
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +41,7 @@ from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
 from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
+from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, begin_comparison, check_choice
 from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
 from vescale_fsdp.checkpoint.state.per_rank import pack_blob
@@ -73,14 +76,16 @@ def save(
     format: Format = "native",
     process_group: dist.ProcessGroup | None = None,
     progress: Tell = False,
+    check_replicas: CheckReplicas = "sample",
 ) -> None:
     """Write a checkpoint; when this returns on any rank, it is complete and durable. A collective.
 
     Args:
         path: folder or fsspec URL; it becomes a checkpoint by the appearance of its manifest, last of all.
-        state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values
-            and objects with ``state_dict`` and ``load_state_dict``. Plain tensors and values must be the
-            same on all ranks that have them.
+        state: any nesting of dicts, lists and tuples of tensors, DTensors, plain values, `PerRank` values, modules,
+            optimizers of their parameters, and other objects with ``state_dict`` and ``load_state_dict``; such as
+            ``{"model": model, "optimizer": optimizer}``. Modules and optimizers are stored by parameter name. Plain
+            tensors and values must be the same on all ranks that have them.
         user: JSON of your own, the same on all ranks, returned by `read_state(path).user`.
         overwrite: replace an existing checkpoint; the old one stays good until the new one is committed.
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
@@ -88,9 +93,14 @@ def save(
             `vescale_fsdp.HuggingFace(..)`, `vescale_fsdp.DCP()`.
         process_group: the ranks that save; default: all.
         progress: is told how far this rank has come; True draws a bar on rank 0.
+        check_replicas: how ranks that hold the same part of a tensor compare it, since each writes a share. "sample"
+            compares a digest of some elements of each tensor, other ones in each save, which finds replicas that have
+            drifted or were never equal, for 4 us a tensor; it can miss a difference in few elements.
+            "all" compares every bit. False compares nothing: of replicas that differ, parts of each are stored.
 
     Raises:
-        CheckpointError: if the storage has no room for it, before a byte is written; if another rank fails. A rank
+        CheckpointError: if the storage has no room for it, before a byte is written; if replicas differ; if another
+            rank fails. A rank
             that fails itself raises what it met (an OSError, a KeyboardInterrupt, ..), so all ranks raise. Nothing is
             committed then, except where the error says that the new checkpoint is there: the disk failed after the
             commit.
@@ -105,7 +115,11 @@ def save(
     coordinator = coordinator_for(process_group)
     try:
         saver = Saver(
-            open_storage(path, neighbours=num_neighbours()), coordinator, overwrite=overwrite, format=format
+            open_storage(path, neighbours=num_neighbours()),
+            coordinator,
+            overwrite=overwrite,
+            format=format,
+            check_replicas=check_replicas,
         )
     except BaseException as error:
         coordinator.agree(None, 0, error, {})  # where the other ranks are next: raises on all of them
@@ -128,8 +142,10 @@ class Saver:
     every_node: bool = False  # the storage is each node's own: every rank stores all it holds
     leads_node: bool = False  # of such a storage: this rank commits for its node
     meter: Meter = field(default_factory=Meter)
+    check_replicas: CheckReplicas = "sample"
 
     def __post_init__(self) -> None:
+        check_choice(self.check_replicas)
         self._form = form_of(self.format)
 
     def left_out(self, structure: Structure) -> Collection[str]:
@@ -151,6 +167,11 @@ class Saver:
             ):
                 if self.coordinator.rank == 0 or self.leads_node:
                     commit.run()
+                    try:
+                        held.close()  # here, where all ranks hear of a lock that cannot be given back
+                    except BaseException as error:
+                        error.add_note(f"{where} is saved and durable")
+                        raise
         saved = Saved(commit.num_bytes, time.monotonic() - start_s, commit.save_id)
         if self.coordinator.rank == 0:
             rate = saved.num_bytes / max(saved.seconds, 1e-9) / 1e9
@@ -184,6 +205,7 @@ class Saver:
             agreed = self.coordinator.agree(structure, len(blob), error, alike, free_bytes)
             save_id = self.save_id or agreed.save_id
 
+            @cache  # forms ask for what replicas were compared by
             def plan() -> Manifest:
                 return build_manifest(
                     agreed.classes,
@@ -205,7 +227,16 @@ class Saver:
                 agreed.free_bytes,
                 self.meter,
             )
-            return self._form.write(plan, share)
+            compared = begin_comparison(
+                plan,
+                taken.locals_by_name,
+                self.coordinator,
+                self.check_replicas,
+                lambda manifest: self._form.left_out(manifest.structure),
+            )
+            commit = self._form.write(plan, share)
+            compared()
+            return commit
         except BaseException as failed:
             if claimed:
                 self._clear_away(save_id, failed)
@@ -221,6 +252,7 @@ class Saver:
             "stripe_bytes": self.stripe_bytes,
             "split_bytes": self.split_bytes,
             "every_node": self.every_node,
+            "check_replicas": self.check_replicas,
             "save_id": self.save_id,
             # Other folders may be one under two names, as mounted; not so those that are named by a step.
             "step": folder if parse_step_name(folder) else None,

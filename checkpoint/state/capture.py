@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, LayoutCut
@@ -17,6 +18,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumber
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
@@ -43,7 +45,7 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
     Raises:
         CheckpointError: for values or tensors that cannot be stored, naming the first.
     """
-    taker = _Taker(Describer(rank_of))
+    taker = _Taker(state, Describer(rank_of))
     try:
         with gc_paused():
             tree = encode(state, "", taker)
@@ -76,7 +78,8 @@ class _Taken(NamedTuple):
 
 
 class _Taker(TreeSink):
-    def __init__(self, describer: Describer) -> None:
+    def __init__(self, state: Any, describer: Describer) -> None:
+        self._live = LiveObjects(state)
         self.describer = describer
         self.axes: dict[Axes, int] = {}
         self.found: list[_Taken] = []
@@ -108,6 +111,15 @@ class _Taker(TreeSink):
         alike.append(len(self.found))
         self.found.append(_Taken(entry, local, *self._role(entry)))
         return {"$": "tensor", "i": alike[-1]}
+
+    def stateful(self, name: str, value: Stateful, depth: int) -> Json:
+        if isinstance(value, nn.Module):
+            return encode(self._live.module_state(value).values, name, self, depth + 1)
+        if isinstance(value, torch.optim.Optimizer):
+            named = self._live.named(value, name)
+            if named is not None:
+                return encode(named.value(), name, self, depth + 1)
+        return super().stateful(name, value, depth)
 
     def per_rank(self, name: str, value: PerRank) -> Json:
         self._claim(name)

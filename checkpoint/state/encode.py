@@ -1,7 +1,8 @@
 """From a live state to the JSON of its tree (see `state_tree`): what stands for itself, and what is refused.
 
 Nothing is pickled: a type that is not listed there is refused, by name and place. Objects with ``state_dict``
-and ``load_state_dict`` are stored as what ``state_dict()`` returns.
+and ``load_state_dict`` are stored as what ``state_dict()`` returns; modules and optimizers by the names of their
+parameters (see `live_objects`).
 """
 
 from __future__ import annotations

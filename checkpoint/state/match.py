@@ -2,23 +2,41 @@
 
 `match` walks both side by side and returns a `Match`: the tensors to fill in place, the leaves that are
 missing or unexpected, and an `apply` that puts plain values into the containers once all bytes are read.
+Live optimizers are matched by the names of their parameters (`live_objects`), with state of every form that
+`stored_optimizer` knows; the state of one that has not stepped yet is made as the checkpoint has it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, has_tensors, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.state.encode import is_stateful, remade
+from vescale_fsdp.checkpoint.state.live_objects import (
+    ChecksStateDict,
+    LiveObjects,
+    NamedOptimizer,
+    same_names,
+)
+from vescale_fsdp.checkpoint.state.new_tensor import NewTensor
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.state.stored_optimizer import (
+    StoredGroup,
+    StoredOptimizer,
+    flattened_keys,
+    items_of_node,
+    stored_optimizer,
+)
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Match", "TensorRead", "match"]
@@ -41,7 +59,7 @@ class Match:
 
     Attributes:
         reads: tensors of the state and the manifest leaves that fill them.
-        fresh: tensors that a Stateful object needs and does not have; made by the caller, by leaf index.
+        fresh: tensors that a Stateful object needs and does not have; made by the caller.
         per_rank: per-rank leaves of the state by the manifest's name.
         missing: leaves of the state that the checkpoint lacks.
         unexpected: leaves of the checkpoint that the state lacks.
@@ -51,7 +69,7 @@ class Match:
     """
 
     reads: list[TensorRead] = field(default_factory=list)
-    fresh: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    fresh: list[NewTensor] = field(default_factory=list)
     per_rank: dict[str, PerRank] = field(default_factory=dict)
     per_rank_values: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -61,15 +79,22 @@ class Match:
     finish: Finish = field(default=lambda: None)
 
 
-def match(state: Any, tree: Json, include: tuple[str, ...] | None) -> Match:
-    """Match a state with a tree; with ``include``, only leaves whose names fit one of the patterns."""
-    matcher = _Matcher(include)
+def match(state: Any, tree: Json, include: tuple[str, ...] | None, *, within: Any = None) -> Match:
+    """Match a state with a tree.
+
+    Args:
+        include: patterns; only leaves whose names fit one are matched. None for all.
+        within: where the modules of the state's optimizers are, if not in the state.
+    """
+    matcher = _Matcher(state if within is None else within, include)
     matcher.found.finish = matcher.visit(state, tree, "", False)
     return matcher.found
 
 
 class _Matcher:
-    def __init__(self, include: tuple[str, ...] | None) -> None:
+    def __init__(self, state: Any, include: tuple[str, ...] | None) -> None:
+        self._live = LiveObjects(state)
+        self._shared_new: dict[int, NewTensor] = {}  # by place
         self._include = include
         self.found = Match(unused=set(include or ()))
 
@@ -84,14 +109,23 @@ class _Matcher:
         """Match one value; what is returned yields the value that belongs in its place."""
         kind = node.get("$") if isinstance(node, Mapping) else None
         if is_stateful(target):
-            inner = self.visit(target.state_dict(), node, name, True)
-            return lambda: _give(target, inner(), name)
+            return self._stateful(target, node, name)
         if isinstance(target, PerRank) or kind == "per_rank":
             return self._per_rank(target, node, name)
         if isinstance(target, (torch.Tensor, np.ndarray)) or kind in ("tensor", "absent"):
             return self._tensor(target, node, name)
+        if isinstance(target, Mapping):
+            node = self._in_form_of(target, node, name, stateful)
+            kind = node.get("$") if isinstance(node, Mapping) else None
         if isinstance(target, Mapping) and isinstance(node, Mapping) and kind in (None, "dict"):
             return self._mapping(target, node, name, stateful)
+        if isinstance(target, (list, tuple)) and isinstance(node, Mapping) and _are_optimizers(target):
+            owners = [
+                (join_name(name, place), self._live.named(each, name)) for place, each in enumerate(target)
+            ]
+            finishers = self._optimizers([(n, named) for n, named in owners if named is not None], node, name)
+            if finishers is not None and len(finishers) == len(target):
+                return lambda: (target, [finish() for finish in finishers])[0]
         items = node.get("v") if kind == "tuple" and isinstance(node, Mapping) else node
         if isinstance(target, (list, tuple)) and isinstance(items, list) and len(items) == len(target):
             return self._sequence(target, items, name, stateful)
@@ -129,14 +163,23 @@ class _Matcher:
         return lambda: target
 
     def _mapping(
-        self, target: Mapping[Any, Any], node: Mapping[str, Any], name: str, stateful: bool
+        self,
+        target: Mapping[Any, Any],
+        node: Mapping[str, Any],
+        name: str,
+        stateful: bool,
+        opaque: Collection[Any] = (),
     ) -> Finish:
-        nodes = dict(_items_of_node(node) or ())
+        """Match a dict; what lies under ``opaque`` keys only the object understands whose dict it is."""
+        nodes = dict(items_of_node(node) or ())
+        renamed = same_names(target, nodes)
+        nodes = {renamed.get(key, key): item for key, item in nodes.items()}
         finishers: dict[Any, Finish] = {}
         dropped = []
         for key, value in target.items():
             if key in nodes:
-                finishers[key] = self.visit(value, nodes[key], join_name(name, key), stateful)
+                inner = join_name(name, key)
+                finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
             elif not stateful or _holds_tensors(value):
                 self.found.missing += self._leaves(value, join_name(name, key), _items_of_value)
             elif self._include is None:
@@ -162,17 +205,208 @@ class _Matcher:
     def _surplus(self, node: Json, name: str, stateful: bool, finishers: dict[Any, Finish], key: Any) -> None:
         """A key that only the checkpoint has: a Stateful object takes it, everything else is reported."""
         if stateful:
-            finishers[key] = self._fresh(node)
+            finishers[key] = self._fresh(node, name)
         else:
-            self.found.unexpected += self._leaves(node, name, _items_of_node)
+            self.found.unexpected += self._leaves(node, name, items_of_node)
 
-    def _fresh(self, node: Json) -> Finish:
-        def note(leaf: Mapping[str, Any]) -> None:
-            if leaf["$"] == "tensor":
-                self.found.fresh[int(leaf["i"])] = None
+    def _fresh(self, node: Json, name: str) -> Finish:
+        """What a node stands for, made anew; tensors that were one when they were saved are one again."""
+        if has_tensors(node):
+            decode(node, lambda leaf: self._shared(leaf, name))
+        return lambda: decode(node, lambda leaf: self._shared(leaf, name))
 
-        decode(node, note)
-        return lambda: decode(node, lambda leaf: self.found.fresh.get(int(leaf.get("i", -1))))
+    def _shared(self, leaf: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        if leaf["$"] != "tensor":
+            return None
+        place = int(leaf["i"])
+        if place not in self._shared_new:
+            self._shared_new[place] = self._new(NewTensor(name, place))
+        return self._shared_new[place].value
+
+    def _new(self, tensor: NewTensor) -> NewTensor:
+        self.found.fresh.append(tensor)
+        return tensor
+
+    # -- live modules and optimizers --------------------------------------------------------------------
+
+    def _stateful(self, target: Any, node: Json, name: str) -> Finish:
+        if isinstance(target, nn.Module):
+            return self._module(target, node, name)
+        if isinstance(target, torch.optim.Optimizer):
+            named = self._live.named(target, name)
+            finishers = None if named is None else self._optimizers([(name, named)], node, name)
+            if finishers is not None:
+                return finishers[0]
+            if named is not None:
+                return self._unlike(target, node, name)
+        inner = self.visit(target.state_dict(), node, name, True)
+        return lambda: _give(target, inner(), name)
+
+    def _module(self, module: nn.Module, node: Json, name: str) -> Finish:
+        if not isinstance(node, Mapping) or node.get("$") not in (None, "dict"):
+            return self._unlike(module, node, name)
+        state = self._live.module_state(module)
+        opaque = [key for key, value in state.values.items() if not isinstance(value, torch.Tensor)]
+        inner = self._mapping(state.values, node, name, False, opaque)
+
+        def finish() -> Any:
+            for short, value in inner().items():
+                state.raw[state.raw_names[short]] = value
+            return _give(module, state.raw, name)
+
+        return finish
+
+    def _optimizers(
+        self, targets: list[tuple[str, NamedOptimizer]], node: Json, name: str
+    ) -> list[Finish] | None:
+        """Match optimizers with the state that was stored of them together; None if it is no optimizer's."""
+        known = [fqn for _, named in targets for fqn in named.params]
+        stored = stored_optimizer(node, known)
+        if stored is None or (stored.is_numbered and len(targets) != 1):
+            return None
+        stored = stored.named(targets[0][1].names, name)
+        stored = stored.renamed(same_names(known, stored.names))
+        for fqn in stored.names:
+            if fqn not in known:
+                part = join_name(join_name(name, "state"), fqn)
+                # A parameter without state is one leaf: its name.
+                self.found.unexpected += self._leaves(
+                    dict(stored.state.get(fqn, {})) or None, part, _items_of_value
+                )
+        return [self._optimizer(named, stored, where) for where, named in targets]
+
+    def _optimizer(self, named: NamedOptimizer, stored: StoredOptimizer, name: str) -> Finish:
+        state = {
+            fqn: self._parameter_state(named, stored, fqn, join_name(join_name(name, "state"), fqn))
+            for fqn in named.params
+        }
+        options = [
+            self._options(named, stored, number, join_name(join_name(name, "param_groups"), number))
+            for number in range(len(named.names))
+        ]
+        more = {
+            key: self._fresh(item, join_name(name, key))
+            for key, item in stored.more.items()
+            if self._selected(join_name(name, key))
+        }
+        if not any((more, *options)) and not any(parts.is_changed for parts in state.values()):
+            return lambda: named.optimizer
+        own_groups = named.raw["param_groups"]
+
+        def whole(value: Callable[[Finish], Any]) -> dict[str, Any]:
+            return {
+                **named.raw,
+                **{key: value(finish) for key, finish in more.items()},
+                "state": {
+                    **named.other_state,
+                    **{key: decode(item, lambda leaf: None) for key, item in stored.other_state.items()},
+                    **{
+                        named.numbers[fqn]: {kind: value(finish) for kind, finish in parts.kinds.items()}
+                        for fqn, parts in state.items()
+                        if parts.kinds
+                    },
+                },
+                "param_groups": [
+                    {**own, **{option: value(finish) for option, finish in loaded.items()}}
+                    for own, loaded in zip(own_groups, options, strict=True)
+                ],
+            }
+
+        if isinstance(named.optimizer, ChecksStateDict):
+            named.optimizer.check_state_dict(whole(lambda finish: finish()))
+
+        def finish() -> Any:
+            loaded = whole(lambda finish: finish())
+            _give(named.optimizer, loaded, name)
+            for own, group in zip(own_groups, named.optimizer.param_groups, strict=True):
+                for option, value in own.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group.get(option), torch.Tensor):
+                        group[option] = value.copy_(
+                            group[option]
+                        )  # who holds it, such as a scheduler, sees it
+            return named.optimizer
+
+        return finish
+
+    def _parameter_state(
+        self, named: NamedOptimizer, stored: StoredOptimizer, fqn: str, name: str
+    ) -> _ParameterState:
+        """The state of one parameter: the checkpoint's, also where that is none, but for what is left out."""
+        own = named.state_of.get(fqn, {})
+        kept = {kind: _constant(value) for kind, value in own.items()}
+        if fqn not in stored.names:
+            self.found.missing += [name] if self._selected(name) else []
+            return _ParameterState(kept, False)
+        parts = stored.state.get(fqn, {})
+        is_changed = False
+        for kind in [*parts, *(kind for kind in own if kind not in parts)]:
+            inner = join_name(name, kind)
+            if not self._selected(inner):
+                continue
+            is_changed = True
+            if kind not in parts:
+                del kept[kind]
+                continue
+            item, value = parts[kind], own.get(kind)
+            is_leaf = isinstance(item, Mapping) and item.get("$") == "tensor"
+            if is_leaf and isinstance(value, torch.Tensor) and value.ndim:
+                self.found.reads.append(TensorRead(inner, int(item["i"]), value))
+            elif (
+                is_leaf
+            ):  # of its own: an optimizer that steps many at once counts what is shared several times
+                new = NewTensor(inner, int(item["i"]), named.params[fqn], str(kind), named.optimizer)
+                kept[kind] = partial(_value_of, self._new(new))
+            elif isinstance(value, Mapping):
+                kept[kind] = self.visit(value, item, inner, True)
+            else:
+                kept[kind] = self._fresh(item, inner)
+        return _ParameterState(kept, is_changed or not own)
+
+    def _options(
+        self, named: NamedOptimizer, stored: StoredOptimizer, number: int, name: str
+    ) -> dict[str, Finish]:
+        """Options of a group that are loaded."""
+        own, fqns = named.raw["param_groups"][number], named.names[number]
+        if self._include is not None and not any(self._selected(join_name(name, option)) for option in own):
+            return {}
+        found = stored.options_for(fqns, name)
+        loaded = {}
+        for option, node in found.items():
+            inner = join_name(name, option)
+            if option not in ("params", "param_names") and self._selected(inner):
+                loaded[option] = _option_like(own.get(option), self._fresh(node, inner))
+        for option in named.optimizer.defaults:
+            # Flags come and go with versions of torch; numbers say what kind of optimizer it was.
+            is_number = isinstance(own.get(option), (int, float, tuple)) and not isinstance(own[option], bool)
+            if found and is_number and option not in found and self._selected(join_name(name, option)):
+                self.found.missing.append(join_name(name, option))
+        return loaded
+
+    def _in_form_of(self, target: Mapping[Any, Any], node: Json, name: str, stateful: bool) -> Json:
+        """A node of optimizer state in the form that a dict of optimizer state has; any other node as it is."""
+        own_groups = target.get("param_groups")
+        is_flat = flattened_keys(target)
+        if not is_flat and not _are_groups(own_groups):
+            return node
+        groups = [] if is_flat else [list(group["params"]) for group in own_groups or ()]
+        is_numbered = any(type(param) is int for params in groups for param in params)
+        stored = stored_optimizer(node, [str(param) for params in groups for param in params])
+        if stored is None:
+            return node
+        has_room = any(key.startswith("state.") for key in target) if is_flat else bool(target.get("state"))
+        is_short = stored.state and (not has_room or (is_numbered and not stored.is_numbered))
+        leaves = self._leaves(node, name, items_of_node) if is_short and not stateful else []
+        if any("/state" in f"/{leaf}" for leaf in leaves):
+            raise _no_room(name, "numbers" if is_numbered else "names", has_room)
+        if is_numbered or (is_flat and stored.is_numbered):
+            return node
+        if is_flat:
+            return node if flattened_keys(dict(items_of_node(node) or ())) else stored.flattened()
+        if isinstance(node, Mapping) and [group.names for group in stored.groups] == groups:
+            return node if "param_groups" in node else stored.nested()
+        stored = stored.named(groups, name)
+        regrouped = [StoredGroup(names, stored.options_for(names, name)) for names in groups]
+        return replace(stored, groups=regrouped).nested()
 
     def _sequence(self, target: Any, items: list[Json], name: str, stateful: bool) -> Finish:
         finishers = [
@@ -193,7 +427,7 @@ class _Matcher:
         if not self._selected(name):
             return lambda: target
         if stateful and has_tensors(node):
-            return self._fresh(node)
+            return self._fresh(node, name)
         if has_tensors(node) or _holds_tensors(target):
             return self._unlike(target, node, name)
         value = decode(node, lambda leaf: None)  # now, while an error has not cost anything yet
@@ -207,22 +441,65 @@ class _Matcher:
         return [leaf for key, item in items for leaf in self._leaves(item, join_name(name, key), items_of)]
 
 
+class _ParameterState(NamedTuple):
+    """What a parameter's state becomes, by kind; and whether anything of it is loaded."""
+
+    kinds: dict[Any, Finish]
+    is_changed: bool
+
+
+def _constant(value: Any) -> Finish:
+    return lambda: value
+
+
+def _value_of(tensor: NewTensor) -> torch.Tensor | None:
+    return tensor.value
+
+
+def _option_like(own: Any, loaded: Finish) -> Finish:
+    """An option of the kind that the optimizer has: numbers may have been tensors when they were saved."""
+    return lambda: _like(own, loaded())
+
+
+def _like(own: Any, value: Any) -> Any:
+    if isinstance(own, tuple) and isinstance(value, (list, tuple)) and len(own) == len(value):
+        return tuple(_like(a, b) for a, b in zip(own, value, strict=True))
+    if isinstance(own, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(own, value)
+    if isinstance(own, (int, float)) and isinstance(value, torch.Tensor) and value.ndim == 0:
+        return value.item()
+    return value
+
+
+def _are_optimizers(values: Iterable[Any]) -> bool:
+    found = list(values)
+    return bool(found) and all(isinstance(value, torch.optim.Optimizer) for value in found)
+
+
+def _are_groups(value: Any) -> bool:
+    """Whether a value is an optimizer's list of param groups."""
+    return isinstance(value, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in value
+    )
+
+
+def _no_room(name: str, kind: str, has_room: bool) -> CheckpointError:
+    got = f"a dict of its state by {kind}" + ("" if has_room else ", which has none yet")
+    return CheckpointError(
+        "A dict of optimizer state cannot take the state in the checkpoint.",
+        expected="the optimizer itself, and its module: {'model': model, 'optimizer': optimizer}",
+        got=got,
+        where=name or "the state itself",
+        todo="pass the optimizer in place of optimizer.state_dict(): it takes its state when it is loaded; "
+        "strict=False would leave the state out",
+    )
+
+
 def _items_of_value(value: Any) -> _Items | None:
     """Keys and values of a container of a state; None for a leaf."""
     if isinstance(value, Mapping):
         return value.items()
     return enumerate(value) if isinstance(value, (list, tuple)) else None
-
-
-def _items_of_node(node: Json) -> _Items | None:
-    """Keys and nodes of a container of a manifest's tree; None for a leaf."""
-    if isinstance(node, list):
-        return enumerate(node)
-    if isinstance(node, Mapping) and "$" not in node:
-        return node.items()
-    if isinstance(node, Mapping) and node["$"] == "dict":
-        return [(decode(key, lambda leaf: None), item) for key, item in node["v"]]
-    return None
 
 
 def _give(target: Any, state: Any, name: str) -> Any:

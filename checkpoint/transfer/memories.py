@@ -8,10 +8,14 @@ mistake.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dtype_name, dtype_named
 from vescale_fsdp.checkpoint.transfer.coding import CodedTensor, Key
@@ -21,7 +25,7 @@ from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
-__all__ = ["Destination", "Origin", "PlannedPart", "local_parts", "parts_of"]
+__all__ = ["Destination", "Origin", "PlannedPart", "SourceWatch", "local_parts", "parts_of"]
 
 
 class PlannedPart(NamedTuple):
@@ -99,20 +103,76 @@ def _moved(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(carrier_of(flat.dtype))
 
 
+_watches: weakref.WeakSet[SourceWatch] = weakref.WeakSet()
+_watches_lock = Lock()
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    with _watches_lock:
+        watches = list(_watches)
+    if watches:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stepped = {storage_id(local_of(param)) for param in params}
+        for watch in watches:
+            watch.is_stepped |= not stepped.isdisjoint(watch.storages)
+
+
+@lru_cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_note_step)
+
+
+class SourceWatch:
+    """Detects writes to tensors since it was made, by whichever thread.
+
+    Version counters alone miss the write that is under way: torch increments them after a kernel, for a fused
+    optimizer after all of its tensors. So a step of an optimizer counts from its beginning.
+
+    Args:
+        tensors: DTensors are watched with their local tensors.
+
+    Attributes:
+        storages: ids of the watched memory.
+        is_stepped: whether an optimizer of any of them has begun a step.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors = list(tensors)
+        watched = [item for tensor in tensors for item in (tensor, local_of(tensor))]
+        self.storages = {storage_id(local_of(tensor)) for tensor in tensors}
+        self.is_stepped = False
+        with _watches_lock:
+            _watch_optimizers()
+            _watches.add(self)
+        self._versions = [(item, version_of(item)) for item in watched if not item.is_inference()]
+
+    def check(self) -> None:
+        """Raise if something was written.
+
+        Raises:
+            CheckpointError: naming how many tensors changed.
+        """
+        changed = sum(version_of(tensor) != version for tensor, version in self._versions)
+        if changed or self.is_stepped:
+            raise CheckpointError(
+                "The source was written to while it was sent.",
+                expected="no optimizer step before the transfer has ended",
+                got=f"{changed} of {len(self._versions)} tensors changed"
+                + (", and an optimizer's step began" if self.is_stepped else ""),
+                todo="wait for the handle first, or start with snapshot=True",
+            )
+
+
 class Origin:
     """What a rank reads of a source.
 
     Args:
         locals_by_place: by number in the source's description.
-        watched: tensors whose change would mix two versions.
     """
 
-    def __init__(
-        self, plan: TransferPlan, locals_by_place: Mapping[int, torch.Tensor], watched: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, plan: TransferPlan, locals_by_place: Mapping[int, torch.Tensor]) -> None:
         self._plan = plan
         self.flats = {place: _flat(local) for place, local in locals_by_place.items()}
-        self._watched = [(tensor, version_of(tensor)) for tensor in watched if not tensor.is_inference()]
         self.storages = {storage_id(local) for local in locals_by_place.values() if local.numel()}
         self.coded: dict[Key, CodedTensor] = {}
         self._scales: dict[tuple[Key, int], torch.Tensor] = {}
@@ -126,21 +186,6 @@ class Origin:
     def devices(self) -> set[torch.device]:
         """Of the tensors that are read."""
         return {flat.device for flat in self.flats.values()}
-
-    def prove_unchanged(self) -> None:
-        """That nothing was written to the source meanwhile, as far as torch counts writes.
-
-        Raises:
-            CheckpointError: if something was.
-        """
-        changed = sum(version_of(tensor) != version for tensor, version in self._watched)
-        if changed:
-            raise CheckpointError(
-                "The source was written to while it was sent.",
-                expected="no optimizer step before the transfer has ended",
-                got=f"{changed} of {len(self._watched)} tensors changed",
-                todo="wait for the handle first, or start with snapshot=True",
-            )
 
     def _flat_of(self, share: Share, rank: int) -> torch.Tensor:
         source = self._plan.leaves[share.leaf].source
@@ -197,6 +242,7 @@ class Destination:
         self._plan = plan
         self._locals = locals_by_place
         self._keeps_old = keep_old
+        self.is_mixed = not keep_old  # whether the target may hold some of the new weights
         self._flats: dict[int, torch.Tensor] = {}
         for place, local in locals_by_place.items():
             is_direct = local.is_contiguous() and not (local.is_conj() or local.is_neg())
@@ -254,6 +300,7 @@ class Destination:
 
     def commit(self) -> None:
         """Bring in what was filled beside the target."""
+        self.is_mixed = True
         for place, local in self._locals.items():
             flat = self._flats[place]
             if flat.data_ptr() != local.data_ptr() and local.numel():
@@ -261,7 +308,7 @@ class Destination:
 
     def spoil(self) -> None:
         """Make a target that is filled in part unusable."""
-        for local in () if self._keeps_old else self._locals.values():
+        for local in self._locals.values() if self.is_mixed else ():
             if local.dtype == torch.bool:
                 local.fill_(True)
             elif local.numel():

@@ -6,11 +6,17 @@
 
 One transfer, on every rank:
 
-    1  meet      the states are those that were planned for; all ranks have one plan
+    1  meet      the states are those that were planned for; all ranks have one plan; the source's version
     2  agree     on the magnitudes of quantisation blocks that are cut, where there are any
     3  exchange  messages, see `exchange`
     4  meet      whatever a rank has met, all raise
-    5  commit    what was filled beside the target (``keep_old``); else a failure spoils it
+    5  decide    by the first entry in the ranks' store: ranks that step 4 left in doubt follow it
+    6  commit    what was filled beside the target (``keep_old``); else a failure spoils it
+
+A rank that is killed in step 4 breaks the meeting for some ranks and not for others. Whoever left it whole knows that
+all ranks were ready, and enters "commit"; whoever did not enters "abort"; the first entry counts on all ranks. So they
+commit together or not at all, unless the store itself is lost with that rank: then the error says so, and the ranks'
+``Transfer.version`` tells what each of them has.
 
 Alternatives considered for what a failure leaves: to fill a second copy of the target always (twice the memory of an
 engine that has none to spare), or to fill in place and leave the mixture (old and new weights look alike, and answers
@@ -19,9 +25,12 @@ are merely bad). So the caller chooses between a copy and memory, and a mixture 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,20 +38,22 @@ import torch.distributed as dist
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
 from vescale_fsdp.checkpoint.transfer.coding import CutBlocks, coded_here
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange, Rooms
-from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, local_parts, parts_of
+from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, SourceWatch, local_parts, parts_of
 from vescale_fsdp.checkpoint.transfer.planning.description import StateDescription, named_tensors
 from vescale_fsdp.checkpoint.transfer.planning.description import describe_states as _describe
 from vescale_fsdp.checkpoint.transfer.planning.message_order import messages_of
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
-from vescale_fsdp.errors import CheckpointError, LifecycleError
-from vescale_fsdp.torch_private import local_of
+from vescale_fsdp.errors import CheckpointError, LifecycleError, explain
 
 __all__ = ["Transfer", "TransferHandle", "describe_states"]
 
 _UNTOUCHED = "nothing was moved; the target has its old weights"
 _KEPT = "the target has its old weights"
 _SPOILT = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"
+
+_NO_VERSION = 2**62
+_logger = logging.getLogger("vescale_fsdp")
 
 Ranks = Coordinator | dist.ProcessGroup | None
 
@@ -73,6 +84,21 @@ def describe_states(
         'w'
     """
     return _describe(source, target, _coordinator(ranks))
+
+
+class _SourceRead(NamedTuple):
+    """What a rank reads in one transfer, as it was when the transfer began."""
+
+    tensors: dict[str, torch.Tensor]
+    watch: SourceWatch | None  # None of a snapshot
+    error: Exception | None
+
+
+def _check_version(version: int | None) -> None:
+    if version is not None and not 0 <= version < _NO_VERSION:
+        raise ValueError(
+            explain("A version is a number of steps.", expected="an int of at least 0", got=repr(version))
+        )
 
 
 def _named(state: Any | None) -> dict[str, torch.Tensor]:
@@ -159,44 +185,64 @@ class Transfer:
             self._filled_parts = parts_of(
                 plan.target, sorted({leaf.target for leaf in plan.leaves}), own.rank
             )
+        self._name = own.new_name()
         self._rooms = Rooms() if rooms is None else rooms
         self._beside: dict[int, torch.Tensor] = {}
         self._busy = Lock()
         self._worker: ThreadPoolExecutor | None = None
+        self._version: int | None = None
+        self._num_runs = 0
 
-    def run(self, state: Any | None, into: Any | None) -> None:
+    @property
+    def version(self) -> int | None:
+        """The version of the weights that the last transfer has brought, the same on all ranks.
+
+        None before the first one, and after one that failed and left the target unusable. Ranks that serve together
+        compare it after an error or a restart.
+        """
+        return self._version
+
+    def run(self, state: Any | None, into: Any | None, *, version: int | None = None) -> None:
         """Move a state into another. A collective of all ranks of both.
 
         Args:
             state: what was described as the source; None on ranks that have nothing of it.
             into: what was described as the target, filled in place; likewise.
+            version: number of these weights, such as the trainer's step; at least 0, and the same on all ranks that
+                give one. None: left to the others; where no rank gives one, one more than the last.
 
         Raises:
-            CheckpointError: on all ranks, if one failed, was lost, or came with another state. What has become of
-                the target is said.
+            CheckpointError: on all ranks, if one failed, was lost, or came with another state or version. What has
+                become of the target is said.
             LifecycleError: if the transfer is running already.
+            ValueError: if ``version`` is negative.
         """
+        _check_version(version)
         self._claim()
         try:
-            self._run(state, into, watched=True)
+            self._run(self._taken(state, snapshot=False), into, version)
         finally:
             self._busy.release()
 
-    def start(self, state: Any | None, into: Any | None, *, snapshot: bool = False) -> TransferHandle:
+    def start(
+        self, state: Any | None, into: Any | None, *, snapshot: bool = False, version: int | None = None
+    ) -> TransferHandle:
         """Like `run`, but returns at once.
 
-        Until the handle's ``wait()`` has returned, the source must not change: a write that torch counts (an
-        optimizer's step, ``copy_``) is noticed and fails the transfer on all ranks.
+        Until the handle's ``wait()`` has returned, the source must not change: a step of its optimizer, and any other
+        write that torch counts (``copy_``), fails the transfer on all ranks if it comes earlier.
 
         Args:
             snapshot: copy what this rank reads first, so that the source may change as soon as this returns.
+            version: as for `run`.
         """
+        _check_version(version)
         self._claim()
         try:
-            taken = self._copied(state) if snapshot else state
+            taken = self._taken(state, snapshot=snapshot)
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
-            future = self._worker.submit(self._run, taken, into, watched=not snapshot)
+            future = self._worker.submit(self._run, taken, into, version)
         except BaseException:
             self._busy.release()
             raise
@@ -213,24 +259,35 @@ class Transfer:
             )
 
     @torch.no_grad()
-    def _copied(self, state: Any | None) -> dict[str, torch.Tensor]:
-        """The tensors of a state that this rank reads, their local parts copied."""
-        return {name: tensor.detach().clone() for name, tensor in self._read(state).items()}
+    def _taken(self, state: Any | None, *, snapshot: bool) -> _SourceRead:
+        """What this rank reads, as it is now: on the caller's thread, before the caller can change it.
 
-    def _read(self, state: Any | None) -> dict[str, torch.Tensor]:
-        names = {part.name for part in self._read_parts}
-        return {name: tensor for name, tensor in _named(state).items() if name in names}
+        An error is kept for the first meeting, where the other ranks would wait for this one.
+        """
+        try:
+            names = {part.name for part in self._read_parts}
+            read = {name: tensor for name, tensor in _named(state).items() if name in names}
+            if not snapshot:
+                return _SourceRead(read, SourceWatch(read.values()), None)
+            return _SourceRead({name: tensor.detach().clone() for name, tensor in read.items()}, None, None)
+        except Exception as error:  # noqa: BLE001  raised in the first meeting
+            return _SourceRead({}, None, error)
 
     @torch.no_grad()
-    def _run(self, state: Any | None, into: Any | None, *, watched: bool) -> None:
+    def _run(self, taken: _SourceRead, into: Any | None, version: int | None) -> None:
         own = self._coordinator
-        with own.together("starting a transfer", _UNTOUCHED, self._alike):
-            origin, destination = self._bind(state, into, watched)
-            rooms = self._rooms_on(origin, destination)
-        is_whole = False
+        self._num_runs += 1
+        error: BaseException | None = taken.error
+        if error is None:
+            try:
+                origin, destination = self._bind(taken.tensors, into)
+                rooms = self._rooms_on(origin, destination)
+            except BaseException as caught:  # noqa: BLE001  Ctrl-C too: the others would wait for this rank
+                error = caught
+        version = self._agreed_version(version, error)
         try:
             self._cut_blocks.agree(origin.coded, own)
-            with own.together("moving a state", _KEPT if self._keep_old else _SPOILT):
+            with self._decided_together():
                 exchange = Exchange(
                     self.plan,
                     own.rank,
@@ -243,19 +300,69 @@ class Transfer:
                 exchange.run(self._messages, self._transfers.kept)
                 if exchange.error is not None:
                     raise exchange.error
-                origin.prove_unchanged()
+                if taken.watch is not None:
+                    taken.watch.check()
             destination.commit()
-            is_whole = True
+            destination.is_mixed = False
+            self._version = version
         finally:
-            if not is_whole:
+            if destination.is_mixed:
+                self._version = None
                 destination.spoil()
 
-    def _bind(self, state: Any | None, into: Any | None, watched: bool) -> tuple[Origin, Destination]:
-        """This rank's memories, proven to be those that were described."""
+    def _agreed_version(self, version: int | None, error: BaseException | None) -> int:
+        """The first meeting: the version that ranks give, the same on all of them."""
+        last = -1 if self._version is None else self._version
+        given = [-_NO_VERSION, -_NO_VERSION] if version is None else [version, -version]
+        most, minus_least, last = self._coordinator.raise_together(
+            error, "starting a transfer", _UNTOUCHED, self._alike, [*given, last]
+        )
+        if most == -_NO_VERSION:
+            return last + 1
+        if most != -minus_least:
+            raise CheckpointError(
+                "Ranks send different versions.",
+                expected="the same version on all ranks that give one",
+                got=f"from {-minus_least} to {most}",
+                where=f"rank {self._coordinator.rank}",
+                todo=f"send when all ranks have done the same steps; {_UNTOUCHED}",
+            )
+        return most
+
+    @contextmanager
+    def _decided_together(self) -> Iterator[None]:
+        """A block that ends well on all ranks or on none, also where a rank is lost as they meet."""
+        own, outcome = self._coordinator, _KEPT if self._keep_old else _SPOILT
+        is_ready = False
+        try:
+            with own.together("moving a state", outcome):
+                own.forget(self._key(self._num_runs - 1))  # all ranks have left it, for they have met since
+                yield
+                is_ready = True
+        except BaseException:
+            # Others may have met before a rank was lost; they cannot have if this one was not ready.
+            if not is_ready or own.decide(self._key(self._num_runs), "abort") != "commit":
+                raise
+            _logger.warning(
+                "a rank was lost as a transfer ended; all others have committed it, so this one does"
+            )
+        else:
+            if own.decide(self._key(self._num_runs), "commit") != "commit":
+                raise CheckpointError(
+                    "A rank was lost as a transfer ended.",
+                    expected="all ranks to meet",
+                    got="another rank has found one lost",
+                    where=f"rank {own.rank}",
+                    todo=f"see what that rank says; {outcome}",
+                )
+
+    def _key(self, run: int) -> str:
+        return f"transfer {self._name} {run}"
+
+    def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
+        """This rank's memories, checked against the descriptions."""
         plan, rank = self.plan, self._coordinator.rank
-        read = self._read(state)
-        written = [item for tensor in read.values() for item in (tensor, local_of(tensor))] if watched else []
-        origin = Origin(plan, local_parts(read, self._read_parts, rank), written)
+        origin = Origin(plan, local_parts(read, self._read_parts, rank))
         filled = local_parts(_named(into), self._filled_parts, rank)
         destination = Destination(plan, filled, keep_old=self._keep_old, beside=self._beside)
         destination.prove_apart(origin)

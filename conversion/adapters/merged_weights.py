@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.conversion.adapters.peft_config import PeftConfig
 from vescale_fsdp.conversion.adapters.peft_names import ROOT
+from vescale_fsdp.conversion.formats.huggingface.assets import config_class
+from vescale_fsdp.conversion.formats.huggingface.class_ties import orientation_of_class
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import absent_names
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
@@ -39,14 +42,24 @@ _LORA |= {
 }
 
 
-def merged_state(base: CarriedState, adapter: Source, config: PeftConfig) -> CarriedState:
-    """The base with its weights merged.
+def merged_state(
+    base: CarriedState, adapter: Source, config: PeftConfig, model_config: Mapping[str, Any]
+) -> CarriedState:
+    """The base with its weights merged. A tied weight that the adapter changes is parted from its twins, which keep
+    their values, as in the model that was trained.
+
+    Args:
+        model_config: the base's config.json, whose class says which weights are tied, and which are [in, out].
 
     Raises:
         ConversionError: if the base has no such weights, or they do not fit.
     """
     parts, others = _by_module(adapter)
-    merging = _Merging(base.views, config, adapter.url)
+    changed = {*(f"{module}.weight" for module in parts), *others}
+    twins = absent_names(model_config, base.views)
+    touched = {twins.get(name, name) for name in changed}
+    base = base.with_names_of({name: kept for name, kept in twins.items() if kept in touched})
+    merging = _Merging(base.views, config, model_config, adapter.url)
     merging.find_root([*(f"{module}.weight" for module in parts), *others])
     for (
         name,
@@ -163,6 +176,7 @@ class _Merging:
 
     base: Mapping[str, TensorView]
     config: PeftConfig
+    model_config: Mapping[str, Any]
     where: str
     made: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
     latest: _Latest = field(default_factory=_Latest)
@@ -189,7 +203,7 @@ class _Merging:
             )
         bias = f"{module}.bias".removeprefix(self.root)
         if "l" in parts:
-            self._add_ia3(name, bias, parts["l"])
+            self._add_ia3(module, name, bias, parts["l"])
             return
         ends = "e" if "Ae" in parts else ""
         lacking = [letter for letter in ("A", "B") if letter + ends not in parts]
@@ -198,7 +212,9 @@ class _Merging:
                 f"A and B{' and magnitudes' * self.config.is_dora}", f"{module}: {some(parts)}", self.where
             )
         a, b, scaling = parts[f"A{ends}"], parts[f"B{ends}"], self.config.scaling_of(module)
-        is_transposed = bool(ends) or self.config.is_transposed
+        is_transposed = bool(ends) or self._is_transposed(
+            module, base.info.shape, b.info.shape[:1], a.info.shape[1:]
+        )
         rows, cols = reversed(base.info.shape) if is_transposed else base.info.shape
         rank = self.config.rank_of(module)
         if (a.info.shape, b.info.shape) != ((rank, cols), (rows, rank)):
@@ -215,14 +231,43 @@ class _Merging:
                 f"bias {scaling!r}",
             )
 
-    def _add_ia3(self, name: str, bias: str, scales: TensorView) -> None:
-        rows, cols = self._now(name).info.shape
-        rows, cols = (cols, rows) if self.config.is_transposed else (rows, cols)
-        is_before = scales.info.shape == (1, cols)
-        if not is_before and scales.info.shape != (rows, 1):
-            raise _misfit(f"factors {(rows, 1)} or {(1, cols)}", f"{name}: {scales.info.shape}", self.where)
-        compute = partial(_with_ia3, is_transposed=self.config.is_transposed)
-        self._merge(name, (self._now(name), scales), compute, f"IA3 {self.config.is_transposed}")
+    def _is_transposed(
+        self, module: str, shape: tuple[int, ...], rows: tuple[int, ...], cols: tuple[int, ...]
+    ) -> bool:
+        """Whether a weight is [in, out], as Conv1D has it: by what the adapter has for its rows or columns; where the
+        weight is square, by the model's class. ``fan_in_fan_out`` of the adapter's config is that of one module.
+
+        Raises:
+            ConversionError: if it is square and its class is not known.
+        """
+        if shape[0] != shape[1]:
+            plain, turned = (
+                (rows in ((), shape[:1]) and cols in ((), shape[1:])),
+                (rows in ((), shape[1:]) and cols in ((), shape[:1])),
+            )
+            return turned and not plain
+        class_name = config_class(self.model_config)
+        found = None if class_name is None else orientation_of_class(self.model_config, class_name, module)
+        if found is None:
+            raise ConversionError(
+                "It is not known whether a square weight is [out, in] (Linear) or [in, out] (Conv1D).",
+                expected="a config.json that names a class of transformers, and transformers installed",
+                got=f"{module} of shape {shape}, class {class_name}",
+                where=self.where,
+                todo="pass the base's config.json with --assets; or, if the class is the repository's own code, merge "
+                "with peft itself: PeftModel.from_pretrained(base, adapter).merge_and_unload()",
+            )
+        return found
+
+    def _add_ia3(self, module: str, name: str, bias: str, scales: TensorView) -> None:
+        shape, factors = self._now(name).info.shape, scales.info.shape
+        if len(factors) != 2 or 1 not in factors or max(factors) not in shape:
+            raise _misfit(f"factors {(shape[0], 1)} or {(1, shape[1])}", f"{name}: {factors}", self.where)
+        is_before = factors[0] == 1
+        rows, cols = ((), factors[1:]) if is_before else (factors[:1], ())
+        is_transposed = self._is_transposed(module, shape, rows, cols)
+        compute = partial(_with_ia3, is_transposed=is_transposed)
+        self._merge(name, (self._now(name), scales), compute, f"IA3 {is_transposed}")
         if not is_before and bias in self.base:
             self._merge(bias, (self._now(bias), scales), _with_ia3_bias, "IA3 bias")
 

@@ -47,7 +47,6 @@ class PeftConfig:
         rank_patterns, alpha_patterns: a module's name or its end (a regular expression) -> its own.
         is_rank_stabilised: whether alpha is divided by the root of the rank.
         is_dora: whether rows have magnitudes of their own.
-        is_transposed: whether base weights are [in, out], as Conv1D has them.
         biases: which of the base's were trained too: ``none``, ``all`` or ``lora_only``.
     """
 
@@ -58,7 +57,6 @@ class PeftConfig:
     alpha_patterns: Mapping[str, float] = field(default_factory=dict)
     is_rank_stabilised: bool = False
     is_dora: bool = False
-    is_transposed: bool = False
     biases: str = "none"
 
     @classmethod
@@ -88,7 +86,6 @@ class PeftConfig:
                 {str(k): float(v) for k, v in (data.get("alpha_pattern") or {}).items()},
                 bool(data.get("use_rslora")),
                 bool(data.get("use_dora")),
-                bool(data.get("fan_in_fan_out")),
                 str(data.get("bias") or "none"),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -12,7 +12,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.state.model_names import find_model
+from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
@@ -106,6 +106,8 @@ def diff(
             found += _compare(key[1], left[key], right[key], chosen, progress)
     if is_whole:
         found += _values(a, b)
+    if {a.kind, b.kind} <= {"hf", "safetensors"}:
+        found += _file_metadata(a, b)
     return tuple(found), len(left.keys() & right.keys())
 
 
@@ -132,6 +134,19 @@ def matched_views(a: Source, b: Source, model_prefix: str | None = None) -> tupl
     return left, right
 
 
+def _file_metadata(a: Source, b: Source) -> Iterator[Difference]:
+    """What safetensors files say beside their tensors; without it, quantised ones may not load."""
+    left, right = ({k: v for k, v in s.file_metadata.items() if k != "format"} for s in (a, b))
+    for key in sorted({*left, *right}):
+        name = f"__metadata__ {key}"
+        if key not in left or key not in right:
+            yield Difference(
+                name, *(("only_a", f"only in {a.url}") if key in left else ("only_b", f"only in {b.url}"))
+            )
+        elif left[key] != right[key]:
+            yield Difference(name, "value", f"{left[key]!r:.60} and {right[key]!r:.60}")
+
+
 def _values(a: Source, b: Source) -> Iterator[Difference]:
     for name in sorted({*a.values, *b.values}, key=natural_key):
         if name not in b.values or name not in a.values:
@@ -155,7 +170,9 @@ def _is_same(left: Any, right: Any) -> bool:
 def _views(source: Source, prefix: str | None) -> Views:
     start = f"{prefix.rstrip('.')}." if prefix else ""
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
-    names = find_model(source, prefix if has_prefix else None).names
+    model = find_model(source, prefix if has_prefix else None)
+    counters = {name for name in model.names if not source.info(name).shape}
+    names = model.names if model.rivals else unwrapped_names(model.names, counters, source.url)
     return {
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors

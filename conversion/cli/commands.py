@@ -7,6 +7,7 @@ on first use, and what one command alone needs is imported by that command: ``--
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -302,9 +303,12 @@ def _convert(
         overwrite=overwrite,
         resume=resume,
         dry_run=dry_run,
-        part=conversion.Part.parse(part) if part else conversion.Part.from_environment(),
+        part=conversion.Part() if part is None else conversion.Part.parse(part),
         limits=conversion.CopyLimits(memory_budget, threads),
     )
+    if part is None and "RANK" in os.environ:
+        # A training script may call this on rank 0 alone: its variables must not leave files out.
+        click.echo("RANK is set and --part is not: this process writes all files", err=True)
     source = conversion.open_source(src, kind=kind, trust_pickle=trust_pickle, step=step)
     options = conversion.ConvertOptions(max_shard_bytes=max_shard_size, run=run, **others)
     try:

@@ -153,6 +153,13 @@ WRITING_OPTIONS = with_options(
     click.option("--rules", cls=RulesOption, type=Location(), metavar="NAME|FILE"),
     click.option("--rules-to", type=click.Choice(["hf", "ours"]), help="Which side of the rules OUT is on."),
     click.option(
+        "--on-disagreement",
+        type=click.Choice(["refuse", "first"]),
+        default="refuse",
+        show_default=True,
+        help="If rules join parameters whose steps, learning rates or groups differ.",
+    ),
+    click.option(
         "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest data file."
     ),
     click.option(
@@ -163,7 +170,11 @@ WRITING_OPTIONS = with_options(
     ),
     click.option("--overwrite", is_flag=True, help="Replace what is in OUT."),
     click.option("--resume", is_flag=True, help="Continue an interrupted run that had the same options."),
-    click.option("--part", metavar="I/N", help="Write only part I of N, counted from 0; torchrun sets it."),
+    click.option(
+        "--part",
+        metavar="I/N|env",
+        help="Write only part I of N, counted from 0; env takes torchrun's RANK and WORLD_SIZE.",
+    ),
     click.option("--dry-run", is_flag=True, help="Print the plan; write nothing."),
     JSON,
     click.option("-q", "--quiet", is_flag=True, help="Print no progress and no summary."),

@@ -30,6 +30,8 @@ class ConvertOptions:
         optimizer: one of `OPTIMIZER_FORMS`.
         rules: key rules: a shipped set's name or a TOML file; None to keep all names.
         rules_to: which side of the rules the result is, ``"hf"`` or ``"ours"``; None: hf for that target.
+        on_disagreement: what to do with parameters that rules join and whose steps, options or groups differ:
+            ``"refuse"``, or take those of the ``"first"``.
         max_shard_bytes: limit of tensor bytes per data file.
         ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
             as `fully_shard` of a layer knows them.
@@ -56,6 +58,7 @@ class ConvertOptions:
     optimizer: str = "keep"
     rules: str | None = None
     rules_to: str | None = None
+    on_disagreement: str = "refuse"
     max_shard_bytes: int = 5 * 10**9
     ranks: int = 1
     granularity: Sequence[str] = ()

@@ -136,7 +136,9 @@ FORMATS = {
         Target(
             "to-hf",
             "Write the model in SRC to OUT as a Hugging Face repository.",
-            lambda state, o, assets, _: _plan_hf(list(state.views.values()), assets, o.max_shard_bytes),
+            lambda state, o, assets, _: _plan_hf(
+                list(state.views.values()), assets, o.max_shard_bytes, state.file_metadata
+            ),
             ("include_asset", "no_assets", "adapter", "adapter_name"),
         ),
     ),

@@ -9,24 +9,20 @@ the state has no place for at all (a scheduler, an optimizer beside a lone model
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
-from vescale_fsdp.conversion.live.option_groups import regrouped
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
 from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.conversion.state.optimizer_form import with_optimizer_form
 from vescale_fsdp.conversion.state.optimizer_owners import home_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView, ZerosView
-from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
 __all__ = ["Places", "arranged"]
@@ -91,51 +87,19 @@ class Places:
         homes = (home_of(path) for path in self.leaves if name_of(path) in known)
         return tuple(dict.fromkeys(home for home in homes if home is not None))
 
-    def is_nested(self, home: Path) -> bool:
-        """Whether an optimizer's state lies by parameter, not flattened."""
-        depth = len(home)
-        kinds = [path[depth:] for path in self.leaves if path[:depth] == home]
-        return any(len(kind) > 1 and str(kind[0]) in ("state", "param_groups") for kind in kinds)
-
-    def groups(self, home: Path) -> list[list[str]]:
-        """Names of an optimizer's parameters, by group."""
-        return [
-            list(map(str, leaf))
-            for path, leaf in self.leaves.items()
-            if path[: len(home) + 1] == (*home, "param_groups") and path[-1] == "params"
-        ]
-
-    def parameters(self, home: Path) -> list[str]:
-        """All of them, in the order of the groups."""
-        return list(dict.fromkeys(name for names in self.groups(home) for name in names))
-
     def holds(self, path: Path) -> bool:
         """Whether an entry of this path has a place: a leaf, or inside an object or an empty container."""
         return any(path[:depth] in self.leaves for depth in range(1, len(path) + 1))
 
 
-def arranged(state: CarriedState, places: Places, include: Collection[str] | None = None) -> CarriedState:
-    """What a source holds, after key rules, at the places of a live state.
-
-    Args:
-        include: patterns of what is wanted, by the live state's names; None for all.
-
-    Raises:
-        ConversionError: if optimizer state is by number and its parameters are not as many, or if parameters of one
-            group have different options in the source.
-    """
+def arranged(state: CarriedState, places: Places) -> CarriedState:
+    """What a source holds, after key rules, at the places of a live state."""
     if places.model is not None and not state.model.rivals:
         state = _moved(state, dict.fromkeys(state.is_model, state.container), places.model)
     homes = _optimizers(state)
     if places.optimizers and len(homes) == len(places.optimizers) == 1:
         (home,), names = places.optimizers, next(iter(homes.values()))
         state = _moved(state, dict.fromkeys(names, next(iter(homes))), home)
-        state = _by_name(state, home, places.parameters(home))
-        state = with_optimizer_form(state, "nested" if places.is_nested(home) else "flattened")
-        option = "/".join(map(str, (*home, "param_groups", 0, "lr")))
-        is_wanted = include is None or any(fnmatchcase(option, pattern) for pattern in include)
-        if places.is_nested(home) and is_wanted:
-            state = regrouped(state, home, places.groups(home))
         homes = _optimizers(state)
     optimizer = {name for names in homes.values() for name in names}
     kept = {
@@ -170,31 +134,3 @@ def _optimizers(state: CarriedState) -> dict[Path, list[str]]:
         if home is not None:
             found.setdefault(home, []).append(name)
     return found
-
-
-def _by_name(state: CarriedState, home: Path, fqns: list[str]) -> CarriedState:
-    """Optimizer entries under the names of parameters where they are under numbers, as ``optimizer.state_dict()``
-    gives them: both count parameters in the order of the groups."""
-    depth = len(home)
-    mine = {name: path for name, path in state.paths.items() if path[:depth] == home}
-    groups = {path: name for name, path in mine.items() if path[-1] == "params" and name in state.values}
-    numbers = [number for name in groups.values() for number in state.values[name]()]
-    if not fqns or not numbers or not all(str(number).isdecimal() for number in numbers):
-        return state
-    if len(numbers) != len(fqns):
-        raise ConversionError(
-            "Optimizer state is by number, and for another number of parameters.",
-            expected=f"{len(fqns)} parameters, as the optimizer of the state has",
-            got=len(numbers),
-            where=name_of(home),
-            todo="make the optimizer of the parameters that the saved one had, in that order",
-        )
-    names = dict(zip(map(str, numbers), fqns, strict=True))
-    paths, values = dict(state.paths), dict(state.values)
-    for name, path in mine.items():
-        if path[depth] == "state" and len(path) > depth + 1:
-            paths[name] = (*home, "state", names[str(path[depth + 1])], *path[depth + 2 :])
-    for name in groups.values():
-        renamed = [names[str(number)] for number in state.values[name]()]
-        values[name] = lambda renamed=renamed: renamed  # type: ignore[misc]
-    return replace(state, paths=paths, values=values)

@@ -1,10 +1,11 @@
-"""A user's state as nested dicts of tensors and values: modules and optimizers opened up, memory allocated.
+"""A user's state as nested dicts of tensors and values: modules opened up, memory allocated.
 
     {"model": module, "optimizer": optimizer, "step": 3}
-    {"model": {"a.weight": tensor, ..}, "optimizer": {"state": .., "param_groups": ..}, "step": 3}
+    {"model": {"a.weight": tensor, ..}, "optimizer": optimizer, "step": 3}
 
-Tensors of the second are those that the first holds, so what fills them fills the user's. Parameters that are one are
-found by their memory, which parameters on the meta device have too, though no bytes in it.
+Tensors of the second are those that the first holds, so what fills them fills the user's. Optimizers are matched by
+the engine of `load` itself (see `checkpoint.state.live_objects`); their leaves are those that they have so far.
+Parameters that are one are found by their memory, which parameters on the meta device have too, though no bytes in it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.checkpoint.dcp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     home_device,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
 from vescale_fsdp.conversion.state.nesting import Path, flatten
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
@@ -40,13 +40,12 @@ class LiveState:
 
     Attributes:
         tree: what is filled.
-        models, optimizers: where modules and optimizers were.
+        models: where modules were.
     """
 
     state: Any
     tree: Any = None
     models: dict[Path, nn.Module] = field(default_factory=dict)
-    optimizers: dict[Path, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
     _copies: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -54,16 +53,14 @@ class LiveState:
 
     def open(self) -> None:
         """Make the tree of what modules and optimizers hold now."""
-        self.models, self.optimizers, self._copies = dict(_modules(self.state, ())), {}, []
+        self.models, self._copies = dict(_modules(self.state, ())), []
         self.tree = self._opened(self.state, ())
 
     def _opened(self, value: Any, path: Path) -> Any:
         if isinstance(value, nn.Module):
             return get_model_state_dict(value)
         if isinstance(value, torch.optim.Optimizer):
-            model = self._model_of(value, path)
-            self.optimizers[path] = (model, value)
-            return get_optimizer_state_dict(model, value)
+            _require_memory(value, path)
         if not isinstance(value, Mapping):
             return value
         opened = {key: self._opened(item, (*path, key)) for key, item in value.items()}
@@ -72,31 +69,10 @@ class LiveState:
         self._copies.append((value, opened))
         return opened
 
-    def _model_of(self, optimizer: torch.optim.Optimizer, path: Path) -> nn.Module:
-        """The module whose parameters an optimizer has."""
-        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for model in self.models.values():
-            if wanted <= {id(param) for param in model.parameters()}:
-                if any(param.is_meta for param in model.parameters()):
-                    raise CheckpointError(
-                        "An optimizer has parameters on the meta device, which it would not have once they are made.",
-                        expected="an optimizer of parameters that have memory",
-                        got=f"{type(optimizer).__name__} of a {type(model).__name__} on the meta device",
-                        where=".".join(map(str, path)),
-                        todo="load the model first, then make the optimizer and load both; or call to_empty()",
-                    )
-                return model
-        raise CheckpointError(
-            "An optimizer's parameters are not those of a module in the state.",
-            expected="the module beside its optimizer, such as {'model': model, 'optimizer': optimizer}",
-            got=f"{type(optimizer).__name__} of {len(wanted)} parameters",
-            where=".".join(map(str, path)),
-            todo="pass the module too, or get_optimizer_state_dict(model, optimizer) in the optimizer's place",
-        )
-
     def leaves(self) -> dict[Path, Any]:
         """Leaves of the tree by path."""
         tree = self.tree if isinstance(self.tree, Mapping) else {"state": self.tree}
+        tree = _with_optimizer_state(tree, LiveObjects(self.state), "")
         return flatten(tree, lambda value: isinstance(value, torch.Tensor))
 
     def ties(self) -> dict[str, list[str]]:
@@ -157,13 +133,11 @@ class LiveState:
         return put_back
 
     def give_back(self) -> None:
-        """Hand what was filled in the tree to whom it belongs: plain values, and the state of optimizers."""
+        """Hand what was filled in the tree to whom it belongs: plain values."""
         for owner, opened in self._copies:
             for key, value in opened.items():
                 if not isinstance(owner[key], (nn.Module, torch.optim.Optimizer, Mapping)):
                     owner[key] = value
-        for path, (model, optimizer) in self.optimizers.items():
-            set_optimizer_state_dict(model, optimizer, _at(self.tree, path))
         for path, model in self.models.items():
             extra = {key: v for key, v in _at(self.tree, path).items() if not isinstance(v, torch.Tensor)}
             if extra:  # of get_extra_state
@@ -181,6 +155,26 @@ def _modules(value: Any, path: Path) -> Iterator[tuple[Path, nn.Module]]:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _modules(item, (*path, key))
+
+
+def _require_memory(optimizer: torch.optim.Optimizer, path: Path) -> None:
+    if any(param.is_meta for group in optimizer.param_groups for param in group["params"]):
+        raise CheckpointError(
+            "An optimizer has parameters on the meta device, which it would not have once they are made.",
+            expected="an optimizer of parameters that have memory",
+            got=f"{type(optimizer).__name__} of parameters on the meta device",
+            where=".".join(map(str, path)),
+            todo="load the model first, then make the optimizer and load both; or call to_empty()",
+        )
+
+
+def _with_optimizer_state(value: Any, objects: LiveObjects, name: str) -> Any:
+    if isinstance(value, torch.optim.Optimizer):
+        named = objects.named(value, name)
+        return value.state_dict() if named is None else named.value()
+    if isinstance(value, Mapping):
+        return {k: _with_optimizer_state(item, objects, join_name(name, k)) for k, item in value.items()}
+    return value
 
 
 def _at(tree: Any, path: Path) -> Any:

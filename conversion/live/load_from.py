@@ -24,7 +24,6 @@ from torch import nn
 
 from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
-from vescale_fsdp.checkpoint.manifest.region import whole_region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
@@ -214,10 +213,14 @@ class _LoadFrom:
             if described.local is not None:
                 region = describer.region(described, self.coordinator.rank)
                 yield Filling(name, view, region, tensor, LoadTarget(described.local))
-        for place, view in made.fresh.items():
-            tensor = torch.empty(view.info.shape, dtype=dtype_named(view.info.dtype.required_torch_name))
-            made.found.fresh[place] = tensor
-            yield Filling(view.info.name, view, whole_region(view.info.shape), tensor, LoadTarget(tensor))
+        for new in made.found.fresh:
+            view = made.fresh[new.place]
+            dtype = dtype_named(view.info.dtype.required_torch_name)
+            tensor = new.make(view.info.shape, dtype, is_sharded=False, where=self.url)
+            described = describer.describe(new.name, tensor)
+            if described.local is not None:
+                region = describer.region(described, self.coordinator.rank)
+                yield Filling(new.name, view, region, tensor, LoadTarget(described.local))
 
     def _without_twins(self, made: LiveMatch, fillings: list[Filling]) -> list[Filling]:
         """One filling for each tensor, whatever number of names it has.

@@ -70,7 +70,7 @@ class LiveMatch:
     Attributes:
         found: leaves that are missing, unexpected, or of another kind; and what finishes plain values.
         reads: (leaf, view, tensor) of what is to be filled.
-        fresh: what fills tensors that a Stateful object will be given, by their place in ``found.fresh``.
+        fresh: what fills tensors that a Stateful object will be given, by number in the source's tree.
         mismatched: leaves that do not fit, each with what the source and the state have.
         left_out: entries of the source that the state has no place for.
         ties: names of leaves that are one tensor, by each of them.
@@ -170,10 +170,14 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
         carried = carried.with_model_views(lambda views: rules.apply(views, quantized))
     places = Places(live.leaves(), tuple(live.models))
     carried, adapter = _as_trained(carried, places)
-    carried = arranged(carried, places, options.include)
+    carried = arranged(carried, places)
     tree, names = native_tree(carried, lambda _: 0)
     views = [carried.views[name] for _, name in names]
-    made = LiveMatch(match(live.tree, tree, options.include), left_out=carried.left_out, ties=live.ties())
+    made = LiveMatch(
+        match(live.tree, tree, options.include, within=live.state),
+        left_out=carried.left_out,
+        ties=live.ties(),
+    )
     made.require_kinds(source.url)
     for name, place, tensor in made.found.reads:
         view = views[place]
@@ -187,7 +191,7 @@ def _match(source: Source, carried: CarriedState, live: LiveState, options: Live
             made.reads.append((name, view, tensor))
         else:
             made.mismatched[name] = (stored, held)
-    made.fresh = {place: views[place] for place in made.found.fresh}
+    made.fresh = {new.place: views[new.place] for new in made.found.fresh}
     _forgive_ties(made)
     if adapter:  # alone: the base keeps its values
         made.found.missing = [name for name in made.found.missing if name.rpartition("/")[2] in adapter]

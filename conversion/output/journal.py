@@ -3,22 +3,30 @@
 One JSON object per line: first what is being converted (a fingerprint of the plan), then one line per
 finished file. A line is appended only after its file is complete; a torn last line is a file that will be
 written again.
+
+One run at a time writes to a target: on a local disk the journal is created exclusively and locked (`flock`, which a
+killed run gives back). Object stores have no locks; there the run that started first fails at its next file.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ConversionError
 
 __all__ = ["Journal", "is_journal", "parts_of"]
 
 _VERSION = 1
+_NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 _SUFFIX = ".vescale-convert.jsonl"
 _OF_PART = re.compile(rf"(?:\.part-\d+-of-(\d+))?{re.escape(_SUFFIX)}")
 
@@ -53,6 +61,8 @@ class Journal:
     finished: dict[str, tuple[str, int]] = field(default_factory=dict)
     is_started: bool = False  # the first line is written
     is_complete: bool = False  # every file of this journal's part is finished
+    _run: str = field(default_factory=lambda: os.urandom(8).hex())  # of this run, in the first line
+    _file: int | None = None  # open and locked while this run writes
 
     @property
     def name(self) -> str:
@@ -60,14 +70,82 @@ class Journal:
         return f".{self.stem}{_SUFFIX}" if self.stem else _SUFFIX
 
     def start(self) -> None:
-        """Write the first line; an older journal of that name is replaced."""
+        """Write the first line; an older journal of that name is replaced.
+
+        Raises:
+            ConversionError: if another run is writing to the target.
+        """
+        self.claim()
         self.store.remove(self.name)
+        self.release()
         folders = self.store.folders
         folders.make()
-        self.add(version=_VERSION, plan=self.fingerprint, made_folders=folders.levels, asked=dict(self.asked))
+        if isinstance(self.store, LocalStorage):
+            self._lock(os.O_CREAT | os.O_EXCL)
+        head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
+        self._append(head | {"made_folders": folders.levels, "asked": dict(self.asked)})
+
+    def claim(self) -> None:
+        """Lock the journal that an earlier run left, if there is one; raises as `start`."""
+        if isinstance(self.store, LocalStorage) and self.store.size(self.name) is not None:
+            self._lock(0)
+
+    def release(self) -> None:
+        """Let other runs write to the target."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _lock(self, flags: int) -> None:
+        assert isinstance(self.store, LocalStorage)
+        path = self.store.root / self.name
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+        except FileNotFoundError:
+            return  # the run that had it has just ended
+        except FileExistsError as error:
+            raise self._busy() from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_there = os.path.exists(path) and os.path.samestat(os.fstat(self._file), os.stat(path))
+        except BlockingIOError as error:
+            self.release()
+            raise self._busy() from error
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                self.release()
+                raise
+            return
+        if not is_there:  # another run has replaced it
+            self.release()
+            raise self._busy()
+
+    def _busy(self) -> ConversionError:
+        return ConversionError(
+            "Another conversion is writing to this target.",
+            expected="one conversion at a time",
+            got=f"{self.name}, which another process holds",
+            where=self.store.where,
+            todo="wait for it to end, stop it, or choose another target",
+        )
+
+    def require_mine(self) -> None:
+        """Refuse to go on if another run has replaced the journal, as runs on object stores can; raises as `start`."""
+        head = (
+            next(iter(_parse(self.store.read(self.name))), {})
+            if self.store.size(self.name) is not None
+            else {}
+        )
+        if head.get("run", self._run) != self._run:
+            raise self._busy()
 
     def add(self, **line: Any) -> None:
         """One more line: a finished ``file`` with its ``digest`` and ``segment_bytes``, or ``complete``."""
+        if self.store.in_order:
+            self.require_mine()
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
         self.store.append(self.name, json.dumps(line).encode() + b"\n")
         self._take(line)
 
@@ -92,6 +170,7 @@ class Journal:
         head = lines[0]
         if (head.get("version"), head.get("plan")) != (_VERSION, self.fingerprint):
             raise self._another(head)
+        self._run = str(head.get("run", self._run))
         for line in lines:
             self._take(line)
         self.store.folders.adopt_levels(int(head.get("made_folders", 0)))

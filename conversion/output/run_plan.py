@@ -52,30 +52,33 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """From ``i/n``."""
+        """From ``i/n``, or ``env`` for the numbers that torchrun gives its processes.
+
+        Raises:
+            ConversionError: for any other text, and for an environment without those numbers.
+        """
+        if text.strip() == "env":
+            return cls._from_environment()
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None:
             raise ConversionError(
-                "This is not a valid part.", expected="I/N", got=repr(text), todo="write 0/4, for example"
+                "This is not a valid part.",
+                expected="I/N, or env",
+                got=repr(text),
+                todo="write 0/4, for example",
             )
         return cls(int(match[1]), int(match[2]))
 
     @classmethod
-    def from_environment(cls) -> Part:
-        """As torchrun numbers its processes; the whole work outside of torchrun.
-
-        Raises:
-            ConversionError: if torchrun's variables hold no numbers.
-        """
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return cls()
+    def _from_environment(cls) -> Part:
         rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
         if not (rank.isdecimal() and count.isdecimal()):
             raise ConversionError(
                 "The environment does not say which part is wanted.",
-                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them beside TORCHELASTIC_RUN_ID",
+                expected="RANK and WORLD_SIZE, numbers, as torchrun sets them",
                 got=f"RANK={rank!r}, WORLD_SIZE={count!r}",
-                todo="unset TORCHELASTIC_RUN_ID, or pass --part I/N",
+                where="--part env",
+                todo="start the command with torchrun, or pass --part I/N",
             )
         return cls(int(rank), int(count))
 
@@ -194,14 +197,24 @@ class Execution:
             return Outcome(published=True)
         if self._options.resume and self._mine.name not in self._old_files and self._is_done():
             return Outcome(kept=tuple(file.name for file in self._files), published=True)
+        try:
+            return self._write()
+        finally:
+            self._mine.release()
+
+    def _write(self) -> Outcome:
+        """`run`, from the moment that this process may write."""
         kept, limits = self._keep_finished(), self._options.limits
         todo = [file for file in self._files if file.name not in kept]
         self._prove_room(todo)
+        is_new = not self._mine.is_started
+        if is_new:
+            self._start()
         try:
-            if not self._mine.is_started:
-                self._mine.start()
-                if self._store.in_order:  # new data appears at once: the old index must not vouch for it
-                    self._remove_old(leftovers=False)
+            if (
+                is_new and self._store.in_order
+            ):  # new data appears at once: the old index must not vouch for it
+                self._remove_old(leftovers=False)
             self._progress(sum(file.tensor_nbytes for file in self._files if file.name in kept))
             copier = Copier(
                 limits,
@@ -223,6 +236,26 @@ class Execution:
         finally:
             self._store.folders.remove_empty()
         return Outcome(tuple(file.name for file in todo), tuple(kept), published)
+
+    def _start(self) -> None:
+        """Begin the journal, and look again at what is in the target: another run may have ended since.
+
+        Raises:
+            ConversionError: if another run is writing there, or has written there and may not be overwritten.
+        """
+        try:
+            self._mine.start()
+        except BaseException:
+            self._store.folders.remove_empty()
+            raise
+        if self._options.part.count > 1 or self._plan.single_file:
+            return  # other parts write there; and one file is replaced whole
+        listed = [name for name in self._store.list_files() if name != self._mine.name]
+        new = [name for name in listed if name not in self._old_files and not is_leftover(name)]
+        if new and not self._options.overwrite:
+            self._store.remove(self._mine.name)
+            raise refuse_other_result(self._url)
+        self._old_files = [*dict.fromkeys([*self._old_files, *new])]
 
     def _is_done(self) -> bool:
         """Whether the target has this very result: the run that made it was stopped after its last step.
@@ -273,7 +306,10 @@ class Execution:
 
     def _keep_finished(self) -> list[str]:
         """Files an earlier run finished, each read again and compared with its digest."""
-        if not self._options.resume or not self._mine.load():
+        if not self._options.resume:
+            return []
+        self._mine.claim()
+        if not self._mine.load():
             return []
         self._store.folders.adopt_parents(file.name for file in self._files)
         intact: set[str] = set()
@@ -323,6 +359,8 @@ class Execution:
         staged: dict[str, StagedFile] = {}
         committed: list[str] = []
         try:
+            if self._store.in_order:
+                self._mine.require_mine()
             self._plan.when_written(self._read_written)
             for closing in self._plan.closing:  # what may fail comes before the first final name
                 staged[closing.name] = self._store.stage(closing.name, closing.pieces, str(part.index))

@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.source.source import StoredValue
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of, other_models, own_optimizer, parameter_key
-from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
+from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["state_with_rules"]
@@ -35,9 +35,18 @@ class _OptimizerEntry:
 
 
 def state_with_rules(
-    state: CarriedState, rules: RuleSet, config: Mapping[str, Any], *, to_hf: bool
+    state: CarriedState,
+    rules: RuleSet,
+    config: Mapping[str, Any],
+    *,
+    to_hf: bool,
+    on_disagreement: str = "refuse",
 ) -> CarriedState:
     """The same state in the other side's names and layouts.
+
+    Args:
+        on_disagreement: ``"refuse"`` parameters that rules join if their steps, options or groups differ; ``"first"``
+            takes those of the first.
 
     Raises:
         ConversionError: if the rules do not fit the model, or optimizer state cannot follow them.
@@ -52,6 +61,8 @@ def state_with_rules(
         made.add_view((*container, fqn), view, some(applied.origins.get(fqn, ("[[zeros]]",))))
     names = dict(zip(made.views, applied.views, strict=True))
     places = _find_entries(state, own, model)
+    if on_disagreement == "refuse":
+        _require_agreement(state, own, places, applied)
     moments: dict[str, dict[str, TensorView]] = defaultdict(dict)
     slots: dict[str, _OptimizerEntry] = {}
     for name, view in state.views.items():
@@ -84,6 +95,53 @@ def state_with_rules(
         is_model=frozenset(names),
         left_out=left_out,
         warnings=(*state.warnings, *applied.warnings, *warnings),
+    )
+
+
+def _require_agreement(
+    state: CarriedState, own: Collection[str], places: Mapping[str, _OptimizerEntry], applied: Applied
+) -> None:
+    """Refuse to join parameters whose step counters, options or groups differ: the result has one of each."""
+    joined = {
+        fqn: names for fqn, names in applied.origins.items() if len(names) > 1 and fqn not in applied.twins
+    }
+    slots: dict[str, dict[str, str]] = defaultdict(dict)  # slot -> parameter -> entry
+    for name, place in places.items():
+        slots[place.slot][place.fqn] = name
+    for slot, entries in slots.items():
+        if any(name in state.views and state.views[name].info.numel != 1 for name in entries.values()):
+            continue  # moments, which are joined as their parameters are
+        for fqn, names in joined.items():
+            found = {name: _value_of(state, entries[name]) if name in entries else None for name in names}
+            if any(value != found[names[0]] for value in found.values()):
+                raise _disagreement(fqn, slot, found)
+    for name in own:
+        path = state.path(name)
+        if name in state.values and path[-1] == "params" and "param_groups" in path:
+            members = set(state.values[name]())
+            for fqn, names in joined.items():
+                inside = {each: each in members for each in names}
+                if len(set(inside.values())) > 1:
+                    raise _disagreement(fqn, name, inside)
+
+
+def _value_of(state: CarriedState, name: str) -> Any:
+    """A value, or the bytes of a tensor of one item."""
+    if name not in state.views:
+        return state.values[name]()
+    import numpy as np
+
+    view = state.views[name]
+    return read_range(view, 0, 1, np.empty(view.info.nbytes, dtype=np.uint8)).tobytes()
+
+
+def _disagreement(fqn: str, slot: str, found: Mapping[str, Any]) -> ConversionError:
+    return ConversionError(
+        "Key rules join parameters whose optimizer state differs.",
+        expected=f"one value of {slot} for all parameters that become {fqn}",
+        got=", ".join(f"{name}: {value!r:.60}" for name, value in found.items()),
+        where=fqn,
+        todo="pass --on-disagreement first to take that of the first, or leave the optimizer out: --optimizer drop",
     )
 
 

@@ -95,6 +95,7 @@ class Source:
         checked: a file's checksums by its name, where the format has them for stripes of whole files; other
             formats have them for ranges of bytes (see `checked_ranges`).
         facts: lines worth telling people (``inspect`` prints them).
+        file_metadata: ``__metadata__`` of safetensors files, joined; quantised tensors of torchao are described there.
         warnings: what a conversion from here must tell people, since the format leaves it open.
         locate: finds where in its bytes a chunk's items are, where only the file says; None where metadata does.
 
@@ -120,6 +121,7 @@ class Source:
     omitted: tuple[str, ...] = ()
     layouts: tuple[GroupLayout, ...] = ()
     checked: Callable[[str], StripedFile | None] = lambda _: None
+    file_metadata: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     locate: Callable[[TensorInfo, StoredChunk], StoredChunk] | None = None
     _located: dict[tuple[str, int], StoredChunk] = field(default_factory=dict)

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from vescale_fsdp.conversion.source.source import Source, StoredValue
-from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
+from vescale_fsdp.conversion.state.model_names import ModelNames, find_model, unwrapped_names
 from vescale_fsdp.conversion.state.nesting import name_of
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, SourceView, TensorView
-from vescale_fsdp.errors import ConversionError
+from vescale_fsdp.errors import ConversionError, some
 
 __all__ = ["CarriedState", "model_state", "whole_state"]
 
@@ -32,6 +32,7 @@ class CarriedState:
         is_model: names (of this state) that belong to the model.
         left_out: names of the source that are not in this state.
         warnings: what people must know of those.
+        file_metadata: what safetensors files of it say in ``__metadata__``.
     """
 
     views: Mapping[str, TensorView]
@@ -41,6 +42,7 @@ class CarriedState:
     is_model: frozenset[str]
     left_out: tuple[str, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
+    file_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path:
         """Where the entry sits in the nested state."""
@@ -157,13 +159,21 @@ def _no_match(pattern: str, names: Sequence[str]) -> ConversionError:
 
 
 def model_state(source: Source, prefix: str | None = None) -> CarriedState:
-    """The model alone, under its own names."""
+    """The model alone, under its own names, without those of modules that wrap it (``_orig_mod``)."""
     model = find_model(source, prefix)
     model.require_one("a Hugging Face repository holds only one", source.url)
-    views = {new: SourceView(source, old, new) for old, new in model.names.items()}
+    counters = {name for name in model.names if not source.info(name).shape}
+    names = unwrapped_names(model.names, counters, source.url)
+    views = {new: SourceView(source, old, new) for old, new in names.items()}
+    renamed = [f"{old} is {new}" for old, new in names.items() if new != model.names[old]]
+    warnings = (
+        (f"names of wrappers (torch.compile, DDP, FSDP1) are left out: {some(renamed, 1)}",)
+        if renamed
+        else ()
+    )
     left_out = (*model.optimizer, *model.others, *source.omitted)
     own = replace(model, names={name: name for name in views})
-    return CarriedState(views, {}, {}, own, frozenset(views), left_out)
+    return CarriedState(views, {}, {}, own, frozenset(views), left_out, warnings, source.file_metadata)
 
 
 def whole_state(source: Source, prefix: str | None = None, new_prefix: str | None = None) -> CarriedState:

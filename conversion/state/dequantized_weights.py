@@ -4,7 +4,8 @@
     w (fp8)         + w_scale_inv | w_scale                   stacked experts
     w_blocks        + w_scales                                mxfp4: gpt-oss, whose weight is the transpose
     q.weight (int8) + q.SCB (+ q.weight_format)               bitsandbytes, 8 bits
-    q.weight (u8)   + q.weight.absmax, .quant_map, ...        bitsandbytes, nf4 and fp4, nested scales too
+    q.weight (u8)   + q.weight.absmax, .quant_map, ...        bitsandbytes, nf4 and fp4, nested scales too; the bytes
+                                                              may be stored as bfloat16 (FSDP-QLoRA) or another dtype
 
 What has codes of other kinds is refused by name: a weight that is half dequantised would be silently wrong.
 """
@@ -18,9 +19,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.conversion.state.carried_state import CarriedState
-from vescale_fsdp.conversion.state.quantized_weights import find_quantized
+from vescale_fsdp.conversion.state.quantized_weights import BITSANDBYTES_STATE, find_quantized
 from vescale_fsdp.conversion.views.casting import CastView
-from vescale_fsdp.conversion.views.coded_tensors import DecodedView, ScaledView
+from vescale_fsdp.conversion.views.coded_tensors import DecodedView, RawBytesView, ScaledView
 from vescale_fsdp.conversion.views.tensor_view import MappedView, RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["dequantized"]
 
 _F32 = dtype_from_torch("float32")
-_BLOCK = (128, 128)
+_BLOCK = (128, 128)  # of transformers' FineGrainedFP8Config, where config.json does not name one
 _MX_BLOCK = 32
 _FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-_BNB_STATE = ".quant_state.bitsandbytes__"
 _MOST_STATE_BYTES = 2**16  # of the JSON in a bitsandbytes tensor
 
 
@@ -71,14 +71,16 @@ def dequantized(state: CarriedState, config: Mapping[str, Any], dtype: DType) ->
     return state.with_replaced(made.made, made.gone.union(left), warning)
 
 
-def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The size of a block that config.json names."""
+def _block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The size of a block that config.json names, or implies as transformers does; None if it says nothing."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     sizes = [quantization.get("weight_block_size")]
     groups = quantization.get("config_groups") or {}
     sizes += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
-    size = next(filter(None, sizes), _BLOCK)
-    return (int(size[0]), int(size[1]))
+    if quantization.get("quant_method") == "fp8" and "weight_block_size" not in quantization:
+        sizes.append(_BLOCK)
+    size = next(filter(None, sizes), None)
+    return None if size is None else (int(size[0]), int(size[1]))
 
 
 @dataclass
@@ -86,7 +88,7 @@ class _Dequantization:
     """What has been made so far: weight -> (view, a name that it replaces), and the names that are used up."""
 
     views: Mapping[str, TensorView]
-    block: tuple[int, int]
+    block: tuple[int, int] | None
     dtype: DType
     made: dict[str, tuple[TensorView, str]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
@@ -117,7 +119,9 @@ class _Dequantization:
             and f"{name.removesuffix('blocks')}scales" in self.views
         ):
             self._add_mxfp4(name, view, f"{name.removesuffix('blocks')}scales")
-        elif kind == "uint8" and f"{name}.absmax" in self._parts.get(name, ()):
+        elif any(part.startswith(f"{name}{BITSANDBYTES_STATE}") for part in self._parts.get(name, ())) or (
+            kind == "uint8" and f"{name}.absmax" in self._parts.get(name, ())
+        ):
             self._add_bitsandbytes(name, view)
 
     def _add(self, weight: str, view: TensorView, used: tuple[str, ...]) -> None:
@@ -131,8 +135,15 @@ class _Dequantization:
             of_scales = (1,) * len(shape)
         elif len(of_scales) == 1:  # one for each row, or for each expert
             of_scales = (*of_scales, *(1,) * (len(shape) - 1))
-        sizes = (*(1,) * (len(shape) - 2), *self.block)[-len(shape) :] if shape else ()
-        block = _blocks_of(shape, of_scales, sizes)
+        block = _blocks_of(shape, of_scales, self.block)
+        if block is None and self.block is None and _some_block_fits(shape, of_scales):
+            raise ConversionError(
+                "The block size of a quantised weight is not known: several fit its scales.",
+                expected="a config.json whose quantization_config names weight_block_size",
+                got=f"scales of shape {of_scales} for a weight of shape {shape}, and no block size",
+                where=f"tensor {codes.info.name}",
+                todo="pass the folder with this model's config.json: --assets DIR",
+            )
         if block is None:
             raise _misfit(codes, scales, f"a scale for each block of {self.block}, each row, or all")
         values = DecodedView(codes, _table(kind), kind)
@@ -165,9 +176,11 @@ class _Dequantization:
 
     def _add_bitsandbytes(self, name: str, view: TensorView) -> None:
         parts = self._parts.get(name, [])
-        state = next((n for n in parts if n.startswith(f"{name}{_BNB_STATE}")), None)
+        state = next((n for n in parts if n.startswith(f"{name}{BITSANDBYTES_STATE}")), None)
         if state is None:
-            raise _misfit(view, self.views[f"{name}.absmax"], f"a tensor {name}{_BNB_STATE}nf4 beside them")
+            raise _misfit(
+                view, self.views[f"{name}.absmax"], f"a tensor {name}{BITSANDBYTES_STATE}nf4 beside them"
+            )
         try:
             facts = json.loads(_small(self.views[state], _MOST_STATE_BYTES).tobytes())
             shape, run = tuple(map(int, facts["shape"])), int(facts["blocksize"])
@@ -180,8 +193,8 @@ class _Dequantization:
                 where=f"tensor {state}",
                 todo="copy the checkpoint again from where it was made",
             ) from error
-        numel = view.info.numel
-        flat = MappedView(Reshape((numel,)), (view,))
+        flat = RawBytesView(MappedView(Reshape((view.info.numel,)), (view,)))
+        numel = flat.info.numel
         from vescale_fsdp.views.block_codes import nibble_table
 
         table = nibble_table(_small(self.views[f"{name}.quant_map"], 64).view("float32"))
@@ -216,19 +229,39 @@ def _as_float(scales: TensorView) -> TensorView:
 
 
 def _blocks_of(
-    shape: tuple[int, ...], of_scales: tuple[int, ...], sizes: tuple[int, ...]
+    shape: tuple[int, ...], of_scales: tuple[int, ...], named: tuple[int, int] | None
 ) -> tuple[int, ...] | None:
-    """The size of a block in each dim; ``sizes`` where those fit."""
+    """The size of a block in each dim: the named one where it fits, else the only one that does; None if none does,
+    or several do."""
     if len(shape) != len(of_scales):
         return None
+    sizes = (*(1,) * (len(shape) - 2), *named)[-len(shape) :] if named and shape else (None,) * len(shape)
     found = []
     for size, count, usual in zip(shape, of_scales, sizes, strict=True):
-        candidates = (usual, 1, size, size // max(count, 1))
-        block = next((b for b in candidates if b and -(-size // b) == count), None)
-        if block is None:
+        least, most = _fitting_sizes(size, count)
+        if usual is not None and count == -(-size // usual):
+            found.append(usual)
+        elif least == most:
+            found.append(least)
+        else:
             return None
-        found.append(block)
     return tuple(found)
+
+
+def _some_block_fits(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> bool:
+    return len(shape) == len(of_scales) and all(
+        least <= most
+        for least, most in (_fitting_sizes(*pair) for pair in zip(shape, of_scales, strict=True))
+    )
+
+
+def _fitting_sizes(size: int, count: int) -> tuple[int, int]:
+    """The smallest and the largest block that cut ``size`` items into ``count``; the first is larger if none does."""
+    if count < 1:
+        return 1, 0
+    if count == 1:
+        return max(size, 1), max(size, 1)  # a larger one gives the same values
+    return -(-size // count), -(-size // (count - 1)) - 1
 
 
 def _small(view: TensorView, most: int) -> np.ndarray:

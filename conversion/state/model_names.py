@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model", "is_optimizer", "optimizer_homes"]
+__all__ = ["ModelNames", "find_model", "is_optimizer", "optimizer_homes", "unwrapped_names"]
 
 # opt_state: of JAX's train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
@@ -34,6 +34,9 @@ _TRAINING = re.compile(
 _USERS = re.compile(
     r"^custom_checkpoint_\d+$"
 )  # what accelerate saves for the user: a model in it is not the model
+# Modules that torch.compile, FSDP1 and activation checkpointing put around others, and DDP around all.
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_OUTERMOST = "module."
 _PROGRESS = "loops"  # Lightning's counters, of which some are called after an optimizer
 
 
@@ -126,6 +129,35 @@ def find_model(source: StateEntries, prefix: str | None = None) -> ModelNames:
         )
     others = tuple(name for name in paths if name not in names and name not in optimizer)
     return ModelNames(prefix, names, tuple(optimizer), others, rivals)
+
+
+def unwrapped_names(names: Mapping[str, str], counters: Collection[str], where: str) -> dict[str, str]:
+    """The same names without the modules that wrappers (torch.compile, DDP, FSDP1, checkpointing) added.
+
+    Args:
+        names: name in the source -> name in the model.
+        counters: names in the source of 0-d tensors, such as the ``n_averaged`` of an averaged model.
+
+    Raises:
+        ConversionError: if two names would become one.
+    """
+    found = {
+        old: ".".join(part for part in new.split(".") if part not in _WRAPPERS) for old, new in names.items()
+    }
+    weights = [old for old in found if old not in counters]
+    while weights and all(found[old].startswith(_OUTERMOST) for old in weights):
+        found = {old: new.removeprefix(_OUTERMOST) for old, new in found.items()}
+    first: dict[str, str] = {}
+    for old, new in found.items():
+        if (other := first.setdefault(new, old)) != old:
+            raise ConversionError(
+                "Two tensors have the same name without the wrappers of torch.compile, DDP or FSDP1.",
+                expected="each weight once",
+                got=f"{other} and {old} become {new}",
+                where=where,
+                todo="say which model is meant with --model-prefix, or save the unwrapped module",
+            )
+    return found
 
 
 def optimizer_homes(paths: Iterable[Path]) -> frozenset[Path]:

@@ -5,6 +5,7 @@ block. They are told by what lies beside them, since a layer's own parameter may
 
     q_proj.weight            float8     code        q_proj.weight_scale_inv    float32   its scale
     up_proj.weight           uint8      code        up_proj.weight.absmax      float32   bitsandbytes' scale
+    up_proj.weight           bfloat16   code        up_proj.weight.quant_state.bitsandbytes__nf4  (quant_storage)
     norm.scale               float32    nobody's: a parameter
 
 and, where a config.json says that the model is quantised, by the names that loaders look for.
@@ -18,7 +19,9 @@ from typing import Any
 
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 
-__all__ = ["find_quantized"]
+__all__ = ["BITSANDBYTES_STATE", "find_quantized"]
+
+BITSANDBYTES_STATE = ".quant_state.bitsandbytes__"  # follows the name of a packed weight, whatever its dtype
 
 # Integers under these names are codes; others (position ids, counters) are what they seem.
 _CODES = re.compile(
@@ -40,6 +43,8 @@ def find_quantized(infos: Iterable[TensorInfo], config: Mapping[str, Any] | None
     """Names of codes and scales among a model's tensors; ``config`` is its config.json."""
     found = list(infos)
     codes = {info.name for info in found if _is_code(info)}
+    codes |= {info.name.partition(BITSANDBYTES_STATE)[0] for info in found if BITSANDBYTES_STATE in info.name}
+    codes &= {info.name for info in found}
     homes = {home for name in codes for home in _homes(name)}
     around = {home[:at] for home in homes for at, letter in enumerate(home) if letter == "."}
     says_so = bool(config and (config.get("quantization_config") or config.get("compression_config")))

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.views.block_codes import Fp8Encoding, Mxfp4Encoding
 
-__all__ = ["DecodedView", "EncodedView", "ScaledView"]
+__all__ = ["DecodedView", "EncodedView", "RawBytesView", "ScaledView"]
 
 _TILE_NUMEL = 2**18
 _F32 = dtype_from_torch("float32")
+_U8 = dtype_from_torch("uint8")
 
 
 class _ComputedView(TensorView):
@@ -49,6 +50,42 @@ class _ComputedView(TensorView):
             got=self.info.name,
             todo="save first, and convert what was saved",
         )
+
+
+@dataclass(frozen=True, eq=False)
+class RawBytesView(_ComputedView):
+    """The bytes of a one-dimensional tensor, as uint8 [numel * itemsize]: codes that are stored under another dtype."""
+
+    items: TensorView
+
+    @property
+    def inputs(self) -> tuple[TensorView, ...]:  # type: ignore[override]
+        return (self.items,)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        return TensorInfo(self.items.info.name, (self.items.info.nbytes,), _U8)
+
+    def read_into(self, box: Box, out: np.ndarray) -> None:
+        import numpy as np
+
+        inner = self._items_of(box)
+        raw = np.empty(inner.sizes, dtype=self.items.info.dtype.raw)
+        self.items.read_into(inner, raw)
+        skipped = box.offsets[0] - inner.offsets[0] * raw.itemsize
+        out[...] = raw.view(np.uint8)[skipped : skipped + box.sizes[0]]
+
+    def _items_of(self, box: Box) -> Box:
+        """The items that hold some bytes."""
+        each = self.items.info.dtype.itemsize
+        first, stop = box.offsets[0] // each, -(-(box.offsets[0] + box.sizes[0]) // each)
+        return Box((first,), (stop - first,))
+
+    def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
+        return self.items.parts(self._items_of(box))
+
+    def identity(self) -> str:
+        return f"bytes of {self.items.identity()}"
 
 
 @dataclass(frozen=True, eq=False)

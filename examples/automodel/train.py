@@ -22,7 +22,6 @@ from nemo_automodel.components.distributed.parallelizer import (
     apply_fsdp2_sharding_recursively,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -83,17 +82,13 @@ def train(
         optimizer.zero_grad()
         history.append((total.item() / dist.get_world_size(), norm.item()))
         if step + 1 == options.save_at:
-            own, others = get_state_dict(model, optimizer)
-            save(str(options.out / f"step_{step + 1}"), {"model": own, "optimizer": others})
+            save(str(options.out / f"step_{step + 1}"), {"model": model, "optimizer": optimizer})
     return history
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, options: Options) -> None:
     """Fill both with what was saved, on any number of ranks."""
-    own, others = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": own, "optimizer": others}
-    load(str(options.resume), state)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    load(str(options.resume), {"model": model, "optimizer": optimizer})
 
 
 def micro_batches(step: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from vescale_fsdp import errors
@@ -54,3 +56,17 @@ def test_explain_has_four_parts_in_order() -> None:
 def test_explain_leaves_out_what_is_unknown() -> None:
     """Place and cure are optional; falsy values that were got are still shown."""
     assert explain("It broke.", expected="3", got=0) == "It broke.\n  expected: 3\n  got: 0"
+
+
+def test_parts_are_attributes() -> None:
+    """Also in another process; values that may not pickle are kept as the message shows them."""
+    kinds = [
+        getattr(errors, name) for name in BUILTINS if name not in ("PartialLoadError", "DamagedLoadError")
+    ]
+    assert len(kinds) == 8
+    for kind in kinds:
+        raised = kind("It broke.", expected=3, got=lambda: None, where="here", todo="mend it")
+        for error in (raised, pickle.loads(pickle.dumps(raised))):
+            assert (error.problem, error.expected, error.where) == ("It broke.", 3, "here")
+            assert error.todo == "mend it" and str(error.got) in str(error)
+    assert kinds[0]("It broke.").got is None

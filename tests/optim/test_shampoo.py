@@ -69,7 +69,7 @@ def textbook(
 
 def _root(factor: torch.Tensor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(factor)
-    values = values + max(0.0, 1e-6 - values.min().item())
+    values = values.clamp_min(max(1e-6, 1e-6 * values.max().item()))
     return vectors @ torch.diag(values**-0.25) @ vectors.T
 
 
@@ -160,29 +160,30 @@ def test_areas_hold_each_block_once(shape: tuple[int, ...]) -> None:
 
 
 def test_inverse_roots() -> None:
-    """The perturbation shifts only when the least eigenvalue is below eps; NaN gives NaN, to its own matrix alone."""
+    """Eigenvalues below the absolute floor are raised to it; NaN gives NaN, to its own matrix alone."""
     factors = torch.stack(
-        [torch.diag(torch.tensor(each)) for each in ([16.0, 81.0], [1.0, 1.0], [0.0, 15.0])]
+        [torch.diag(torch.tensor(each)) for each in ([16.0, 81.0], [1.0, 1.0], [0.0, 15.0], [0.0, 0.0])]
     )
     factors[1, 0, 1] = torch.nan
-    roots = inverse_roots(factors, factors, 4, 1e-12)
+    roots = inverse_roots(factors, factors, 4, 1e-12, 0.0)
     torch.testing.assert_close(roots[0], torch.diag(torch.tensor([1 / 2, 1 / 3])))
     assert roots[1].isnan().all()
-    shifted = inverse_roots(factors, factors, 4, 1.0)
-    torch.testing.assert_close(shifted[2], torch.diag(torch.tensor([1.0, 1 / 2])))
-    assert torch.equal(shifted[0], roots[0]) and not shifted[2].isnan().any()
+    torch.testing.assert_close(roots[3], torch.eye(2) * 1000)
+    raised = inverse_roots(factors, factors, 4, 1.0, 0.0)
+    torch.testing.assert_close(raised[2], torch.diag(torch.tensor([1.0, 15**-0.25])))
+    assert torch.equal(raised[0], roots[0]) and not raised[2].isnan().any()
 
 
-def test_the_least_eigenvalue_becomes_eps() -> None:
-    """What is below it, by rounding even below zero, is shifted by what is missing, and no more."""
-    values = torch.tensor([[0.02, 1.0, 4.0], [-0.5, 1.0, 4.0], [0.1, 1.0, 4.0]], dtype=torch.float64)
+def test_small_eigenvalues_are_raised_to_a_fraction_of_the_largest() -> None:
+    """Also those that rounding made negative; larger ones stay."""
+    values = torch.tensor([[0.02, 1.0, 4.0], [-0.5, 1.0, 4.0], [0.5, 1.0, 4.0]], dtype=torch.float64)
     basis = torch.linalg.qr(
         torch.randn(3, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     )[0]
     factors = basis @ torch.diag_embed(values) @ basis.mT
-    wanted = (values + torch.tensor([[0.08], [0.6], [0.0]])).pow(-0.5)
+    wanted = values.clamp_min(0.4).pow(-0.5)
     torch.testing.assert_close(
-        inverse_roots(factors, factors, 2, 0.1),
+        inverse_roots(factors, factors, 2, 1e-12, 0.1),
         basis @ torch.diag_embed(wanted) @ basis.mT,
         rtol=1e-6,
         atol=1e-6,
@@ -190,19 +191,18 @@ def test_the_least_eigenvalue_becomes_eps() -> None:
 
 
 def test_a_decomposition_that_fails_costs_its_own_block_its_new_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp64 is tried for that block; where it fails too that block keeps its last root, with a warning."""
+    """That block keeps its last root, with a warning; the others get their new one."""
     eigh = torch.linalg.eigh
     factors = torch.diag_embed(torch.tensor([[1.0, 16.0], [13.0, 2.0], [7.0, 81.0]]))
 
     def failing(matrices: torch.Tensor) -> Any:
-        bad = [13.0] if matrices.dtype == torch.float64 else [13.0, 7.0]
-        if any((matrices == number).any() for number in bad):
+        if (matrices == 13.0).any():
             raise torch.linalg.LinAlgError
         return eigh(matrices)
 
     monkeypatch.setattr(torch.linalg, "eigh", failing)
     with pytest.warns(UserWarning, match="keeps its last inverse root"):
-        roots = inverse_roots(factors, torch.full((3, 2, 2), 5.0), 4, 1e-12)
+        roots = inverse_roots(factors, torch.full((3, 2, 2), 5.0), 4, 1e-12, 0.0)
     assert (roots[1] == 5.0).all() and roots.dtype == torch.float32
     for number in (0, 2):
         torch.testing.assert_close(roots[number], torch.diag(factors[number].diagonal() ** -0.25))
@@ -238,6 +238,7 @@ def test_nan_gradients_show_and_stay_in_their_block() -> None:
         (lambda p: Shampoo([p], lr=-1.0), "these values: lr"),
         (lambda p: Shampoo([p], block_size=0), "block_size >= 1"),
         (lambda p: Shampoo([p], grafting="rms"), "'adam' or 'none'"),
+        (lambda p: Shampoo([p], relative_eps=-1.0), "0 <= relative_eps <= 1"),
         (lambda p: Shampoo([torch.nn.Parameter(torch.zeros(2, 2, 2, 2))]), "adamw_params"),
     ],
 )

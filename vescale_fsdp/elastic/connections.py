@@ -60,8 +60,13 @@ def _watched_by_epolls() -> list[list[int]]:
 def _tcp_socket(fd: int) -> socket.socket | None:
     """A second handle on a TCP socket, for the caller to close; None for files of other kinds."""
     try:
-        found = socket.socket(fileno=os.dup(fd))
-    except OSError:
+        copy = os.dup(fd)
+    except OSError:  # closed meanwhile
+        return None
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:  # a pipe, which `socket` does not close
+        os.close(copy)
         return None
     if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
         return found

@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.checkpoint.dcp.state_dict import get_state_dict, set_state_dict
 from vescale_fsdp.checkpoint.manager import CheckpointManager
 from vescale_fsdp.elastic.connections import close_gloo_connections
 from vescale_fsdp.elastic.membership import Membership, Quorum
-from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
+from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_model, renew_optimizer
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
 
@@ -49,7 +48,8 @@ class Training:
         model: sharded, each unit over the mesh that `build` was given.
         optimizer: of its parameters.
         more: what a checkpoint must hold besides, as `vescale_fsdp.checkpoint.save` takes it: data loaders, schedulers,
-            counters, `PerRank` values. What is not in it is what it was when a step was broken off.
+            counters, `PerRank` values. What is not in it is what it was when a step was broken off. A
+            `ReshardableSampler` or `ReshardableLoader` in a `Resharded` value is renewed for the ranks of each epoch.
 
     Examples:
         >>> model = nn.Linear(4, 4)
@@ -205,6 +205,7 @@ class ElasticJob:
         else:
             renew_model(self.training.model, mesh)
             renew_optimizer(self.training.optimizer)
+            renew_data(self.training.more, self.rank, self.num_ranks)
         self._manager = self._checkpoints(self.num_ranks)
         step, tier = self._restore(self._manager, mesh)
         epoch = Epoch(quorum.epoch, quorum.members, step, tier, agreed_at_s, time.time())
@@ -227,28 +228,18 @@ class ElasticJob:
 
     def _restore(self, manager: CheckpointManager, mesh: DeviceMesh) -> tuple[int, str]:
         """Fill model, optimizer and the rest from the newest step there is; its number, and where it was."""
-        state = self._state()
-        restored = manager.restore(state)
+        restored = manager.restore(self._state())
         if restored is None:
             self._build_on(mesh)  # anew: it may have been trained, or be zeros since its ranks changed
             manager.save(0, self._state(), force=True)
             return 0, "start"
-        training = self.training
-        assert training is not None
-        set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
         return restored.step, restored.tier
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
         training = self.training
         assert training is not None
-        model, optimizer = get_state_dict(training.model, training.optimizer)
-        return {"model": model, "optimizer": optimizer, "more": training.more}
+        return {"model": training.model, "optimizer": training.optimizer, "more": training.more}
 
     def _save(self, step: int) -> None:
         assert self._manager is not None

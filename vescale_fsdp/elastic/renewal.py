@@ -12,13 +12,17 @@ off, and the model is what `fully_shard` would make of it on these ranks in a pr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
+from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
+from vescale_fsdp.checkpoint.state.per_rank import Resharded
 from vescale_fsdp.dtensor.piece_map import move_to
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
@@ -34,7 +38,7 @@ from vescale_fsdp.runtime.setup.group_plan import GroupPlan
 from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
 
-__all__ = ["check_renewable", "renew_model", "renew_optimizer"]
+__all__ = ["check_renewable", "renew_data", "renew_model", "renew_optimizer"]
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -159,3 +163,15 @@ def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.__setstate__({"state": defaultdict(dict)})
     if isinstance(optimizer, StructuredOptimizer):
         optimizer.make_state()
+
+
+def renew_data(more: Any, rank: int, num_ranks: int) -> None:
+    """Make samplers and loaders in `Resharded` values those of another rank; a restore says where they go on."""
+    if isinstance(more, Resharded) and isinstance(more.value, (ReshardableSampler, ReshardableLoader)):
+        more.value.renew(rank, num_ranks)
+    elif isinstance(more, Mapping):
+        for value in more.values():
+            renew_data(value, rank, num_ranks)
+    elif isinstance(more, (list, tuple)):
+        for value in more:
+            renew_data(value, rank, num_ranks)

@@ -13,7 +13,7 @@ are made once, when the optimizer is built, and loading copies values into them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Held", "check_state", "copy_state"]
+__all__ = ["Held", "check_parts", "check_state", "copy_state"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +41,7 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
     Raises:
         CheckpointError: if names, shapes or kinds of dtype differ.
     """
-    if set(saved) != set(state):
-        raise CheckpointError(
-            "The saved optimizer state has other parts than this optimizer keeps.",
-            expected=sorted(state),
-            got=sorted(saved),
-            where=where,
-            todo="build the optimizer with the param groups and options it was saved with; state is "
-            "never quantised or dequantised in silence",
-        )
+    check_parts(saved, state, where)
     for name, target in state.items():
         value = saved[name]
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
@@ -63,6 +55,23 @@ def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) 
                 where=where,
                 todo="load a checkpoint of the same model and the same optimizer options",
             )
+
+
+def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
+    """Prove that saved state has the parts that a parameter's state has.
+
+    Raises:
+        CheckpointError: if their names differ.
+    """
+    if set(saved) != set(state):
+        raise CheckpointError(
+            "The saved optimizer state has other parts than this optimizer keeps.",
+            expected=sorted(state),
+            got=sorted(saved),
+            where=where,
+            todo="build the optimizer with the param groups and options it was saved with; state is "
+            "never quantised or dequantised in silence",
+        )
 
 
 def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.errors import CheckpointError, LayoutError
-from vescale_fsdp.optim.state_loading import Held, check_state, copy_state
+from vescale_fsdp.optim.state_loading import Held, check_parts, check_state, copy_state
 
 __all__ = [
     "AdamWOptions",
@@ -220,6 +220,25 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
         for param, parts in own.items():  # in our order: the loaded dict may have another on each rank
             if param in loaded:
                 copy_state(loaded[param], parts)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that means something else or has other parts, before its tensors have values.
+
+        Args:
+            state_dict: as for `load_state_dict`, with anything in place of tensors.
+
+        Raises:
+            CheckpointError: as `load_state_dict`, but for shapes and dtypes.
+        """
+        self._check_recorded(state_dict["param_groups"])
+        for number, (group, saved) in enumerate(
+            zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ):
+            for index, (param, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+                if key in state_dict["state"] or param.requires_grad:
+                    parts = state_dict["state"].get(key, {})
+                    where = f"parameter {index} of param group {number}, shape {tuple(param.shape)}"
+                    check_parts(parts, self.state[param], where)
 
     def _check_loaded(self, loaded: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         for number, group in enumerate(self.param_groups):

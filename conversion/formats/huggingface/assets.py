@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,7 +22,15 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["CONFIG_FILE", "QUANTIZATION_KEYS", "Assets", "is_setting", "own_config", "own_settings"]
+__all__ = [
+    "CONFIG_FILE",
+    "QUANTIZATION_KEYS",
+    "Assets",
+    "config_class",
+    "is_setting",
+    "own_config",
+    "own_settings",
+]
 
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
@@ -86,6 +94,10 @@ class Assets:
         """Keep config.json in step with codes that were made, or are gone (None)."""
         self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: found}
 
+    def untie(self) -> None:
+        """Keep config.json in step with weights that are stored apart: loaders believe the config."""
+        self._changes |= _untied(self.settings)
+
     @property
     def settings(self) -> dict[str, Any]:
         """config.json as it goes into the result; empty if there is none."""
@@ -121,6 +133,25 @@ class Assets:
         if file != CONFIG_FILE or not self._changes or self.config is None:
             return self._store.read_pieces(file)
         return [(json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()]
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a config, and of its parts (text, vision), that tie no embedding any more."""
+    parts = {key: value for key, value in config.items() if isinstance(value, dict) and _ties(value)}
+    return {key: {**value, **_untied(value)} for key, value in parts.items()} | {"tie_word_embeddings": False}
+
+
+def _ties(config: Mapping[str, Any]) -> bool:
+    return any(
+        value is True if key == "tie_word_embeddings" else isinstance(value, dict) and _ties(value)
+        for key, value in config.items()
+    )
+
+
+def config_class(config: Mapping[str, Any]) -> str | None:
+    """Name of the class that a config.json says the weights are of."""
+    classes = config.get("architectures")
+    return str(classes[0]) if isinstance(classes, list) and classes else None
 
 
 def own_settings(store: Storage) -> Storage | None:

@@ -14,7 +14,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     SINGLE_FILE,
     is_weight_file,
 )
-from vescale_fsdp.conversion.formats.huggingface.safetensors import read_tensors
+from vescale_fsdp.conversion.formats.huggingface.safetensors import joined_metadata, read_tensors
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
@@ -42,7 +42,8 @@ def open_safetensors(store: Storage, file: str) -> Source:
         CorruptCheckpointError: if it is damaged.
     """
     tensors, metadata = read_tensors(store, file)
-    return Source("safetensors", store, tensors, facts={"metadata": json.dumps(metadata)}, file=file)
+    facts = {"metadata": json.dumps(metadata)}
+    return Source("safetensors", store, tensors, facts=facts, file=file, file_metadata=metadata)
 
 
 def open_hf_folder(store: Storage) -> Source:
@@ -84,8 +85,15 @@ def open_hf_folder(store: Storage) -> Source:
             where=store.where,
             todo="pass one of the files instead of the folder, or restore the index",
         )
-    tensors = joined_files(store, files, mapped, lambda file: read_tensors(store, file)[0])
-    return Source("hf", store, tensors, facts={"weight files": str(len(files))})
+    headers: dict[str, dict[str, str]] = {}
+
+    def read(file: str) -> Mapping[str, StoredTensor]:
+        tensors, headers[file] = read_tensors(store, file)
+        return tensors
+
+    tensors = joined_files(store, files, mapped, read)
+    metadata = joined_metadata(headers, store.where)
+    return Source("hf", store, tensors, facts={"weight files": str(len(files))}, file_metadata=metadata)
 
 
 def open_shards(store: Storage) -> Source:

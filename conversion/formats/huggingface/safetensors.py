@@ -23,7 +23,7 @@ from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES, read_header
 
-__all__ = ["SafetensorsHeader", "make_header", "read_tensors"]
+__all__ = ["SafetensorsHeader", "joined_metadata", "make_header", "read_tensors"]
 
 _ALIGNMENT_BYTES = 8
 _RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
@@ -91,6 +91,40 @@ def make_header(infos: Iterable[TensorInfo], metadata: Mapping[str, str] | None 
     return SafetensorsHeader(
         data, {name: len(data) + start for name, start in starts.items()}, len(data) + position
     )
+
+
+def joined_metadata(files: Mapping[str, Mapping[str, str]], where: str) -> dict[str, str]:
+    """The ``__metadata__`` of a model's files as one: equal values once, lists of JSON (torchao's ``tensor_names``) one
+    after the other.
+
+    Raises:
+        ConversionError: if files say different things under one key.
+    """
+    found: dict[str, str] = {}
+    for file, metadata in files.items():
+        for key, value in metadata.items():
+            before = found.setdefault(key, value)
+            if before == value:
+                continue
+            lists = [_json_list(before), _json_list(value)]
+            if lists[0] is None or lists[1] is None:
+                raise ConversionError(
+                    "The __metadata__ of a model's files disagree.",
+                    expected=f"{key}: {before:.100}",
+                    got=f"{value:.100}",
+                    where=f"{where}/{file}",
+                    todo="convert the files one by one, or copy the folder again from where it was made",
+                )
+            found[key] = json.dumps(list(dict.fromkeys([*lists[0], *lists[1]])))
+    return found
+
+
+def _json_list(text: str) -> list[str] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, list) and all(isinstance(item, str) for item in value) else None
 
 
 def read_tensors(store: Storage, file: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -6,7 +6,7 @@
 
 Other formats keep the tie as data: both names lead to the same bytes. A folder is not made by what the class says
 alone: the bytes must be equal. If they differ (training untied them, or the config is another model's) both are
-kept and a warning says so.
+kept, a warning says so, and the result's config.json ties nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vescale_fsdp.conversion.formats.huggingface.class_ties import ties_of_class
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 
-__all__ = ["declared_ties", "equal_bytes", "find_tied_twins", "left_out_by"]
+__all__ = ["absent_names", "declared_ties", "equal_bytes", "find_tied_twins", "left_out_by"]
 
 _FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that leave out names
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
@@ -80,6 +80,11 @@ def left_out_by(source: Source, names: Collection[str]) -> tuple[dict[str, str],
     return _absent(ties, names), warnings
 
 
+def absent_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Names of tied tensors that are not there -> one of ``names`` that has their values."""
+    return _absent(declared_ties(config, names)[0], names)
+
+
 def _absent(ties: Mapping[str, str], there: Collection[str]) -> dict[str, str]:
     groups: dict[str, list[str]] = {}
     for twin, kept in ties.items():
@@ -99,8 +104,8 @@ def find_tied_twins(
     views: Mapping[str, TensorView],
     config: Mapping[str, Any] | None,
     is_equal: Callable[[TensorView, TensorView], bool] | None = None,
-) -> tuple[dict[str, str], list[str]]:
-    """Names to leave out -> the name that holds their bytes; and warnings about ties that the bytes deny.
+) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Names to leave out -> the name that holds their bytes; warnings; and ties that the bytes deny.
 
     Args:
         is_equal: compares two tensors; None for `equal_bytes`.
@@ -109,14 +114,19 @@ def find_tied_twins(
     ties, unsaid = declared_ties(config or {}, views)
     twins: dict[str, str] = {}
     warnings = list(unsaid)
+    denied: dict[str, str] = {}
     for twin, kept in ties.items():
         if twin not in views or kept not in views:
             continue
         if is_equal(views[twin], views[kept]):
             twins[twin] = kept
         else:
-            warnings.append(f"config.json ties {twin} to {kept}, but their bytes differ: both are kept")
-    return twins, warnings
+            denied[twin] = kept
+            warnings.append(
+                f"config.json ties {twin} to {kept}, but their bytes differ: both are kept, and the result's "
+                "config.json says tie_word_embeddings: false"
+            )
+    return twins, warnings, denied
 
 
 def equal_bytes(left: TensorView, right: TensorView) -> bool:

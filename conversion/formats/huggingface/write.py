@@ -7,7 +7,7 @@ state, other training state, and the twin of a tied weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 from vescale_fsdp.conversion.formats.huggingface.repository import (
@@ -23,8 +23,13 @@ from vescale_fsdp.conversion.views.tensor_view import TensorView
 __all__ = ["plan_hf"]
 
 
-def plan_hf(views: Sequence[TensorView], assets: Assets, max_shard_bytes: int) -> OutputPlan:
-    """The files of a repository with these tensors, single or sharded.
+def plan_hf(
+    views: Sequence[TensorView],
+    assets: Assets,
+    max_shard_bytes: int,
+    metadata: Mapping[str, str] | None = None,
+) -> OutputPlan:
+    """The files of a repository with these tensors, single or sharded; ``metadata`` goes into the header of each.
 
     Raises:
         ConversionError: for a type safetensors lacks, or an index too large for loaders.
@@ -37,7 +42,7 @@ def plan_hf(views: Sequence[TensorView], assets: Assets, max_shard_bytes: int) -
         closing.append(ClosingFile(INDEX_FILE, lambda: (index,)))
     files = []
     for shard in shards:
-        header = make_header(shard.infos)
+        header = make_header(shard.infos, {"format": "pt", **(metadata or {})})
         tensors = (whole(by_name[name]) for name in header.offsets)
         files.append(FilePlan(shard.file, (FixedBytes(header.data), *tensors)))
     return OutputPlan("hf", tuple(files), tuple(closing), is_stale=is_weight_file)

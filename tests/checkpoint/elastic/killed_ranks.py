@@ -37,7 +37,6 @@ from vescale_fsdp.checkpoint import (
     get_state_dict,
     load,
     save,
-    set_state_dict,
 )
 from vescale_fsdp.elastic.job import ElasticJob, Training
 from vescale_fsdp.elastic.store_membership import StoreMembership
@@ -300,18 +299,13 @@ def epochs_of(folder: Path) -> list[Seen]:
 def _segment(folder: Path, start: int, stop: int, is_last: bool) -> tuple[list[str], list[str]]:
     """Restart from a step's checkpoint on the disk, train, save; losses, and the digest at the end of all."""
     training = training_on(cpu_mesh())
-    model, optimizer = get_state_dict(training.model, training.optimizer)
-    state = {"model": model, "optimizer": optimizer, "more": training.more}
+    state = {"model": training.model, "optimizer": training.optimizer, "more": training.more}
     if start:
         load(folder / str(start), state)
-        set_state_dict(
-            training.model, training.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"]
-        )
     losses = [train_one(training, dist.get_rank(), dist.get_world_size()) for _ in range(start, stop)]
     if is_last:
         return losses, digest(training)
-    model, optimizer = get_state_dict(training.model, training.optimizer)
-    save(folder / str(stop), {"model": model, "optimizer": optimizer, "more": training.more}, overwrite=True)
+    save(folder / str(stop), state, overwrite=True)
     return losses, []
 
 

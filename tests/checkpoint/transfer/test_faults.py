@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import RankError, run_ranks
+from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin
 from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
@@ -202,9 +204,75 @@ def plans_once() -> None:
     assert sorted(known) == sorted(room.data_ptr() for room in rooms._free)
 
 
+def ranks_are_lost_as_they_meet() -> None:
+    """One rank finds the last meeting broken, others do not: all commit or none, and all know the version."""
+    plan, (state, into) = pair()
+    real = GroupCoordinator._max
+    for keep_old in (True, False):
+        transfer = Transfer(plan, keep_old=keep_old)
+        for victim in (0, 3):
+            version = 10 + victim
+            for local in map(local_of, (into or {}).values()):
+                local.fill_(7)
+            numbers: list[int] = []
+
+            def breaking(self: GroupCoordinator, values: list[int]) -> list[int]:
+                numbers.append(1)  # noqa: B023
+                found = real(self, values)
+                if len(numbers) == 2 and dist.get_rank() == victim:  # noqa: B023  called at once
+                    raise CheckpointError("made to fail")
+                return found
+
+            GroupCoordinator._max = breaking  # type: ignore[method-assign]
+            try:
+                error = met(lambda: transfer.run(state, into, version=version if state else None))  # noqa: B023
+            finally:
+                GroupCoordinator._max = real  # type: ignore[method-assign]
+            assert len(numbers) == 2
+            outcomes: list[Any] = [None] * 4
+            is_new = into is None or not (is_old(into) or is_unusable(into))
+            dist.all_gather_object(outcomes, (error is None, transfer.version == version, is_new))
+            assert {outcome[:2] for outcome in outcomes} in ({(True, True)}, {(False, False)}), outcomes
+            assert len({outcome[2] for outcome in outcomes[2:]}) == 1, outcomes
+            assert outcomes[2][2] == outcomes[2][0]
+            transfer.run(state, into, version=20 if dist.get_rank() == 1 else None)
+            assert transfer.version == 20
+            transfer.run(state, into)
+            assert transfer.version == 21
+
+
+def versions_differ() -> None:
+    """Ranks of different steps are refused before anything moves."""
+    plan, (state, into) = pair()
+    transfer = Transfer(plan)
+    error = met(lambda: transfer.run(state, into, version=dist.get_rank() if state else None))
+    assert isinstance(error, CheckpointError) and is_old(into) and transfer.version is None
+    assert isinstance(met(lambda: transfer.run(state, into, version=-1)), ValueError)
+    snapshot_fails = None if state is None else {**state, "w0": NoClone(local_of(state["w0"]))}
+    error = met(
+        lambda: transfer.start(snapshot_fails if dist.get_rank() == 0 else state, into, snapshot=True).wait(
+            60
+        )
+    )
+    assert isinstance(error, MemoryError if dist.get_rank() == 0 else CheckpointError) and is_old(into)
+
+
+class NoClone(torch.Tensor):
+    """A tensor that cannot be copied, as if memory were short."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.clone:
+            raise MemoryError
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 def all_faults() -> None:
     """What can be told from within."""
     for check in (one_rank_fails, bits_flip, trainer_steps, misuse, plans_once):
+        torch.manual_seed(0)
+        check()
+    for check in (ranks_are_lost_as_they_meet, versions_differ):
         torch.manual_seed(0)
         check()
 
@@ -235,6 +303,52 @@ def dies(folder: str, victim: int, keep_old: bool) -> None:
     Path(folder, str(dist.get_rank())).write_text(
         f"{type(error).__name__} {'-' if into is None else verdict}"
     )
+
+
+class Late(SoloCoordinator):
+    """Ranks that come to the first meeting when they are let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_begin = Event()
+
+    def raise_together(self, error: Any, doing: str, *args: Any, **kwargs: Any) -> Any:
+        if doing == "starting a transfer":
+            assert self.may_begin.wait(60)
+        return super().raise_together(error, doing, *args, **kwargs)
+
+
+class RawSGD(torch.optim.SGD):
+    """Writes past autograd, so that torch does not count it; some fused optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(1.0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, RawSGD])
+def test_a_step_behind_start_is_refused(kind: type[torch.optim.SGD]) -> None:
+    """However late the transfer begins to read, and whether torch counts the write; another optimizer may step."""
+    weights = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizers = [kind([weight], lr=1.0) for weight in weights]
+    state, into = {"w": weights[0].detach()}, {"w": torch.zeros(8)}
+    late = Late()
+    transfer = Transfer(plan_transfer(*describe_states(state, into)), ranks=late, keep_old=True)
+    for stepping, is_refused in ((1, False), (0, True)):
+        late.may_begin.clear()
+        handle = transfer.start(state, into)
+        weights[stepping].grad = torch.ones(8)
+        optimizers[stepping].step()
+        late.may_begin.set()
+        if is_refused:
+            with pytest.raises(CheckpointError):
+                handle.wait(60)
+        else:
+            handle.wait(60)
+        assert torch.equal(into["w"], torch.ones(8)) and transfer.version == 0
+    transfer.run(state, into)
+    assert torch.equal(into["w"], torch.zeros(8)) and transfer.version == 1
 
 
 @pytest.mark.parametrize(("victim", "keep_old"), [(0, True), (1, False), (3, False)])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -35,8 +36,8 @@ def _base(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Ten
     torch.manual_seed(0)
     shapes = {
         "emb.weight": (31, 24),
-        "l.0.q.weight": (24, 24),
-        "l.0.q.bias": (24,),
+        "l.0.q.weight": (20, 24),
+        "l.0.q.bias": (20,),
         "l.1.up.weight": (40, 24),
     }
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
@@ -78,7 +79,7 @@ def _merge(tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
 def test_lora(tmp_path: Path, dtype: torch.dtype, is_rank_stabilised: bool) -> None:
     """Ranks and alphas by pattern; whole weights that were trained beside; all else as it was."""
     base = _base(tmp_path / "base", dtype)
-    shapes = _pair("l.0.q", 2, 24, 24) | _pair("l.1.up", 4, 40, 24) | {"emb.weight": (31, 24)}
+    shapes = _pair("l.0.q", 2, 20, 24) | _pair("l.1.up", 4, 40, 24) | {"emb.weight": (31, 24)}
     patterns = {"rank_pattern": {"0.q": 2}, "alpha_pattern": {"l.1.up": 9}, "use_rslora": is_rank_stabilised}
     adapter = _adapter(tmp_path / "adapter", shapes, **patterns)
     found = _merge(tmp_path)
@@ -117,7 +118,7 @@ def test_embeddings_and_ia3(tmp_path: Path) -> None:
     assert same_bytes(_merge(tmp_path)["emb.weight"], base["emb.weight"] + delta)
 
     (tmp_path / "adapter").rename(tmp_path / "before")
-    shapes = {"l.0.q.ia3_l": (24, 1), "l.1.up.ia3_l": (1, 24)}
+    shapes = {"l.0.q.ia3_l": (20, 1), "l.1.up.ia3_l": (1, 24)}
     adapter = _adapter(tmp_path / "adapter", shapes, peft_type="IA3")
     found = _merge(tmp_path, "--overwrite")
     assert same_bytes(found["l.0.q.weight"], base["l.0.q.weight"] * adapter["l.0.q.ia3_l"])
@@ -128,7 +129,7 @@ def test_embeddings_and_ia3(tmp_path: Path) -> None:
 def test_a_base_whose_files_have_other_names(tmp_path: Path) -> None:
     """Rules lead to the names that the model has in memory, which are the adapter's, and back."""
     base = _base(tmp_path / "base")
-    adapter = _adapter(tmp_path / "adapter", _pair("model.text.0.q", 4, 24, 24))
+    adapter = _adapter(tmp_path / "adapter", _pair("model.text.0.q", 4, 20, 24))
     args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
     assert "with --rules" in str(CliRunner().invoke(cli, args).exception)
     rules = tmp_path / "rules.toml"
@@ -152,7 +153,7 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
         refused.exception
     )
     shutil.rmtree(tmp_path / "adapter")
-    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 24, 24))
+    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 20, 24))
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 77\n"
     (tmp_path / "adapter/adapter_config.json").write_text(pointer)
     assert "pointers of git-lfs" in str(CliRunner().invoke(cli, args).exception)
@@ -161,7 +162,7 @@ def test_what_is_no_adapter(tmp_path: Path) -> None:
 def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
     """By parts, the second of which finds the first done: the bytes of one run."""
     _base(tmp_path / "base")
-    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 24, 24) | _pair("l.1.up", 4, 40, 24))
+    _adapter(tmp_path / "adapter", _pair("l.0.q", 4, 20, 24) | _pair("l.1.up", 4, 40, 24))
     whole = _merge(tmp_path)
     for part in ("0/2", "0/2", "1/2"):
         args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "parts"))]
@@ -176,17 +177,17 @@ def test_a_killed_merge_goes_on(tmp_path: Path) -> None:
     ("shapes", "config", "told"),
     [
         (_pair("l.9.q", 4, 24, 24), {}, r"a base with l\.9\.q\.weight"),
-        (_pair("l.0.q", 3, 24, 24), {}, r"matrices \(4, 24\)"),
-        (_pair("l.0.q", 4, 24, 40), {}, r"l\.0\.q: \(4, 40\)"),
+        (_pair("l.0.q", 3, 20, 24), {}, r"matrices \(4, 24\)"),
+        (_pair("l.0.q", 4, 20, 40), {}, r"l\.0\.q: \(4, 40\)"),
         ({"l.0.q.lora_A.weight": (4, 24)}, {}, "A and B"),
-        (_pair("l.0.q", 4, 24, 24), {"use_dora": True}, "A and B and magnitudes"),
-        ({"l.0.q.bias": (25,)}, {}, r"l\.0\.q\.bias of shape \(24,\)"),
+        (_pair("l.0.q", 4, 20, 24), {"use_dora": True}, "A and B and magnitudes"),
+        ({"l.0.q.bias": (25,)}, {}, r"l\.0\.q\.bias of shape \(20,\)"),
         ({"l.0.q.token_adapter.trainable_tokens_delta": (2, 2)}, {}, "token_adapter"),
-        (_pair("l.0.q", 4, 24, 24), {"peft_type": "LOHA"}, "peft_type LOHA"),
-        (_pair("l.0.q", 4, 24, 24), {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
-        (_pair("l.0.q", 4, 24, 24), {"target_parameters": ["experts.w"]}, "target_parameters"),
-        (_pair("l.0.q", 4, 24, 24), {"r": "four"}, "cannot be read"),
-        ({"l.0.q.ia3_l": (7, 1)}, {"peft_type": "IA3"}, r"factors \(24, 1\)"),
+        (_pair("l.0.q", 4, 20, 24), {"peft_type": "LOHA"}, "peft_type LOHA"),
+        (_pair("l.0.q", 4, 20, 24), {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        (_pair("l.0.q", 4, 20, 24), {"target_parameters": ["experts.w"]}, "target_parameters"),
+        (_pair("l.0.q", 4, 20, 24), {"r": "four"}, "cannot be read"),
+        ({"l.0.q.ia3_l": (7, 1)}, {"peft_type": "IA3"}, r"factors \(20, 1\)"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, shapes: Any, config: Any, told: str) -> None:
@@ -200,6 +201,92 @@ def test_what_is_refused(tmp_path: Path, shapes: Any, config: Any, told: str) ->
             "hf",
             ConvertOptions(merge=str(tmp_path / "adapter")),
         )
+    assert not (tmp_path / "out").exists()
+
+
+TINY_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    "changes", ["embedding", "head", "lora of the embedding", "lora of the head", "both"]
+)
+def test_a_tied_weight_that_the_adapter_changes_is_parted(tmp_path: Path, changes: str) -> None:
+    """The other name keeps the base's values, as in the model that was trained; the class, asked by `from_pretrained`,
+    takes both. An adapter that changes both names alike leaves them tied."""
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_LLAMA))
+    base.save_pretrained(tmp_path / "base")
+    old = base.model.embed_tokens.weight.detach().clone()
+    embed, head = EMBED.removesuffix(".weight"), HEAD.removesuffix(".weight")
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding": {EMBED: (31, 24)},
+        "head": {HEAD: (31, 24)},
+        "lora of the embedding": {f"{embed}.lora_embedding_A": (4, 31), f"{embed}.lora_embedding_B": (24, 4)},
+        "lora of the head": _pair(head, 4, 31, 24),
+        "both": {EMBED: (31, 24), HEAD: (31, 24)},
+    }[changes]
+    adapter = _adapter(tmp_path / "adapter", shapes)
+    if changes == "both":
+        same = {ROOT + name: adapter[EMBED] for name in adapter}
+        save_file({n: t.clone() for n, t in same.items()}, tmp_path / "adapter/adapter_model.safetensors")
+    _merge(tmp_path)
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    delta = {name: old.clone() for name in (EMBED, HEAD)}
+    if changes in ("embedding", "both"):
+        delta[EMBED] = adapter[EMBED]
+    if changes == "head":
+        delta[HEAD] = adapter[HEAD]
+    if changes == "both":
+        delta[HEAD] = adapter[EMBED]
+    if changes == "lora of the embedding":
+        delta[EMBED] = (
+            old + (adapter[f"{embed}.lora_embedding_B"] @ adapter[f"{embed}.lora_embedding_A"]).T * 1.5
+        )
+    if changes == "lora of the head":
+        delta[HEAD] = old + adapter[f"{head}.lora_B.weight"] @ adapter[f"{head}.lora_A.weight"] * 1.5
+    state = found.state_dict()
+    assert all(same_bytes(state[name], value) for name, value in delta.items())
+    is_tied = found.lm_head.weight is found.model.embed_tokens.weight
+    assert is_tied == (changes == "both") == found.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_each_module_says_which_way_its_weight_lies(tmp_path: Path, said: bool) -> None:
+    """GPT-2 has Conv1D ([in, out]), square ones too, and a Linear head: `fan_in_fan_out` holds for neither of all."""
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, n_positions=8, vocab_size=16, tie_word_embeddings=False
+    )
+    base = transformers.GPT2LMHeadModel(config)
+    base.save_pretrained(tmp_path / "base")
+    conv, head = "transformer.h.0.attn.c_proj", "lm_head"
+    adapter = _adapter(
+        tmp_path / "adapter", _pair(conv, 4, 16, 16) | _pair(head, 4, 16, 16), fan_in_fan_out=said
+    )
+    _merge(tmp_path)
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out").state_dict()
+    for module in (conv, head):
+        delta = adapter[f"{module}.lora_B.weight"] @ adapter[f"{module}.lora_A.weight"] * 1.5
+        expected = base.state_dict()[f"{module}.weight"] + (delta.T if module == conv else delta)
+        assert same_bytes(found[f"{module}.weight"], expected)
+
+
+def test_a_square_weight_of_an_unknown_class(tmp_path: Path) -> None:
+    """It could be either: refused before anything is written."""
+    _base(tmp_path / "base")
+    save_file({"l.0.o.weight": torch.ones(24, 24)}, tmp_path / "base/model.safetensors", {"format": "pt"})
+    _adapter(tmp_path / "adapter", _pair("l.0.o", 4, 24, 24))
+    args = ["merge-adapter", *(str(tmp_path / name) for name in ("base", "adapter", "out"))]
+    assert isinstance(CliRunner().invoke(cli, args).exception, ConversionError)
     assert not (tmp_path / "out").exists()
 
 

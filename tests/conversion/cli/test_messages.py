@@ -277,20 +277,45 @@ def test_pages_and_plans_appear_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and source not in path.parents]
 
 
-@pytest.mark.parametrize("rank", [None, "", "q", "-1", "\N{SUPERSCRIPT TWO}"])
-def test_torchrun_s_variables_hold_no_numbers(
+@pytest.mark.parametrize("rank", [None, "", "q", "-1", "\N{SUPERSCRIPT TWO}", "2"])
+def test_part_env_needs_numbers_of_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str | None
 ) -> None:
-    """As where one of them is carried into another shell."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    """Where RANK or WORLD_SIZE is missing, no number, or out of range, nothing is written."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     source = _dcp(tmp_path / "dcp")
-    assert "--part I/N" in _error("to-hf", source, tmp_path / "out")
+    assert "--part I/N" in _error("to-hf", source, tmp_path / "out", "--part", "env")
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_are_written_only_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of a training job that calls the command writes all files; ``--part env`` writes its share."""
+    source = tmp_path / "dcp"
+    dcp.save({"model": {f"w{n}": torch.ones(4) for n in range(4)}}, checkpoint_id=source, no_dist=True)
+
+    def files_after(name: str, *options: str) -> tuple[set[str], str]:
+        result = _run("to-hf", source, tmp_path / name, "--max-shard-size", "16", *options)
+        assert result.exit_code == 0, result.output
+        return {file.name for file in (tmp_path / name).iterdir()}, result.stderr
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    whole, warnings = files_after("whole")
+    assert len(whole) > 4 and "RANK" not in warnings
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    monkeypatch.setenv("RANK", "0")
+    inside, warnings = files_after("inside")
+    assert inside == whole and "RANK" in warnings
+
+    first, warnings = files_after("parts", "--part", "env")
+    assert first != whole and "RANK" not in warnings
     monkeypatch.setenv("RANK", "1")
-    assert _run("to-hf", source, tmp_path / "out").exit_code == 0
+    assert files_after("parts", "--part", "env")[0] == whole
 
 
 def test_threads_have_an_end() -> None:

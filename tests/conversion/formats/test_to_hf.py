@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
+from vescale_fsdp.conversion.checks.diff import diff
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
@@ -342,3 +343,63 @@ def test_large_settings_files_are_streamed(tmp_path: Path) -> None:
     assert b"".join(pieces) == large and max(map(len, pieces)) <= 4 * 2**20
     _convert(tmp_path / "a", tmp_path / "b", include_asset=["original/*"])
     assert (tmp_path / "b" / "original" / "consolidated.00.pth").read_bytes() == large
+
+
+WRAPPED = {
+    "module.{}": ("a.weight", "b.0.weight"),
+    "_orig_mod.{}": ("a.weight", "b.0.weight"),
+    "module._orig_mod.{}": ("a.weight", "b.0.weight"),
+    "_fsdp_wrapped_module.b._checkpoint_wrapped_module.{}": ("0.weight", "1.weight"),
+}
+
+
+@pytest.mark.parametrize("pattern", WRAPPED)
+def test_names_of_wrappers_do_not_go_out(tmp_path: Path, pattern: str) -> None:
+    """DDP, torch.compile, FSDP1 and checkpointing: loaders know the names inside; and `diff` sees them as equal."""
+    inner = pattern.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+    inner = inner.replace("module.", "").replace("_orig_mod.", "")
+    values = {name: torch.randn(3, 4) for name in WRAPPED[pattern]}
+    torch.save({pattern.format(name): value for name, value in values.items()}, tmp_path / "run.pt")
+    source = open_source(str(tmp_path / "run.pt"))
+    report = convert(source, str(tmp_path / "hf"), "hf", ConvertOptions(no_assets=True))
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == {inner.format(name) for name in values} and report.warnings
+    assert all(torch.equal(found[inner.format(name)], value) for name, value in values.items())
+    assert diff(source, open_source(str(tmp_path / "hf"))) == ((), 2)
+
+
+def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """The control: a name that only some weights begin with is the model's own; two weights never become one."""
+    torch.save({"module.a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "own.pt")
+    convert(open_source(str(tmp_path / "own.pt")), str(tmp_path / "hf"), "hf", ConvertOptions(no_assets=True))
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"module.a", "b"}
+    torch.save({"_orig_mod.b": torch.ones(2), "b": torch.ones(2)}, tmp_path / "two.pt")
+    with pytest.raises(ConversionError):
+        convert(open_source(str(tmp_path / "two.pt")), str(tmp_path / "hf2"), "hf")
+    assert not (tmp_path / "hf2").exists()
+
+
+def test_what_files_say_of_their_tensors_goes_along(tmp_path: Path) -> None:
+    """torchao describes its tensors in ``__metadata__``: cut into other files, all say what all said; `diff` sees a
+    loss; and what no longer holds, since tensors changed, is left out with a warning."""
+    (tmp_path / "hf").mkdir()
+    said = {"a": {"tensor_names": '["a"]', "a": '{"_type": "Int8Tensor"}'}, "b": {"tensor_names": '["b"]'}}
+    tensors = {name: torch.randn(40, 40) for name in said}
+    for name in said:
+        save_file(
+            {name: tensors[name]}, tmp_path / "hf" / f"{name}.safetensors", {"format": "pt", **said[name]}
+        )
+    index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in said}}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+    source = open_source(str(tmp_path / "hf"))
+    convert(source, str(tmp_path / "out"), "hf", ConvertOptions(no_assets=True))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        found = file.metadata()
+    assert found == {"format": "pt", "tensor_names": '["a", "b"]', "a": '{"_type": "Int8Tensor"}'}
+    assert diff(source, open_source(str(tmp_path / "out"))) == ((), 2)
+
+    save_file(tensors, tmp_path / "bare.safetensors", {"format": "pt"})
+    differences, _ = diff(source, open_source(str(tmp_path / "bare.safetensors")))
+    assert {difference.kind for difference in differences} == {"only_a"} and len(differences) == 2
+    report = convert(source, str(tmp_path / "dcp"), "dcp")
+    assert report.warnings

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.conversion import diff, verify
 from vescale_fsdp.conversion.cli.summary import summary
-from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
+from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert, plan_conversion
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
 from vescale_fsdp.conversion.output.run_plan import Execution, Part, RunOptions
+from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)  # buffers of 1 MiB
@@ -415,4 +418,61 @@ def test_a_result_that_is_whole_leaves_nothing_to_do(kind: str, tmp_path: Path) 
     convert(open_source(str(out)), str(tmp_path / "again.pt"), "torch", again)
     assert all(
         bool((w == int(n.split(".")[1]) + 2).all()) for n, w in torch.load(tmp_path / "again.pt").items()
+    )
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_runs_into_one_target(tmp_path: Path, overwrite: bool) -> None:
+    """The second is refused while the first writes, and neither its files nor its journal are touched; when it has
+    ended, the target can be written to again."""
+    for name in ("one", "two"):
+        torch.save({f"{name}.{i}": torch.randn(64, 64) for i in range(4)}, tmp_path / f"{name}.pt")
+    target, refused = str(tmp_path / "out"), list[BaseException]()
+    options = ConvertOptions(max_shard_bytes=20_000, no_assets=True, run=RunOptions(overwrite=True))
+    others = replace(options, run=RunOptions(overwrite=overwrite, resume=not overwrite))
+
+    def begin_another(nbytes: int) -> None:
+        if not refused:
+            with pytest.raises(ConversionError) as error:
+                convert(open_source(str(tmp_path / "two.pt")), target, "hf", others)
+            refused.append(error.value)
+
+    convert(open_source(str(tmp_path / "one.pt")), target, "hf", options, progress=begin_another)
+    assert refused
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    folder = open_source(target)
+    assert folder.tensors.keys() == one.keys() and diff(folder, open_source(str(tmp_path / "one.pt"))) == (
+        (),
+        4,
+    )
+    convert(open_source(str(tmp_path / "two.pt")), target, "hf", options)
+    assert open_source(target).tensors.keys() == {f"two.{i}" for i in range(4)}
+
+
+def test_a_run_that_ended_while_another_was_planned(tmp_path: Path) -> None:
+    """Its result is not mixed with the next: refused without ``overwrite``, replaced whole with it."""
+    for name in ("one", "two"):
+        torch.save({f"{name}.{i}": torch.randn(64, 64) for i in range(4)}, tmp_path / f"{name}.pt")
+    source = open_source(str(tmp_path / "two.pt"))
+    for overwrite in (False, True):
+        target = str(tmp_path / f"out-{overwrite}")
+        options = ConvertOptions(no_assets=True, run=RunOptions(overwrite=overwrite))
+        late = planned(source, target, options)
+        other = ConvertOptions(no_assets=True, max_shard_bytes=20_000)
+        convert(open_source(str(tmp_path / "one.pt")), target, "hf", other)
+        if not overwrite:
+            with pytest.raises(ConversionError):
+                late.run()
+            assert open_source(target).tensors.keys() == {f"one.{i}" for i in range(4)}
+        else:
+            late.run()
+            assert open_source(target).tensors.keys() == {f"two.{i}" for i in range(4)}
+        assert not verify(open_source(target)).problems
+
+
+def planned(source: Source, target: str, options: ConvertOptions) -> Execution:
+    """A conversion that has looked at its target and is about to write."""
+    plan = plan_conversion(source, target, "hf", options).plan
+    return Execution(
+        plan, target, source_url=source.url, options=options.run, progress=lambda _: None, asked={}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.dtype_zoo import same_bytes
 from tests.support.rule_cases import convert_in_parts, experts, hf_folder, llama
+from vescale_fsdp.conversion import ConvertOptions, convert, open_source
 from vescale_fsdp.errors import ConversionError
 
 
@@ -143,3 +145,57 @@ def test_a_cast_is_for_weights_not_for_moments(tmp_path: Path) -> None:
     assert same_bytes(
         loaded["optimizer"]["state"]["b"]["exp_avg"], state["optimizer"]["state"]["a"]["exp_avg"]
     )
+
+
+JOIN = """
+format = 1
+keep_others = true
+[[rule]]
+hf = ["q.weight", "k.weight"]
+ours = "qk.weight"
+ops = [{ concat = { dim = 0, sizes = [2, 3] } }]
+"""
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened"])
+@pytest.mark.parametrize("differs", ["nothing", "step", "lr", "group", "state"])
+def test_parameters_that_are_joined_must_agree(tmp_path: Path, differs: str, form: str) -> None:
+    """Steps, options and groups of the parts are one value in the result: refused where they differ, unless the first
+    is asked for."""
+    names = {"q.weight": 2, "k.weight": 3}
+    steps = {"q.weight": 5.0, "k.weight": 6.0 if differs == "step" else 5.0}
+    states = {
+        name: {"exp_avg": torch.full((rows, 4), 1.0), "step": torch.tensor(steps[name])}
+        for name, rows in names.items()
+    }
+    if differs == "state":
+        del states["k.weight"]["step"]
+    lrs = {"q.weight": 0.1, "k.weight": 0.2 if differs == "lr" else 0.1}
+    if form == "nested":
+        apart = differs in ("lr", "group")
+        groups = (
+            [{"lr": lrs[name], "params": [name]} for name in names]
+            if apart
+            else [{"lr": 0.1, "params": [*names]}]
+        )
+        optimizer: dict[str, object] = {"state": states, "param_groups": groups}
+    else:
+        optimizer = {f"state.{n}.{key}": value for n, state in states.items() for key, value in state.items()}
+        optimizer |= {f"param_groups.{name}.lr": lrs[name] for name in names}
+    model = {name: torch.randn(rows, 4) for name, rows in names.items()}
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "in", no_dist=True)
+    (tmp_path / "rules.toml").write_text(JOIN)
+    options = ConvertOptions(rules=str(tmp_path / "rules.toml"), rules_to="ours")
+    source = open_source(str(tmp_path / "in"))
+    is_refused = differs != "nothing" and not (form == "flattened" and differs == "group")
+    if is_refused:
+        with pytest.raises(ConversionError):
+            convert(source, str(tmp_path / "out"), "dcp", options)
+        assert not (tmp_path / "out").exists()
+    first = replace(options, on_disagreement="first" if is_refused else "refuse")
+    convert(source, str(tmp_path / "out"), "dcp", first)
+    found = open_source(str(tmp_path / "out"))
+    assert found.info("optimizer.state.qk.weight.exp_avg").shape == (5, 4)
+    step = {"optimizer.state.qk.weight.step": torch.zeros(())}
+    dcp.load(step, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert step["optimizer.state.qk.weight.step"].item() == 5.0

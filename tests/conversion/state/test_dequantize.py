@@ -190,6 +190,64 @@ def test_nf4_as_bitsandbytes_reads_it(tmp_path: Path, is_nested: bool) -> None:
     assert found.keys() == {"up.weight"} and same_bytes(found["up.weight"], expected.bfloat16())
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32, torch.int8])
+def test_nf4_stored_under_another_dtype(tmp_path: Path, storage: torch.dtype) -> None:
+    """bnb_4bit_quant_storage=bfloat16 (FSDP-QLoRA): the same values; and a cast leaves every part as it is."""
+    torch.manual_seed(7)
+    packed, table = torch.randint(0, 256, (96 * 20,), dtype=torch.uint8), torch.linspace(-1, 1, 16)
+    absmax = torch.rand(60)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [96, 40]}
+    tensors = {
+        "up.weight": packed.view(storage).view(-1, 1),
+        "up.weight.absmax": absmax,
+        "up.weight.quant_map": table,
+        "up.weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+        "norm.weight": torch.rand(8),
+    }
+    source = _folder(tmp_path / "hf", tensors, {"quant_method": "bitsandbytes"})
+    found, _ = _convert(source, dequantize="fp32")
+    codes = torch.stack([packed >> 4, packed & 15], 1).flatten().long()
+    expected = (table[codes].view(-1, 64) * absmax.view(-1, 1)).view(96, 40)
+    assert found.keys() == {"up.weight", "norm.weight"} and same_bytes(found["up.weight"], expected)
+
+    cast, _ = _convert(source, dtype=["float16"])
+    assert cast["norm.weight"].dtype == torch.float16
+    assert all(same_bytes(cast[name], tensors[name]) for name in tensors if name != "norm.weight")
+
+    del tensors["up.weight.absmax"]
+    with pytest.raises(CorruptCheckpointError):
+        _convert(_folder(tmp_path / "torn", tensors, {"quant_method": "bitsandbytes"}), dequantize="fp32")
+
+
+@pytest.mark.parametrize("config", [None, {"quant_method": "fp8", "weight_block_size": [100, 100]}])
+def test_a_block_size_is_never_guessed(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    """300 x 200 items with 3 x 2 scales: blocks of 100 to 149 rows fit, so config.json must say which."""
+    codes, scales = torch.randn(300, 200).to(FP8), torch.rand(3, 2)
+    source = _folder(tmp_path / "hf", {"a.weight": codes, "a.weight_scale_inv": scales}, config)
+    if config is None:
+        with pytest.raises(ConversionError) as refused:
+            _convert(source, dequantize="fp32")
+        assert not isinstance(refused.value, CorruptCheckpointError)
+        return
+    found, _ = _convert(source, dequantize="fp32")
+    wide = scales.repeat_interleave(100, 0).repeat_interleave(100, 1)
+    assert same_bytes(found["a.weight"], codes.float() * wide)
+
+
+def test_blocks_that_only_one_size_fits(tmp_path: Path) -> None:
+    """Rows, columns and whole tensors need no config.json; a size that fits no scale is damage."""
+    codes = torch.randn(96, 64).to(FP8)
+    for number, shape in enumerate([(96, 1), (1, 64), (1, 1), (96, 64)]):
+        scales = torch.rand(shape)
+        source = _folder(tmp_path / f"hf{number}", {"a.weight": codes, "a.weight_scale_inv": scales})
+        assert same_bytes(_convert(source, dequantize="fp32")[0]["a.weight"], codes.float() * scales)
+    torn = _folder(tmp_path / "torn", {"a.weight": codes, "a.weight_scale_inv": torch.rand(97, 1)})
+    with pytest.raises(CorruptCheckpointError):
+        _convert(torn, dequantize="fp32")
+
+
 def test_there_and_back_through_another_format(tmp_path: Path) -> None:
     """fp8 -> DCP in bf16 -> fp8: the codes that there were, since values on the grid of codes stay on it."""
     torch.manual_seed(5)

@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tests.house.docs.page_blocks import blocks_of, run_page
+from tests.house.docs.plain_training import assert_trained_alike
 from tests.house.docs.public_names import OF_STACKS, PUBLIC
 from tools.docs.pictures import FOLDER, pictures
 
@@ -36,6 +39,24 @@ NOTES = [
 def test_code_runs(name: str, folder: Path) -> None:
     """All blocks of a page, in order, in one folder."""
     assert run_page(PAGES[name].read_text(), folder) > 0
+    if name == "README.md":
+        for last in (10, 20):
+            assert_trained_alike(folder / f"run/step-{last:08}", *_plain_readme(last), most=1e-3)
+
+
+def _plain_readme(last: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """README's training in one process, without sharding and never interrupted."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(250, 250), nn.GELU()) for _ in range(4))
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(1, last + 1):
+        batch = torch.randn(8, 250, generator=torch.Generator().manual_seed(step))
+        (model(batch) - batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
 
 
 def test_blocks_that_are_not_run_say_why() -> None:

@@ -39,7 +39,7 @@ from examples.corpus import Batches, read_corpus
 from examples.elastic_without_restart import Launcher
 from examples.train import Trainer
 from tools.bench.rows import Row, print_table, write_json
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier, get_state_dict, set_state_dict
+from vescale_fsdp.checkpoint import CheckpointManager, RamTier
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 
 ROOT = Path(__file__).parents[3]
@@ -55,19 +55,9 @@ def restarted_worker(out: Path, memory: str) -> None:
     trainer = Trainer(mesh, Batches(read_corpus(), batch_size=12, seq_len=SEQ_LEN), num_steps=STEPS)
     manager = CheckpointManager(out / "steps", save_interval=STEPS, ram=RamTier("job", folder=memory))
 
-    def state() -> dict[str, Any]:
-        model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    resumed = state()
-    restored = manager.restore(resumed)
+    state = {"model": trainer.model, "optimizer": trainer.optimizer}
+    restored = manager.restore(state)
     if restored is not None:
-        set_state_dict(
-            trainer.model,
-            trainer.optimizer,
-            model_state_dict=resumed["model"],
-            optim_state_dict=resumed["optimizer"],
-        )
         trainer.next_step = restored.step
     while True:
         loss = trainer.step()
@@ -75,7 +65,7 @@ def restarted_worker(out: Path, memory: str) -> None:
             line = {"step": trainer.next_step, "loss": loss, "at_s": time.time(), "pid": os.getpid()}
             with open(out / "progress.jsonl", "a") as progress:
                 progress.write(json.dumps(line) + "\n")
-        manager.save(trainer.next_step, state())
+        manager.save(trainer.next_step, state)
 
 
 def _lines(out: Path) -> list[dict[str, Any]]:

@@ -25,17 +25,19 @@ def accumulate(factors: torch.Tensor, grads: torch.Tensor, beta2: float) -> None
         factors.mul_(beta2).add_(products, alpha=1 - beta2)
 
 
-def inverse_roots(factors: torch.Tensor, last: torch.Tensor, root: int, eps: float) -> torch.Tensor:
+def inverse_roots(
+    factors: torch.Tensor, last: torch.Tensor, root: int, eps: float, relative_eps: float
+) -> torch.Tensor:
     """``factor ** (-1 / root)`` of symmetric positive semi-definite matrices [n, side, side], by their eigenvalues.
 
-    If a matrix' least eigenvalue is below ``eps``, its eigenvalues are shifted so that it becomes ``eps``; else none is
-    touched.
+    Eigenvalues below ``max(eps, relative_eps * largest)`` are raised to that floor; larger ones are not changed.
 
     Args:
         factors: the matrices.
-        last: what a matrix keeps whose decomposition does not converge, in fp32 nor in fp64 (with a warning).
-        root: of the inverse.
-        eps: least eigenvalue.
+        last: the roots that a matrix keeps if its decomposition does not converge (with a warning).
+        root: degree of the inverse root.
+        eps: absolute floor of the eigenvalues, for matrices of zeros.
+        relative_eps: floor of the eigenvalues as a fraction of the matrix' largest.
 
     Returns:
         The roots; NaN for a matrix that is not finite, so that a bad gradient shows as it does in AdamW.
@@ -45,28 +47,32 @@ def inverse_roots(factors: torch.Tensor, last: torch.Tensor, root: int, eps: flo
     identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
     solvable = torch.where(finite, factors, identity)
     try:
-        found = _roots(solvable, root, eps)
+        roots = _roots(solvable, root, eps, relative_eps)
     except torch.linalg.LinAlgError:
         pairs = zip(solvable.split(1), last.split(1), strict=True)
-        found = torch.cat([_root_or_last(factor, kept, root, eps) for factor, kept in pairs])
-    return torch.where(finite, found, torch.nan)
+        roots = torch.cat([_root_or_last(factor, kept, root, eps, relative_eps) for factor, kept in pairs])
+    return torch.where(finite, roots, torch.nan)
 
 
-def _roots(factors: torch.Tensor, root: int, eps: float) -> torch.Tensor:
-    values, vectors = torch.linalg.eigh(factors)
-    least = values[:, :1]
-    values = values + torch.where(least < eps, eps - least, torch.zeros_like(least))
-    return torch.bmm(vectors * values.pow(-1.0 / root).unsqueeze(1), vectors.mT)
+def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) -> torch.Tensor:
+    # In fp32 the decomposition moves every eigenvalue by about 1e-7 of the largest. In the null space of a factor
+    # without full rank that is all there is, and the power of -1/4 makes it the largest entry of the root: the results
+    # of two BLAS libraries differed by 100 %. Hence fp64, and one floor to which such eigenvalues are raised (a shift
+    # would keep their rounding). What is left is the rounding of the factor itself.
+    values, vectors = torch.linalg.eigh(factors.double())
+    floor = (values[:, -1:] * relative_eps).clamp_min(eps)
+    values = torch.maximum(values, floor)
+    return torch.bmm(vectors * values.pow(-1.0 / root).unsqueeze(1), vectors.mT).to(factors.dtype)
 
 
-def _root_or_last(factor: torch.Tensor, last: torch.Tensor, root: int, eps: float) -> torch.Tensor:
-    for dtype in (torch.float32, torch.float64):
-        try:
-            return _roots(factor.to(dtype), root, eps).to(factor.dtype)
-        except torch.linalg.LinAlgError:
-            continue
-    warnings.warn("Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2)
-    return last
+def _root_or_last(
+    factor: torch.Tensor, last: torch.Tensor, root: int, eps: float, relative_eps: float
+) -> torch.Tensor:
+    try:
+        return _roots(factor, root, eps, relative_eps)
+    except torch.linalg.LinAlgError:
+        warnings.warn("Shampoo: eigh did not converge; the block keeps its last inverse root", stacklevel=2)
+        return last
 
 
 def graft(directions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,8 @@ def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: 
         current = _stacked(roots)
         if due:
             unbiased = stack.div_(1 - beta2**step) if beta2 < 1 else stack
-            current = inverse_roots(unbiased, current, 2 * len(sides), group["eps"])
+            degree = 2 * len(sides)
+            current = inverse_roots(unbiased, current, degree, group["eps"], group["relative_eps"])
             foreach_copy_(roots, _as_areas(current, roots))
         directions = torch.bmm(current, directions) if side == "left" else torch.bmm(directions, current)
     if step < start:

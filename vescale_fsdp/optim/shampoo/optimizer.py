@@ -27,6 +27,8 @@ from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
 __all__ = ["Shampoo"]
 
+_RELATIVE_EPS = 1e-6
+
 
 class Shampoo(BatchedOptimizer):
     """Blocked Shampoo for vectors, matrices and stacks of matrices; AdamW for the rest, if asked.
@@ -35,7 +37,9 @@ class Shampoo(BatchedOptimizer):
         params: parameters or param groups.
         lr: learning rate; with grafting, AdamW's.
         betas: of the averaged gradient and of the factors (1.0: plain sums).
-        eps: least eigenvalue of a factor.
+        eps: least eigenvalue of a factor; it matters for gradients of zeros.
+        relative_eps: least eigenvalue of a factor as a fraction of its largest. The default is ten times what
+            fp32 rounds factors to, so that a step depends on the gradients and not on how a BLAS library rounds.
         weight_decay: decoupled.
         block_size: b, rows and columns of a block.
         update_every: steps between two computations of the inverse roots, which are the costly part.
@@ -67,6 +71,7 @@ class Shampoo(BatchedOptimizer):
         eps: float = 1e-12,
         weight_decay: float = 0.0,
         *,
+        relative_eps: float = _RELATIVE_EPS,
         block_size: int = 1024,
         update_every: int = 50,
         start_step: int | None = None,
@@ -77,16 +82,23 @@ class Shampoo(BatchedOptimizer):
         adamw: AdamWOptions = AdamWOptions(),  # noqa: B008  (frozen)
     ) -> None:
         check_rates(float(lr), betas, eps, weight_decay)
-        if block_size < 1 or update_every < 1 or grafting not in ("adam", "none"):
+        if (
+            block_size < 1
+            or update_every < 1
+            or not 0 <= relative_eps <= 1
+            or grafting not in ("adam", "none")
+        ):
             raise LayoutError(
                 "Shampoo cannot work with these arguments.",
-                expected="block_size >= 1, update_every >= 1, grafting 'adam' or 'none'",
-                got=f"block_size={block_size}, update_every={update_every}, grafting={grafting!r}",
+                expected="block_size >= 1, update_every >= 1, 0 <= relative_eps <= 1, grafting 'adam' or 'none'",
+                got=f"block_size={block_size}, update_every={update_every}, relative_eps={relative_eps}, "
+                f"grafting={grafting!r}",
             )
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
+            "relative_eps": relative_eps,
             "weight_decay": weight_decay,
             "block_size": block_size,
             "update_every": update_every,
@@ -116,6 +128,12 @@ class Shampoo(BatchedOptimizer):
             return granularity_of(shape, block_size)
 
         return rule
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if group["algorithm"] == self.algorithm:
+                group.setdefault("relative_eps", _RELATIVE_EPS)  # checkpoints of 0.1 do not have it
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         grid = factor_grid_of(tuple(param.shape), group["block_size"])

@@ -1,0 +1,267 @@
+"""The optimizer state of a checkpoint in one form, whichever of torch's it was stored in. On the nodes of its tree.
+
+    nested      {"state": {NAME: {"exp_avg": ..}}, "param_groups": [{"params": [NAME], "lr": ..}]}
+    flattened   {"state.NAME.exp_avg": .., "param_groups.NAME.lr": ..}
+    numbered    {"state": {0: {"exp_avg": ..}}, "param_groups": [{"params": [0], "lr": ..}]}
+
+Nested is what a live optimizer is stored as. ``optimizer.state_dict()`` is numbered: a number is a place in the order
+of the groups, so it says which parameter it is only to an optimizer with groups of the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
+from vescale_fsdp.errors import CheckpointError, some
+
+__all__ = ["StoredGroup", "StoredOptimizer", "flattened_keys", "items_of_node", "stored_optimizer"]
+
+_STATE, _GROUPS = "state", "param_groups"
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """Names (or numbers) of a group's parameters, and its options by name."""
+
+    names: list[str]
+    options: dict[str, Json]
+
+
+@dataclass(frozen=True)
+class StoredOptimizer:
+    """Nodes of an optimizer's state; groups may be unknown.
+
+    Attributes:
+        state: by parameter and kind.
+        groups: in the order of the optimizer that was saved; of flattened state, one for each set of equal options.
+        is_numbered: whether parameters have numbers instead of names.
+        other_state: state of no parameter, by the optimizer's own keys.
+        more: further entries next to ``state`` and ``param_groups``.
+    """
+
+    state: dict[str, dict[Any, Json]]
+    groups: list[StoredGroup]
+    is_numbered: bool = False
+    other_state: dict[Any, Json] = field(default_factory=dict)
+    more: dict[Any, Json] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All parameters, in the order of the groups."""
+        return list(dict.fromkeys(chain(*(group.names for group in self.groups), self.state)))
+
+    def renamed(self, names: Mapping[str, str]) -> StoredOptimizer:
+        """With other names for some parameters."""
+        return StoredOptimizer(
+            {names.get(name, name): parts for name, parts in self.state.items()},
+            [StoredGroup([names.get(n, n) for n in group.names], group.options) for group in self.groups],
+            False,
+            self.other_state,
+            self.more,
+        )
+
+    def named(self, groups: Sequence[Sequence[str]], where: str) -> StoredOptimizer:
+        """With names for numbers.
+
+        Args:
+            groups: names of the parameters of the optimizer that is loaded, by group.
+
+        Raises:
+            CheckpointError: if its groups have other sizes, so that numbers mean other parameters.
+        """
+        if not self.is_numbered:
+            if any(group.names for group in self.groups) or len(self.groups) != len(groups):
+                return self
+            # Some trainers keep options without saying of what.
+            placed = zip(self.groups, groups, strict=True)
+            return replace(self, groups=[StoredGroup(list(own), group.options) for group, own in placed])
+        sizes, stored = [len(names) for names in groups], [len(group.names) for group in self.groups]
+        if sizes != stored:
+            raise CheckpointError(
+                "The checkpoint numbers the parameters of an optimizer, and groups of these sizes have other numbers.",
+                expected=f"groups of {stored} parameters (as saved)",
+                got=f"groups of {sizes}",
+                where=where,
+                todo="make the optimizer with the groups that it had, in the same order",
+            )
+        numbers = chain.from_iterable(group.names for group in self.groups)
+        return self.renamed(dict(zip(numbers, chain.from_iterable(groups), strict=True)))
+
+    def options_for(self, names: Collection[str], where: str) -> dict[str, Json]:
+        """The options of parameters that form one group in the optimizer that is loaded.
+
+        Raises:
+            CheckpointError: if they had different options when they were saved.
+        """
+        wanted = set(names)
+        found = [group for group in self.groups if not wanted.isdisjoint(group.names)]
+        if not found:
+            return {}
+        for other in found[1:]:
+            for option in dict.fromkeys([*found[0].options, *other.options]):
+                values = [group.options.get(option) for group in (found[0], other)]
+                if values[0] != values[1]:
+                    raise CheckpointError(
+                        "Parameters of one group have different options in the checkpoint.",
+                        expected=f"one {option} for {some(names)}",
+                        got=f"{values[0]} and {values[1]}",
+                        where=where,
+                        todo="make the optimizer with the groups that it had, or load its state alone: "
+                        "include='*/state/*'",
+                    )
+        return found[0].options
+
+    def nested(self) -> Json:
+        """The node of nested state."""
+        parts = {name: _node(items) for name, items in self.state.items()}
+        return {
+            **self.more,
+            _STATE: _node({**parts, **self.other_state}),
+            _GROUPS: [{"params": group.names, **group.options} for group in self.groups],
+        }
+
+    def flattened(self) -> Json:
+        """The node of flattened state; that of no parameter has no place there."""
+        parts = {
+            f"{_STATE}.{name}.{rest}": node
+            for name, state in self.state.items()
+            for rest, node in _flat(_node(state), "")
+        }
+        options = {
+            f"{_GROUPS}.{name}.{option}": node
+            for group in self.groups
+            for name in group.names
+            for option, node in group.options.items()
+        }
+        return {**parts, **options}
+
+
+def stored_optimizer(node: Json, known: Collection[str] = ()) -> StoredOptimizer | None:
+    """The optimizer state that a node stands for, or None; a list of such nodes is put together.
+
+    Args:
+        known: names of parameters, to tell names from kinds in flattened keys.
+    """
+    if isinstance(node, list) and node:
+        found = [stored_optimizer(item, known) for item in node]
+        parts = [each for each in found if each is not None and not each.is_numbered]
+        names = [name for part in parts for name in part.names]
+        return _joined(parts) if len(parts) == len(node) and len(set(names)) == len(names) else None
+    items = items_of_node(node)
+    if items is None or isinstance(node, list):
+        return None
+    nodes = dict(items)
+    if flattened_keys(nodes):
+        return _from_flattened(nodes, known)
+    groups = nodes.pop(_GROUPS, None)
+    state = dict(items_of_node(nodes.pop(_STATE, {})) or ())
+    groups = [] if groups is None and state else groups
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return None
+    groups = [{"params": [], **group} for group in groups]
+    if not all(isinstance(group["params"], list) for group in groups):
+        return None
+    params = set(map(str, chain.from_iterable(group["params"] for group in groups))) or set(map(str, state))
+    if any(str(key) in params and items_of_node(item) is None for key, item in state.items()):
+        return None
+    return _from_nested(groups, state, nodes)
+
+
+def flattened_keys(keys: Collection[Any]) -> bool:
+    """Whether keys are those of flattened optimizer state."""
+    return bool(keys) and all(
+        isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in keys
+    )
+
+
+def items_of_node(node: Json) -> Iterable[tuple[Any, Json]] | None:
+    """Keys and nodes of a container of a manifest's tree; None for a leaf."""
+    if isinstance(node, list):
+        return enumerate(node)
+    if isinstance(node, Mapping) and "$" not in node:
+        return node.items()
+    if isinstance(node, Mapping) and node["$"] == "dict":
+        return [(decode(key, lambda leaf: None), item) for key, item in node["v"]]
+    return None
+
+
+def _from_nested(groups: list[Any], state: Mapping[Any, Json], more: dict[Any, Json]) -> StoredOptimizer:
+    params = [list(group["params"]) for group in groups]
+    every = list(chain.from_iterable(params))
+    known = set(map(str, every)) if every else set(map(str, state))
+    parts = {key: dict(items_of_node(node) or ()) for key, node in state.items() if str(key) in known}
+    return StoredOptimizer(
+        {str(key): items for key, items in parts.items()},
+        [
+            StoredGroup(list(map(str, names)), {key: node for key, node in group.items() if key != "params"})
+            for names, group in zip(params, groups, strict=True)
+        ],
+        bool(every) and all(type(number) is int for number in every),
+        {key: node for key, node in state.items() if key not in parts},
+        more,
+    )
+
+
+def _from_flattened(nodes: Mapping[str, Json], known: Collection[str]) -> StoredOptimizer:
+    options: dict[str, dict[str, Json]] = {}
+    for key, node in nodes.items():
+        if key.startswith(f"{_GROUPS}."):
+            name, _, option = key.removeprefix(f"{_GROUPS}.").rpartition(".")
+            options.setdefault(name, {})[option] = node
+    names = {*known, *options}
+    state: dict[str, dict[Any, Json]] = {}
+    for key, node in nodes.items():
+        if key.startswith(f"{_STATE}."):
+            rest = key.removeprefix(f"{_STATE}.")
+            name = _parameter_of(rest, names) or rest.rpartition(".")[0]
+            *path, last = rest.removeprefix(f"{name}.").split(".")
+            home = state.setdefault(name, {})
+            for part in path:
+                home = home.setdefault(part, {})
+            home[last] = node
+    groups: list[StoredGroup] = []
+    for name, own in options.items():
+        group = next((group for group in groups if group.options == own), None)
+        if group is None:
+            groups.append(StoredGroup([name], own))
+        else:
+            group.names.append(name)
+    return StoredOptimizer(state, groups)
+
+
+def _parameter_of(text: str, names: Collection[str]) -> str | None:
+    """The longest of the names that a text begins with."""
+    while "." in text:
+        text = text.rpartition(".")[0]
+        if text in names:
+            return text
+    return None
+
+
+def _joined(parts: Sequence[StoredOptimizer]) -> StoredOptimizer:
+    """Several optimizers' state as that of one."""
+    return StoredOptimizer(
+        {name: state for part in parts for name, state in part.state.items()},
+        [group for part in parts for group in part.groups],
+        False,
+        {key: node for part in parts for key, node in part.other_state.items()},
+        {key: node for part in parts for key, node in part.more.items()},
+    )
+
+
+def _node(items: Mapping[Any, Any]) -> Json:
+    """The node of a dict."""
+    if all(type(key) is str and not key.startswith("$") for key in items):
+        return dict(items)
+    return {"$": "dict", "v": [[key, node] for key, node in items.items()]}
+
+
+def _flat(node: Json, prefix: str) -> Iterable[tuple[str, Json]]:
+    items = items_of_node(node) if not isinstance(node, list) else None
+    if items is None:
+        return [(prefix, node)]
+    return [pair for key, item in items for pair in _flat(item, f"{prefix}.{key}" if prefix else str(key))]

@@ -1,0 +1,107 @@
+"""Epochs of an `ElasticJob` on ranks that agree by a script: data of other ranks, open files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+
+from tests.support.distributed import run_ranks
+from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import CheckpointManager, ReshardableLoader, ReshardableSampler, Resharded
+from vescale_fsdp.elastic.job import ElasticJob, Training
+from vescale_fsdp.elastic.membership import Quorum
+
+
+class Scripted:
+    """Epochs of the first so many ranks, each over after so many steps; ranks that are not in one leave the job."""
+
+    def __init__(self, rank: int, folder: Path, epochs: Sequence[tuple[int, int]]) -> None:
+        self._rank, self._folder, self._epochs = rank, folder, list(epochs)
+        self._number, self._left = -1, 0
+
+    def wait(self) -> Quorum:
+        self._number += 1
+        num_ranks, self._left = self._epochs[self._number]
+        if self._rank >= num_ranks:
+            raise EOFError
+        store = dist.FileStore(str(self._folder / f"store{self._number}"), num_ranks)
+        return Quorum(self._number, tuple(map(str, range(num_ranks))), self._rank, store)
+
+    def has_changed(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def leave(self) -> None:
+        pass
+
+
+def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[list[list[int]], list[int]]:
+    """Samples of the steps that this rank has done, and its open files at the first step of each epoch."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    taken: list[list[int]] = []
+    num_files: list[int] = []
+    batches: list[Iterator[torch.Tensor]] = []
+    num_samples = 2 * sum(num_ranks * steps for num_ranks, steps in epochs)
+
+    def build(mesh: DeviceMesh) -> Training:
+        ranks = (mesh.get_local_rank(), mesh.size()) if kind == "given" else (None, None)
+        sampler = ReshardableSampler(num_samples, seed=3, rank=ranks[0], world_size=ranks[1])
+        loader: DataLoader[int] = DataLoader(
+            range(num_samples), batch_size=2, sampler=sampler, num_workers=int(kind == "workers")
+        )  # type: ignore[arg-type]
+        data = ReshardableLoader(loader)
+        batches[:] = [iter(data)]  # one for the whole job
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return Training(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), {"deep": [{"data": Resharded(data)}]}
+        )
+
+    def train_step(job: ElasticJob, step: int) -> None:
+        assert job.training is not None
+        if len(num_files) < len(job.epochs):
+            num_files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0)
+        taken.append(next(batches[0]).tolist())
+        job.training.model(torch.ones(1, 4)).sum().backward()
+        job.training.optimizer.step()
+
+    def checkpoints(num_ranks: int) -> CheckpointManager:
+        return CheckpointManager(folder / "steps", save_interval=1, keep_last=2)
+
+    job = ElasticJob(Scripted(rank, folder, epochs), build, checkpoints, timeout_s=60, max_retries=0)
+    try:
+        job.run(train_step, sum(steps for _, steps in epochs))
+    except EOFError:
+        assert rank >= epochs[-1][0]
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return taken, num_files
+
+
+@pytest.mark.parametrize("kind", ["default", "given"])
+def test_data_goes_on_with_other_ranks(tmp_path: Path, kind: str) -> None:
+    """3 ranks, then 2, then 1: every sample once, by one iterator per process."""
+    epochs = [(3, 2), (2, 2), (1, 2)]
+    found = run_ranks(3, _run, tmp_path, epochs, kind)
+
+    assert [len(taken) for taken, _ in found] == [6, 4, 2]
+    samples = [sample for taken, _ in found for batch in taken for sample in batch]
+    assert sorted(samples) == list(range(24))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
+def test_epochs_leave_no_files(tmp_path: Path) -> None:
+    """The number of open files is that of the first epochs, however many there were."""
+    found = run_ranks(2, _run, tmp_path, [(2, 1)] * 8, "default")
+
+    for _, num_files in found:
+        assert len(num_files) == 8 and max(num_files[3:]) <= num_files[2] + 1, num_files
