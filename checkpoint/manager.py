@@ -488,7 +488,7 @@ class CheckpointManager:
             self._ram.abandon()
 
     def _wait_together(self) -> None:
-        with self._coordinator.together("waiting for the save before"):
+        with self._coordinator.together("waiting for the save before", is_first=True):
             self.wait()
 
     def restore(

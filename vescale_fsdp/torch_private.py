@@ -36,10 +36,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflat
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.11-2.13: all groups there are, and the time-out of one, which no public name tells or sets; and how a group
-# is made over a store, the only way to one that reaches beyond the default group.
+# torch 2.11-2.13: all groups there are, the default group's store, and the time-out of a group, which no public name
+# tells or sets; and how a group is made over a store, the only way to one that reaches beyond the default group.
 from torch.distributed.distributed_c10d import (
     _coalescing_manager,
+    _get_default_store,
     _new_process_group_helper,
     _set_pg_timeout,
     _world,
@@ -97,6 +98,7 @@ __all__ = [
     "autograd_engine_callback",
     "coalesced",
     "concatenate_meshes",
+    "default_store",
     "dispatch_to_subclass",
     "flatten_mesh",
     "flatten_state_dict",
@@ -276,6 +278,11 @@ def autograd_engine_callback(callback: Callable[[], None]) -> None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor without an autograd node (``to_local`` adds one); a plain tensor is its own."""
     return _LOCAL.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[no-any-return]
+
+
+def default_store() -> dist.Store:
+    """What the default group's ranks met over (torch 2.11-2.15)."""
+    return _get_default_store()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

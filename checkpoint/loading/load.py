@@ -138,7 +138,7 @@ def load(
     """
     patterns = (include,) if isinstance(include, str) else None if include is None else tuple(include)
     coordinator = coordinator_for(process_group)
-    with coordinator.together(f"opening {path}"):
+    with coordinator.together(f"opening {path}", is_first=True):
         storage = open_storage(path, neighbours=num_neighbours())
         meter = meter_for(progress, coordinator.rank)
         loader = Loader(storage, coordinator, verify, read=read, meter=meter)

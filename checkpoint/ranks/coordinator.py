@@ -31,9 +31,10 @@ from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
+from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
-from vescale_fsdp.torch_private import store_of
+from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 
 __all__ = [
     "Agreement",
@@ -116,6 +117,7 @@ class Coordinator:
             "describing the state",
             alike=alike,
             numbers=[blob_bytes, save_id, -free, *both_ways(words)],
+            is_first=True,
         )
         assert structure is not None
         world = RankSet.world(self.world_size)
@@ -134,6 +136,8 @@ class Coordinator:
         outcome: str = _NOTHING_DONE,
         alike: Alike = _NOTHING,
         numbers: Sequence[int] = (),
+        *,
+        is_first: bool = False,
     ) -> list[int]:
         """The largest of each of ``numbers`` over all ranks if no rank failed; else raise on all of them.
 
@@ -142,6 +146,7 @@ class Coordinator:
             doing: at what, for the message.
             outcome: what has become of the checkpoint, if a rank failed.
             alike: as for `agree`.
+            is_first: the first meeting of a call: ranks that do not make the call are named within seconds.
 
         Raises:
             CheckpointError: on ranks that met nothing: names those that did, and what, or the argument that differs.
@@ -153,7 +158,9 @@ class Coordinator:
         return list(numbers)
 
     @contextmanager
-    def together(self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING) -> Iterator[None]:
+    def together(
+        self, doing: str, outcome: str = _NOTHING_DONE, alike: Alike = _NOTHING, *, is_first: bool = False
+    ) -> Iterator[None]:
         """A block that all ranks leave in the same way, as `raise_together` says.
 
         ``alike`` is looked at when the block ends: what is only known then may be put in meanwhile.
@@ -164,7 +171,9 @@ class Coordinator:
         except BaseException as caught:  # noqa: BLE001  Ctrl-C too: the others would wait for this rank
             error = caught
         try:
-            self.raise_together(error, doing, outcome, alike if error is None else _NOTHING)
+            self.raise_together(
+                error, doing, outcome, alike if error is None else _NOTHING, is_first=is_first
+            )
         finally:
             del error  # it holds this frame, and what the block's frames hold
 
@@ -239,10 +248,16 @@ class GroupCoordinator(Coordinator):
     Args:
         group: the gloo group.
         rank_of: number in it of each global rank, where they differ.
+        roll_call: finds out who has not come to the first meeting of a call.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank_of: dict[int, int] | None) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank_of: dict[int, int] | None,
+        roll_call: RollCall | None = None,
+    ) -> None:
+        self.group, self._roll_call = group, roll_call
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
@@ -267,11 +282,27 @@ class GroupCoordinator(Coordinator):
     def new_name(self) -> str:
         return f"{self._max([secrets.randbits(62)])[0]:016x}"
 
-    def _max(self, values: list[int]) -> list[int]:
+    def _max(self, values: list[int], first_doing: str | None = None) -> list[int]:
+        """The largest of each value over all ranks.
+
+        Args:
+            first_doing: at what ranks meet, where that is the first meeting of a call.
+        """
         tensor = torch.tensor(values, dtype=torch.int64)
         with self._reaching("meeting"):
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self._wait_for(work, first_doing)
         return tensor.tolist()
+
+    def _wait_for(self, work: dist.Work | None, first_doing: str | None) -> None:
+        assert work is not None  # this rank is in the group
+        if self._roll_call is None:
+            work.wait()
+        elif first_doing is None:
+            self._roll_call.skip()
+            work.wait()
+        else:
+            self._roll_call.meet(work, first_doing)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
         mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
@@ -306,9 +337,11 @@ class GroupCoordinator(Coordinator):
         outcome: str = _NOTHING_DONE,
         alike: Alike = _NOTHING,
         numbers: Sequence[int] = (),
+        *,
+        is_first: bool = False,
     ) -> list[int]:
         arguments = both_ways(words_of(alike))
-        worst, *found = self._max([_severity(error), *arguments, *numbers])
+        worst, *found = self._max([_severity(error), *arguments, *numbers], doing if is_first else None)
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
         if not is_same(found[: len(arguments)]):
@@ -335,6 +368,8 @@ class GroupCoordinator(Coordinator):
         """A collective call: what gloo raises says that ranks are gone, not what that means."""
         try:
             yield
+        except CheckpointError:
+            raise  # says who has not come
         except RuntimeError as lost:
             raise CheckpointError(
                 f"Ranks could not be reached while {doing}.",
@@ -358,13 +393,13 @@ class GroupCoordinator(Coordinator):
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
 
     def begin_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
-        return self._begin_reduction(numbers, dist.ReduceOp.MAX)
+        return self._begin_reduction(numbers, dist.ReduceOp.MAX, "the call for the step before")
 
     def begin_sum(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
         return self._begin_reduction(numbers, dist.ReduceOp.SUM)
 
     def _begin_reduction(
-        self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType
+        self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType, first_doing: str | None = None
     ) -> Callable[[], list[int]]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         with self._reaching("comparing numbers"):
@@ -373,7 +408,7 @@ class GroupCoordinator(Coordinator):
 
         def arrive() -> list[int]:
             with self._reaching("comparing numbers"):
-                work.wait()
+                self._wait_for(work, first_doing)
             return tensor.tolist()
 
         return arrive
@@ -414,6 +449,8 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGrou
     weakref.WeakKeyDictionary()
 )
 
+_roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall] = weakref.WeakKeyDictionary()
+
 
 def solo_coordinator() -> SoloCoordinator:
     """The coordinator of this process alone, whatever world it is in."""
@@ -432,6 +469,7 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
 
     Raises:
         ValueError: if this rank is not in the group.
+        CheckpointError: if ranks do not come; names them.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SoloCoordinator()
@@ -452,5 +490,11 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         rank_of = None  # type: ignore[assignment]
     known = _groups.setdefault(base, {})
     if use not in known:
+        store, members = default_store(), xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
+        name = f"{base.group_name} {members} {use}"
+        rank, timeout = dist.get_rank(base), timeout_of(base)
+        roll_call = RollCall(store, name, rank, len(ranks), timeout)
+        roll_call.gather("the first call of its kind")  # a group cannot say for whom it waits as it is made
         known[use] = new_group(base, backend="gloo")
-    return GroupCoordinator(known[use], rank_of)
+        _roll_calls[known[use]] = roll_call
+    return GroupCoordinator(known[use], rank_of, _roll_calls[known[use]])

@@ -180,7 +180,10 @@ class _LoadFrom:
     def _together(
         self, doing: str, alike: dict[str, Any] | None = None, outcome: str = _NOTHING_LOADED
     ) -> AbstractContextManager[None]:
-        return self.coordinator.together(f"{doing} to load {self.url}", outcome, alike or {})
+        is_first = doing == "planning"
+        return self.coordinator.together(
+            f"{doing} to load {self.url}", outcome, alike or {}, is_first=is_first
+        )
 
     def _with_memory(
         self, source: Source, live: LiveState, made: LiveMatch, undo: list[Callable[[], object]]
