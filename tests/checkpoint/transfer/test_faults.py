@@ -321,7 +321,7 @@ class Late(SoloCoordinator):
 class RawSGD(torch.optim.SGD):
     """Writes past autograd, so that torch does not count it; some fused optimizers do."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 param.data.sub_(1.0)
