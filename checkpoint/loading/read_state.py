@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
@@ -183,6 +183,8 @@ class CheckpointTensor:
 class CheckpointReader(Mapping[str, CheckpointTensor]):
     """A checkpoint as a mapping from tensor name to `CheckpointTensor`. Needs no process group.
 
+    A tied tensor is stored, and listed, under its first name; it is found under all of its names.
+
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
         user: the JSON given to `save`.
@@ -204,9 +206,33 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     def __getitem__(self, name: str) -> CheckpointTensor:
         places = self.manifest.places_by_name.get(name)
-        if places is None:
+        place = self._aliases.get(name) if places is None else places[0]
+        if place is None:
             raise KeyError(f"no tensor {name!r} in {self.storage.where}")
-        return CheckpointTensor(self, places[0])
+        return CheckpointTensor(self, place)
+
+    @functools.cached_property
+    def _aliases(self) -> dict[str, int]:
+        """Further names of tied tensors, which are stored once: name -> number of the tensor."""
+        aliases: dict[str, int] = {}
+
+        def visit(node: Json, name: str) -> None:
+            if isinstance(node, list):
+                for number, item in enumerate(node):
+                    visit(item, join_name(name, number))
+            elif isinstance(node, dict) and "$" not in node:
+                for key, item in node.items():
+                    visit(item, join_name(name, key))
+            elif isinstance(node, dict) and node["$"] == "tensor":
+                aliases[name] = int(node["i"])
+            elif isinstance(node, dict) and node["$"] == "tuple":
+                visit(node["v"], name)
+            elif isinstance(node, dict) and node["$"] == "dict":
+                for key, item in node["v"]:
+                    visit(item, join_name(name, decode(key, lambda leaf: None)))
+
+        visit(self.manifest.structure.tree, "")
+        return aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.places_by_name)

@@ -82,10 +82,17 @@ def read_record(root: Storage, step: int) -> StepRecord:
         values = [found.get(key) for key in ("num_bytes", "seconds", "unix_s", "metric")]
     except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         return StepRecord(step, pinned=pinned)
-    num_bytes, seconds, unix_s, metric = (
-        value if isinstance(value, int | float) and math.isfinite(value) else None for value in values
-    )
+    num_bytes, seconds, unix_s, metric = map(_finite_or_none, values)
     return StepRecord(step, None if num_bytes is None else int(num_bytes), seconds, unix_s, metric, pinned)
+
+
+def _finite_or_none(value: object) -> float | None:
+    """A number of a record; None for any other value, and for an integer too long for a float."""
+    try:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return None
+    return value if is_number else None  # type: ignore[return-value]
 
 
 def is_pinned(root: Storage, step: int) -> bool:

@@ -207,6 +207,24 @@ def test_json_is_proven_again() -> None:
         GroupLayout.from_json(data)
 
 
+@pytest.mark.parametrize("size", [1.5, 32.0, True, "32", None])
+@pytest.mark.parametrize(
+    "path",
+    [("num_shards",), ("shard_numel",), ("align_numel",), ("slots", 0, "offset"), ("slots", 0, "shape", 0)],
+)
+def test_sizes_in_json_are_integers(path: tuple[Any, ...], size: object) -> None:
+    """Any other value is refused by name."""
+    data: Any = GroupLayout(2, 32, (TensorSlot("w", (4, 4), "float32", 4, 0),)).to_json()
+    GroupLayout.from_json(data)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = size
+    with pytest.raises(LayoutError) as caught:
+        GroupLayout.from_json(data)
+    assert repr(size) in str(caught.value.got)
+
+
 def test_json_of_the_drawing() -> None:
     """The exact JSON, which checkpoints of every later version must be able to read."""
     assert DRAWN.to_json() == {

@@ -122,6 +122,9 @@ class TensorSlot:
     numel: int = field(init=False, repr=False, compare=False)  # elements of the full tensor
 
     def __post_init__(self) -> None:
+        sizes = {"block_numel": self.block_numel, "offset": self.offset}
+        sizes |= {f"shape[{dim}]": size for dim, size in enumerate(self.shape)}
+        _check_integers(sizes, f"slot {self.fqn!r}")
         object.__setattr__(self, "numel", numel_of(self.shape))
 
     @property
@@ -195,6 +198,8 @@ class GroupLayout:
     align_numel: int = 1
 
     def __post_init__(self) -> None:
+        sizes = {"num_shards": self.num_shards, "shard_numel": self.shard_numel}
+        _check_integers({**sizes, "align_numel": self.align_numel}, "a group's layout")
         if self.num_shards < 1 or self.shard_numel < 0 or self.align_numel < 1:
             raise LayoutError(
                 "A group needs at least one shard of non-negative size, and a positive alignment.",
@@ -412,6 +417,23 @@ class GroupLayout:
         """Inverse of `to_json`; proves the layout anew."""
         slots = tuple(TensorSlot.from_json(slot) for slot in data["slots"])
         return cls(data["num_shards"], data["shard_numel"], slots, data.get("align_numel", 1))
+
+
+def _check_integers(sizes: Mapping[str, object], where: str) -> None:
+    """Refuse sizes that JSON may hold and no layout: 1.5, 2.0, true, "3"."""
+    wrong = {
+        name: size
+        for name, size in sizes.items()
+        if not isinstance(size, int) or size is True or size is False
+    }
+    if wrong:
+        raise LayoutError(
+            "The sizes of a layout are integers.",
+            expected="integers",
+            got=", ".join(f"{name}={size!r}" for name, size in wrong.items()),
+            where=where,
+            todo="take the layout from plan_group, or from the checkpoint's manifest as it was written",
+        )
 
 
 def _overlap(left: TensorSlot, right: TensorSlot) -> LayoutError:

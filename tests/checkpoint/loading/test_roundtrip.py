@@ -104,7 +104,9 @@ def test_shared_tensors_are_stored_once(tmp_path: Path) -> None:
 
     reader = read_state(tmp_path / "c")
 
-    assert "stock/plain" in reader and "stock/shared" not in reader
+    assert "stock/plain" in reader.names() and "stock/shared" not in reader.names()
+    assert torch.equal(reader["stock/shared"].read(), reader["stock/plain"].read())
+    assert "stock/neither" not in reader
     assert reader.tree()["stock"]["shared"] == reader.tree()["stock"]["plain"]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.distributed import run_ranks
 from tests.support.faults.saved_steps import outcome_of, state_of
 from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint.manifest.file_names import step_name
 from vescale_fsdp.checkpoint.steps.step_folders import no_longer_kept
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
@@ -83,3 +86,16 @@ def test_which_steps_are_kept() -> None:
     assert no_longer_kept(folders, 5, keep_last=3) == [1, 3]
     assert no_longer_kept(folders, 5, keep_last=4) == no_longer_kept(folders, 5, keep_last=9) == [3]
     assert no_longer_kept(folders, 5, keep_last=1, keep_every=2) == [1, 3]
+
+
+@pytest.mark.parametrize("text", ["1" * 400, "1" * 5000, "true", '"3"', "1e999", "null"])
+def test_a_record_that_holds_no_number(text: str, tmp_path: Path) -> None:
+    """Values that no float holds are left out of the history; the others stay."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": torch.ones(2)}, metric=0.5)
+        record = tmp_path / "run" / step_name(1) / "record.json"
+        values = json.loads(record.read_text())
+        assert values["metric"] == 0.5
+        record.write_text(json.dumps({**values, "metric": "here"}).replace('"here"', text))
+        (found,) = manager.history()
+        assert (found.step, found.metric) == (1, None)
