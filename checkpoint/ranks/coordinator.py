@@ -29,6 +29,7 @@ import xxhash
 
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
@@ -51,6 +52,7 @@ _NOTHING: Alike = {}
 
 _FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
+_DOCUMENT_BYTES = 64 << 20  # 64 MiB
 _ENDLESS = 2**62  # more bytes than any storage has
 _NOTHING_DONE = "nothing was committed"
 
@@ -211,16 +213,16 @@ class Coordinator:
         """The same, and wait."""
         self.begin_exchange(outgoing, incoming)()
 
-    def decide(self, name: str, word: str) -> str:
+    def decide(self, name: str, word: str, done: str) -> str:
         """The first word that any rank has entered under a name, this one's if none has. Waits for no rank.
+
+        Args:
+            done: an earlier name, which all ranks have read; it is dropped.
 
         Raises:
             CheckpointError: if the ranks' store cannot be reached.
         """
         return word
-
-    def forget(self, name: str) -> None:
-        """Drop what was decided under a name, once all ranks have read it."""
 
     def new_name(self) -> str:
         """A name for `decide` that is the same on all ranks, and new. A collective."""
@@ -262,10 +264,13 @@ class GroupCoordinator(Coordinator):
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
 
-    def decide(self, name: str, word: str) -> str:
+    def decide(self, name: str, word: str, done: str) -> str:
         store = store_of(self.group)
         try:
-            return store.compare_set(name, "", word).decode()
+            found = store.compare_set(name, "", word).decode()
+            if self.rank == 0:
+                store.delete_key(done)
+            return found
         except RuntimeError as lost:
             raise CheckpointError(
                 "The store of the ranks was lost as they decided.",
@@ -274,10 +279,6 @@ class GroupCoordinator(Coordinator):
                 where=f"rank {self.rank}",
                 todo="compare what the ranks have before they go on",
             ) from lost
-
-    def forget(self, name: str) -> None:
-        if self.rank == 0:
-            store_of(self.group).delete_key(name)
 
     def new_name(self) -> str:
         return f"{self._max([secrets.randbits(62)])[0]:016x}"
@@ -349,7 +350,7 @@ class GroupCoordinator(Coordinator):
         return found[len(arguments) :]
 
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
-        texts = self._gathered(None if error is None else _told(error), doing)
+        texts = self._documents(None if error is None else _told(error), doing)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if error is not None and _severity(error) in (worst, _FOREIGN):
             error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
@@ -435,6 +436,37 @@ class GroupCoordinator(Coordinator):
         if high == -low:
             return [item] * self.world_size
         return self._gathered(item, "comparing what ranks have")
+
+    def _documents(self, item: Json, doing: str) -> list[Json]:
+        """A JSON value of each rank."""
+        data = torch.frombuffer(bytearray(self._seal(json.dumps(item).encode())), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        with self._reaching(doing):
+            dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
+        lengths = [int(size) for size in sizes]
+        if max(lengths) > _DOCUMENT_BYTES:
+            raise CheckpointError(
+                f"A rank sends more than a message holds while {doing}.",
+                expected=f"at most {_DOCUMENT_BYTES} bytes",
+                got=max(lengths),
+            )
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        rows = [torch.empty_like(padded) for _ in lengths]
+        with self._reaching(doing):
+            dist.all_gather(rows, padded, group=self.group)
+        return [
+            json.loads(self._open(row[:length].numpy().tobytes(), rank))
+            for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        ]
+
+    def _seal(self, data: bytes) -> bytes:
+        """A message as it is sent."""
+        return data
+
+    def _open(self, data: bytes, rank: int) -> bytes:
+        """Inverse of `_seal` for a message of another rank."""
+        return data
 
     def _gathered(self, item: T, doing: str) -> list[T]:
         found = [item] * self.world_size

@@ -336,18 +336,17 @@ class Transfer:
         is_ready = False
         try:
             with own.together("moving a state", outcome):
-                own.forget(self._key(self._num_runs - 1))  # all ranks have left it, for they have met since
                 yield
                 is_ready = True
         except BaseException:
             # Others may have met before a rank was lost; they cannot have if this one was not ready.
-            if not is_ready or own.decide(self._key(self._num_runs), "abort") != "commit":
+            if not is_ready or self._decide("abort") != "commit":
                 raise
             _logger.warning(
                 "a rank was lost as a transfer ended; all others have committed it, so this one does"
             )
         else:
-            if own.decide(self._key(self._num_runs), "commit") != "commit":
+            if self._decide("commit") != "commit":
                 raise CheckpointError(
                     "A rank was lost as a transfer ended.",
                     expected="all ranks to meet",
@@ -356,8 +355,10 @@ class Transfer:
                     todo=f"see what that rank says; {outcome}",
                 )
 
-    def _key(self, run: int) -> str:
-        return f"transfer {self._name} {run}"
+    def _decide(self, word: str) -> str:
+        now, before = (f"transfer {self._name} {run}" for run in (self._num_runs, self._num_runs - 1))
+        # All ranks have read the one before: they have met since.
+        return self._coordinator.decide(now, word, before)
 
     def _bind(self, read: Mapping[str, torch.Tensor], into: Any | None) -> tuple[Origin, Destination]:
         """This rank's memories, checked against the descriptions."""

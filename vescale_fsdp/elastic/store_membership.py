@@ -18,12 +18,12 @@ The store must outlive every rank: ``python -m vescale_fsdp.elastic.store_server
 from __future__ import annotations
 
 import json
-import socket
 import time
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.ranks.trust import SignedStore, local_address, secret_of
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present
 from vescale_fsdp.errors import LifecycleError
@@ -63,7 +63,13 @@ class StoreMembership:
         min_members: with fewer no epoch begins.
         timeout_s: how long members of a round wait for others that live and do not enter (they then go on without
             them), and for there to be enough.
-        host: the name or address under which others reach this machine; default: that by which it reaches the store.
+        host: the name or address under which others reach this machine, and the one that is listened on; default: that
+            by which it reaches the store.
+        secret: signs what processes write to the store and answer to each other; the same in all of them. Default: that
+            of the environment, VESCALE_FSDP_SECRET. Without one, all processes are on one machine.
+
+    Raises:
+        PlacementError: if there is no secret and ``host`` is not a loopback address.
 
     Examples:
         >>> store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,10 +87,14 @@ class StoreMembership:
         min_members: int = 1,
         timeout_s: float = 60.0,
         host: str | None = None,
+        secret: str | None = None,
     ) -> None:
-        self._store = dist.PrefixStore("elastic", store)
+        self._secret = secret_of(secret)
+        # Kept: torch keeps no reference to a store that is written in Python.
+        self._signed = store if self._secret is None else SignedStore(store, self._secret)
+        self._store = dist.PrefixStore("elastic", self._signed)
         self._num_first, self._min_members, self._timeout_s = num_first, min_members, timeout_s
-        self._presence = Presence(_own_host(store) if host is None else host)
+        self._presence = Presence(_own_host(store) if host is None else host, self._secret)
         self._number = -1  # of the round this process was in last
         self._last: tuple[str, ...] = ()  # its members
 
@@ -150,19 +160,24 @@ class StoreMembership:
         expected = "" if known is None else known.text
         return _Round.of(self._store.compare_set(_key(number), expected, wanted.text).decode())
 
+    def _is_present(self, name: str) -> bool:
+        return is_present(name, self._secret)
+
     def _complete(self, found: _Round, is_settled: bool, is_late: bool) -> tuple[str, ...] | None:
         """Members of a round that can be closed, by the process whose turn it is; None while it is to stay open."""
         before = found.entered[: found.entered.index(self.name)]
-        if any(map(is_present, before)):
+        if any(map(self._is_present, before)):
             return None  # one of them does it
         here = [
-            name for name in found.entered if name not in before and (name == self.name or is_present(name))
+            name
+            for name in found.entered
+            if name not in before and (name == self.name or self._is_present(name))
         ]
         if not self._last:
             enough = self._num_first
         else:
             away = [name for name in self._last if name not in found.entered]
-            if not is_late and any(map(is_present, away)):
+            if not is_late and any(map(self._is_present, away)):
                 return None
             enough = self._min_members
         strangers = any(name not in self._last for name in here)
@@ -189,10 +204,5 @@ def _key(number: int) -> str:
 
 
 def _own_host(store: dist.Store) -> str:
-    """The address by which this machine reaches the store's, or its own name."""
-    if not isinstance(store, dist.TCPStore):
-        return socket.gethostname()
-    family, kind, protocol, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as asking:
-        asking.connect(address)  # of a datagram socket: sends nothing
-        return str(asking.getsockname()[0])
+    """The address by which this machine reaches the store's; of a store in a file, the loopback address."""
+    return local_address(store.host, store.port) if isinstance(store, dist.TCPStore) else "127.0.0.1"

@@ -13,13 +13,14 @@ The lighthouse finds a lost process by its heartbeats, so detection takes ``hear
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.ranks.trust import bound_store, check_exposure, local_address, secret_of
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError
 
@@ -35,7 +36,8 @@ class TorchftMembership:
         lighthouse: its address.
         num_first: processes that the job begins with.
         timeout_s: how long to wait for a quorum, and for the first processes to come.
-        host: the name or address under which others reach this machine.
+        host: the name or address under which others reach this machine, and the one that is listened on; default: that
+            by which it reaches the lighthouse.
         heartbeat_s: time between two heartbeats; well below the lighthouse's ``heartbeat_timeout_ms``.
 
     Examples:
@@ -54,16 +56,19 @@ class TorchftMembership:
     ) -> None:
         from torchft.coordination import ManagerClient, ManagerServer
 
-        host = socket.gethostname() if host is None else host
+        found = urlsplit(lighthouse)
+        if host is None:
+            host = local_address(found.hostname or "127.0.0.1", found.port or 1)
+        check_exposure(host, secret_of(None))  # torchft itself signs nothing: its network must be private
         timeout = timedelta(seconds=timeout_s)
         self._num_first, self._timeout_s = num_first, timeout_s
-        self._own_store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._own_store = bound_store(host, 0, timeout)
         self.name = f"{host}:{self._own_store.port}/{secrets.token_hex(8)}"
         self._server: Any = ManagerServer(
             replica_id=self.name,
             lighthouse_addr=lighthouse,
             hostname=host,
-            bind="0.0.0.0:0",
+            bind=f"{host}:0",
             store_addr=f"{host}:{self._own_store.port}",
             world_size=1,
             heartbeat_interval=timedelta(seconds=heartbeat_s),

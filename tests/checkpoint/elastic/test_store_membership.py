@@ -13,7 +13,7 @@ import torch.distributed as dist
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present
 from vescale_fsdp.elastic.store_membership import StoreMembership
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, PlacementError
 
 
 def _member(store: dist.Store, num_first: int, **options: float) -> StoreMembership:
@@ -56,6 +56,14 @@ def test_epochs_of_a_job() -> None:
     by_rank[3].leave()
     fourth = _together(by_rank[1], by_rank[2], joining)[0]
     assert fourth.members == (by_rank[1].name, by_rank[2].name, joining.name)
+
+
+def test_rounds_that_are_signed() -> None:
+    """Processes with one secret meet; one with another is refused."""
+    store = dist.HashStore()
+    _together(*(StoreMembership(store, num_first=2, host="127.0.0.1", secret="x") for _ in range(2)))
+    with pytest.raises(PlacementError):
+        StoreMembership(store, num_first=2, host="127.0.0.1", secret="y").wait()
 
 
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:
@@ -107,6 +115,19 @@ def test_presence() -> None:
     assert not is_present(here.name)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert not is_present(f"127.0.0.1:{silent.getsockname()[1]}/0123")
+
+    signing = Presence("127.0.0.1", b"x")
+    assert is_present(signing.name, b"x") and not is_present(signing.name, b"y")
+    port = int(signing.name.partition("/")[0].rpartition(":")[2])
+    silent_ones = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+    assert is_present(signing.name, b"x")
+    for one in silent_ones:
+        one.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    signing.end()
+    with pytest.raises(PlacementError):
+        Presence("192.0.2.1")
 
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)

@@ -216,9 +216,9 @@ def ranks_are_lost_as_they_meet() -> None:
                 local.fill_(7)
             numbers: list[int] = []
 
-            def breaking(self: GroupCoordinator, values: list[int]) -> list[int]:
+            def breaking(self: GroupCoordinator, *args: Any) -> list[int]:
                 numbers.append(1)  # noqa: B023
-                found = real(self, values)
+                found: list[int] = real(self, *args)
                 if len(numbers) == 2 and dist.get_rank() == victim:  # noqa: B023  called at once
                     raise CheckpointError("made to fail")
                 return found

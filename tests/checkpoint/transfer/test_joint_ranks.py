@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import socket
+import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.checkpoint.ranks.trust import SignedStore, bound_store
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
@@ -32,7 +38,10 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
     full = torch.arange(48.0).view(8, 6)
     sent = 0
     for where in rendezvous:
-        ranks = joint_ranks(where, first_rank=0 if is_trainer else 2, num_ranks=3, timeout_s=60)
+        secret = "s3cret" if where.startswith("tcp") else None
+        ranks = joint_ranks(
+            where, first_rank=0 if is_trainer else 2, num_ranks=3, timeout_s=60, secret=secret
+        )
         assert (ranks.rank, ranks.world_size) == (rank, 3)
         state = {"w": distribute_tensor(full, mesh, [RaggedShard((0,), (3, 5))])} if is_trainer else None
         into = (
@@ -48,9 +57,11 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
         dist.all_reduce(torch.ones(1))  # the job's own group goes on
         assert distribute_stock(full, mesh, [Replicate()]).to_local().equal(full)
         sent += int(plan.demand.sent.sum())
+        ranks.close()
+        ranks.close()
     with pytest.raises(PlacementError, match="not among those"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
-    with pytest.raises(PlacementError, match="Nobody can meet there"):
+    with pytest.raises(PlacementError, match="no place to meet"):
         joint_ranks("http://here", first_rank=0, num_ranks=2)
     return sent
 
@@ -63,3 +74,94 @@ def test_weights_between_two_jobs(tmp_path: Path) -> None:
     where = (f"file://{tmp_path}/meet", f"tcp://127.0.0.1:{port}")
 
     assert run_ranks(3, two_jobs, str(tmp_path), where) == [2 * 2 * 48 * 4] * 3
+
+
+class Bomb:
+    """Something that runs code when it is unpickled."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return open, (self.file, "w")
+
+
+def meets_a_stranger(folder: str) -> list[str]:
+    """Rank 0 is told that rank 1 failed, and gets a pickle in place of rank 1's message."""
+    with pytest.raises(PlacementError):  # not this machine alone, and no secret
+        joint_ranks("tcp://192.0.2.1:29600", first_rank=0, num_ranks=2, timeout_s=5)
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = []
+    with joint_ranks(f"file://{folder}/meet", first_rank=rank, num_ranks=2, timeout_s=20) as ranks:
+        if rank == 1:
+            pickled = pickle.dumps(Bomb(f"{folder}/executed"))
+            ranks._seal = lambda data: pickled  # type: ignore[method-assign]
+        try:
+            ranks.raise_together(ValueError("made to fail") if rank else None, "meeting")
+        except Exception as error:  # noqa: BLE001  the caller looks at it
+            found.append(type(error).__name__)
+    for secret in ("right", f"wrong {rank}"):
+        try:
+            joint_ranks(
+                f"file://{folder}/{secret[:5]}", first_rank=rank, num_ranks=2, timeout_s=3, secret=secret
+            ).close()
+            found.append("met")
+        except Exception as error:  # noqa: BLE001  the caller looks at it
+            found.append(type(error).__name__)
+    return found
+
+
+def test_strangers_are_not_believed(tmp_path: Path) -> None:
+    """A pickle is not read, another secret is refused, and without a secret nothing listens beyond this machine."""
+    found = run_ranks(2, meets_a_stranger, str(tmp_path))
+
+    assert not (tmp_path / "executed").exists()
+    for errors in found:
+        assert len(errors) == 3 and errors[0] != "met" and errors[1] == "met" and errors[2] != "met"
+    pickle.loads(pickle.dumps(Bomb(str(tmp_path / "executed")))).close()
+    assert (tmp_path / "executed").exists()  # so it would have been
+
+
+def meets_often(folder: str) -> list[tuple[int, int]]:
+    """Open files and threads after each meeting."""
+    found = []
+    for number in range(6):
+        with joint_ranks(
+            f"file://{folder}/{number}", first_rank=0, num_ranks=2, timeout_s=60, secret="x"
+        ) as ranks:
+            ranks.raise_together(None, "meeting")
+        found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists files and threads in /proc")
+def test_a_meeting_leaves_nothing(tmp_path: Path) -> None:
+    """Files and threads are as many after six meetings as after one."""
+    for found in run_ranks(2, meets_often, str(tmp_path)):
+        files, threads = zip(*found, strict=True)
+        assert len(found) == 6 and max(files) <= files[0] + 1 and max(threads) <= threads[0] + 1, found
+
+
+def test_stores_that_are_signed() -> None:
+    """Values come back; one that was changed, moved to another key or signed with another secret is refused."""
+    inner = dist.HashStore()
+    store = SignedStore(inner, b"x")
+    store.set("a", b"\xff\x00")
+    assert store.get("a") == b"\xff\x00"
+    assert store.compare_set("b", "", "1") == b"1" and store.compare_set("b", "2", "3") == b"1"
+    assert store.compare_set("b", "1", "3") == b"3" == store.get("b")
+    assert dist.PrefixStore("p", store).compare_set("c", "", "4") == b"4"
+    forged = [inner.get("a") + b"y", inner.get("b"), b"", SignedStore(inner, b"y")._signed("a", "1")]
+    for value in forged:
+        inner.set("a", value)
+        with pytest.raises(PlacementError):
+            store.get("a")
+    opened = bound_store("127.0.0.1", 0, timedelta(seconds=10))
+    opened.set("k", "v")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", opened.port), timeout=5)
+    with socket.create_connection(("127.0.0.1", opened.port), timeout=5):
+        pass

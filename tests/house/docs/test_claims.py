@@ -38,9 +38,8 @@ OPTIONS = {
     name: {opt for param in command.params for opt in (*param.opts, *param.secondary_opts)} | {"--help"}
     for name, command in cli.commands.items()
 }
-OF_TOOLS = set(
-    re.findall(r"--[a-z][a-z-]+", "".join(file.read_text() for file in (ROOT / "tools").rglob("*.py")))
-)
+TOOLS = [*(ROOT / "tools").rglob("*.py"), ROOT / "vescale_fsdp/elastic/store_server.py"]
+OF_TOOLS = set(re.findall(r"--[a-z][a-z-]+", "".join(file.read_text() for file in TOOLS)))
 SOURCES = {
     file.name
     for folder in ("vescale_fsdp", "checkpoint", "conversion", "tests", "tools", "examples")

@@ -1,0 +1,195 @@
+"""What processes of different jobs trust: a shared secret, the addresses they listen on, and signed store entries.
+
+torch's store has no authentication: whoever reaches its port reads and writes every key. So entries that processes act
+upon are signed with a secret that they share, and without one nothing listens beyond this machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import ipaddress
+import os
+import socket
+import struct
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from vescale_fsdp.errors import PlacementError
+
+__all__ = [
+    "SECRET",
+    "SignedStore",
+    "address_of",
+    "bound_store",
+    "check_exposure",
+    "interface_of",
+    "local_address",
+    "secret_of",
+    "sign",
+    "unsign",
+]
+
+SECRET = "VESCALE_FSDP_SECRET"  # of the environment
+_DIGEST = "sha256"
+_MAC_BYTES = 64  # in hexadecimal
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def secret_of(secret: str | None) -> bytes | None:
+    """The given secret, else that of the environment (VESCALE_FSDP_SECRET), else None."""
+    found = os.environ.get(SECRET) if secret is None else secret
+    return found.encode() if found else None
+
+
+def check_exposure(address: str, secret: bytes | None) -> None:
+    """Refuse to listen beyond this machine without a secret.
+
+    Raises:
+        PlacementError: if the address, or what the name resolves to, is not a loopback one.
+    """
+    if secret is None and not _is_loopback(address):
+        raise PlacementError(
+            "Without a secret only this machine is listened to.",
+            expected="a loopback address, or a secret that all processes share",
+            got=address,
+            todo=f"set {SECRET} in the environment of every process, or pass secret=...",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    found = {info[4][0] for info in socket.getaddrinfo(address, None)}
+    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address of this machine, or the loopback one.
+
+    Raises:
+        PlacementError: if none has it.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    wanted = socket.gethostbyname(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for name in names:
+            try:
+                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no such address
+                continue
+            own = ipaddress.ip_address(found[20:24])
+            if str(own) == wanted or (own.is_loopback and ipaddress.ip_address(wanted).is_loopback):
+                return name
+    raise PlacementError(
+        "No network interface of this machine has this address.",
+        expected=f"an IPv4 address of one of {names}",
+        got=address,
+        todo="pass interface=...",
+    )
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        OSError: if there is no such interface, or it has no such address.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    return str(ipaddress.ip_address(found[20:24]))
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine from which it reaches another."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as asking:
+        asking.connect(address)  # of a datagram socket: sends nothing
+        return str(asking.getsockname()[0])
+
+
+def bound_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on this address alone; torch's own listens on all. Port 0 takes any that is free."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=2048)
+    number = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        number,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def sign(secret: bytes, name: str, value: bytes) -> bytes:
+    """A value behind an HMAC of it under its name."""
+    return hmac.new(secret, name.encode() + b"\0" + value, _DIGEST).hexdigest().encode() + value
+
+
+def unsign(secret: bytes, name: str, signed: bytes) -> bytes:
+    """Inverse of `sign`.
+
+    Raises:
+        PlacementError: if the value was not signed under this name with this secret.
+    """
+    value = signed[_MAC_BYTES:]
+    if not hmac.compare_digest(sign(secret, name, value), signed):
+        raise PlacementError(
+            "A message does not carry the signature of this job's secret.",
+            expected="messages of processes with the same secret",
+            got=f"{len(signed)} bytes without its signature",
+            where=name,
+            todo=f"set the same {SECRET} everywhere; if it is, some other process writes to this store or port",
+        )
+    return value
+
+
+class SignedStore(dist.Store):
+    """A store whose entries are signed. Counters (``add``), which torch's barriers use, are not.
+
+    Args:
+        store: where entries are kept.
+        secret: of all processes that read and write them.
+    """
+
+    def __init__(self, store: dist.Store, secret: bytes) -> None:
+        super().__init__()
+        self._store, self._secret = store, secret
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, self._signed(key, value))
+
+    def get(self, key: str) -> bytes:
+        return unsign(self._secret, key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        before = self._signed(key, expected) if expected else ""
+        return unsign(self._secret, key, self._store.compare_set(key, before, self._signed(key, desired)))
+
+    def _signed(self, key: str, value: str | bytes) -> Any:  # torch takes bytes, and says str
+        return sign(self._secret, key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key  # the name under which torch asks for it
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def has_extended_api(self) -> bool:
+        return False
