@@ -7,15 +7,17 @@ been committed by this job. Which step is restored, and what becomes of ranks th
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -35,6 +37,14 @@ from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
 from vescale_fsdp.checkpoint.step_search import StepSearch
 from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
 from vescale_fsdp.checkpoint.steps.retention import Retention
+from vescale_fsdp.checkpoint.steps.run_file import (
+    RootHold,
+    RunFile,
+    abandoned_steps,
+    hold_root,
+    manifest_digest,
+    read_run_file,
+)
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
 from vescale_fsdp.checkpoint.steps.save_when import BestOf, EverySteps, SaveWhen, save_rules
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
@@ -53,6 +63,20 @@ from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, Partial
 __all__ = ["CheckpointManager", "Restored"]
 
 _EXPORTS = "exports"  # folder of steps in another form
+_log = logging.getLogger(__name__)
+
+
+class _RestoredStep(NamedTuple):
+    """From where a run goes on.
+
+    Attributes:
+        is_rollback: whether it was asked for by number, or newer ones were skipped.
+        later: on rank 0, the later steps on disk that there were, with their manifests' checksums.
+    """
+
+    step: int
+    is_rollback: bool
+    later: dict[int, str]
 
 
 class CheckpointManager:
@@ -151,6 +175,10 @@ class CheckpointManager:
         self._handle: SaveHandle | None = None
         riding = coordinator_for(process_group, use="schedule")
         self._schedule = SaveSchedule(rules, riding, self._known_metrics)
+        self._hold: RootHold | None = None  # on rank 0, from the first save on
+        self._restored: _RestoredStep | None = None  # since the last save
+        self._has_begun = False  # whether a save has claimed the root since the last restore
+        self._run: RunFile | None = None  # the same on all ranks; with a RAM tier
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -200,12 +228,15 @@ class CheckpointManager:
                     warnings.warn(f"leftovers under {self._root.where} stay: {problem}", stacklevel=3)
 
     def steps(self) -> list[int]:
-        """Committed steps, ascending; torn ones are not among them."""
+        """Committed steps, ascending, without those that a rollback has abandoned (see `restore`)."""
         return committed_steps(self._root)
 
     def history(self) -> list[StepRecord]:
-        """Of each committed step its size, the time that saving it took, its metric, and whether it is pinned."""
-        return [read_record(self._root, step) for step in self.steps()]
+        """Of each committed step its size, the time that saving it took, its metric, and whether it is pinned, or was
+        abandoned by a rollback."""
+        steps = committed_steps(self._root, abandoned=True)
+        abandoned = abandoned_steps(self._root, steps)
+        return [replace(read_record(self._root, step), abandoned=step in abandoned) for step in steps]
 
     def pin(self, step: int) -> None:
         """Let a step stay whatever the limits say; a collective."""
@@ -231,7 +262,7 @@ class CheckpointManager:
         doing = f"{doing} step {step} of {self._root.where}"
         with self._coordinator.together(doing, "see what is left of it", alike={"step": step}):
             if self._coordinator.rank == 0:
-                if step not in self.steps():
+                if step not in committed_steps(self._root, abandoned=True):
                     raise self._no_such_step(step)
                 work()
 
@@ -309,16 +340,21 @@ class CheckpointManager:
         """
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
-        if self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final:
+        targets = self._targets(decision)
+        to_ram = self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final
+        if (to_ram or decision.is_due) and not self._has_begun:
+            self._begin_branch()
+        if to_ram:
+            assert self._ram is not None and self._run is not None
             save_id = self._ram.save(
                 self._coordinator,
                 step,
                 state,
                 user,
+                run=self._run,
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
-        targets = self._targets(decision)
         if not targets:
             return None
         self._sweep()
@@ -326,6 +362,60 @@ class CheckpointManager:
         if decision.is_due:
             self._schedule.saved(decision)
         return self._handle
+
+    def _begin_branch(self) -> None:
+        """Hold the root, and let a rollback last: the first save of a manager, and the first one after a restore, do
+        this before they write. A collective."""
+        run: RunFile | None = None
+        with self._coordinator.together(f"beginning to save to {self._root.where}"):
+            if self._coordinator.rank == 0:
+                run = self._branch()
+        self._has_begun, self._restored = True, None
+        if self._ram is not None:
+            self._run = self._coordinator.everyone(run)[0]
+
+    def _branch(self) -> RunFile | None:
+        """On rank 0: the root's file as it is from now on."""
+        run = read_run_file(self._root)
+        restored, is_held = self._restored, self._hold_root()
+        later = restored.later if restored is not None else {}
+        changed = run
+        if restored is not None and (restored.is_rollback or later):
+            if is_held:
+                # Steps of other jobs, and those that were saved again since, are not ours to abandon.
+                later = {
+                    step: digest
+                    for step, digest in later.items()
+                    if manifest_digest(self._root, step) == digest
+                }
+                changed = (run or RunFile.new()).rolled_back(restored.step, later)
+            else:
+                warnings.warn(
+                    f"another job holds {self._root.where}: the steps after step {restored.step} were not marked as "
+                    "abandoned, and a restart takes them again. Give each run its own root",
+                    stacklevel=5,
+                )
+        if self._ram is not None and changed is None:
+            changed = RunFile.new()
+        if changed is not None and changed is not run:
+            changed.write(self._root)
+            if later:
+                _log.warning(
+                    "%s goes on from step %d: later steps are abandoned (kept, and skipped by restore): %s",
+                    self._root.where,
+                    self._restored.step if self._restored else -1,
+                    ", ".join(map(str, sorted(later))),
+                )
+        return changed
+
+    def _hold_root(self) -> bool:
+        """Whether this process holds the root against other jobs, from now on until the manager is closed."""
+        if self._hold is None:
+            try:
+                self._hold = hold_root(self._root)
+            except BlockingIOError:
+                return False
+        return True
 
     def _save_to(
         self,
@@ -406,7 +496,8 @@ class CheckpointManager:
         found: list[float] = []
         with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
             if self._coordinator.rank == 0:
-                found = [record.metric for record in self.history() if record.metric is not None]
+                records = [record for record in self.history() if not record.abandoned]
+                found = [record.metric for record in records if record.metric is not None]
         return self._coordinator.everyone(found)[0]
 
     def wait(self) -> None:
@@ -427,9 +518,11 @@ class CheckpointManager:
             self.wait()
         finally:
             self._schedule.close()
+            self._hold, self._has_begun = None, False
 
     def abandon(self) -> None:
         """Return when nothing is in flight any more, however it has ended: for a job that has lost ranks."""
+        self._hold, self._has_begun = None, False
         if self._async is not None:
             self._async.drain()
         handle, self._handle = self._handle, None
@@ -451,8 +544,15 @@ class CheckpointManager:
         include: str | tuple[str, ...] | None = None,
         verify: Verify = "while",
         read: Read = "auto",
+        read_only: bool = False,
     ) -> Restored | None:
         """Fill a state from the newest step that is good; a collective.
+
+        Restoring changes nothing on disk. If there are later steps than the one restored (a rollback with ``step=``, or
+        damaged ones), the next `save` of this manager marks them as abandoned before it writes: they are kept, named in
+        a log line, and skipped by `restore`, `latest` and `steps` from then on. To go back to one, pass ``step=``; to
+        delete one, call `remove`. Nothing is marked while another job holds the root, which every job does from
+        its first save until `close`.
 
         A damaged step is skipped with a warning and the next older one is tried; what the damaged one had overwritten
         by then, the next one overwrites. A step that is good but
@@ -463,6 +563,7 @@ class CheckpointManager:
         Args:
             state: filled in place, as `load` does.
             step: this step and no other.
+            read_only: this manager is not going to continue the run, so that its saves never mark a step as abandoned.
             strict, include, verify, read: as for `load`; a step in memory is read by each rank.
 
         Returns:
@@ -477,19 +578,25 @@ class CheckpointManager:
                 whole; see `load`. One that damage led to is a CorruptCheckpointError too.
         """
         self._wait_together()
-        alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read}
+        alike: dict[str, Json] = {"strict": strict, "verify": verify, "read": read, "read_only": read_only}
+        run: RunFile | None = None
         with self._coordinator.together(f"starting to restore from {self._root.where}", alike=alike):
             prove_choices(verify, read)
             patterns = (include,) if isinstance(include, str) else include
             wanted = None if step is None else operator.index(step)
             alike |= {"step": wanted, "include": patterns, "ram": self._ram.name if self._ram else None}
-        search = StepSearch(self._root, self._ram, self._coordinator, wanted, self._patience_s)
+            if self._ram is not None and self._coordinator.rank == 0:
+                run = read_run_file(self._root)
+        run = self._coordinator.everyone(run)[0] if self._ram is not None else None
+        search = StepSearch(self._root, self._ram, self._coordinator, run, wanted, self._patience_s)
         meter = meter_for(self._progress, self._coordinator.rank)
         load = StepLoad(state, strict, patterns, verify, read, meter)
         try:
             restored = first_good(search, partial(load.of, coordinator=self._coordinator))
             if restored is None:
                 self._prove_none(search, wanted)
+            elif not read_only:
+                self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))
             return restored
         except PartialLoadError:
             raise
@@ -497,6 +604,18 @@ class CheckpointManager:
             if not load.overwritten:
                 raise
             raise partial_load(error, load.overwritten) from error
+
+    def _note_restored(self, step: int, *, is_rollback: bool) -> None:
+        """Note from where the run goes on, and on rank 0 which later steps there are now."""
+        later: dict[int, str] = {}
+        with self._coordinator.together(
+            f"looking for steps after step {step} in {self._root.where}", f"step {step} is restored"
+        ):
+            if self._coordinator.rank == 0:
+                numbers = [number for number in committed_steps(self._root) if number > step]
+                digests = {number: manifest_digest(self._root, number) for number in numbers}
+                later = {number: digest for number, digest in digests.items() if digest is not None}
+        self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
 
     def _prove_none(self, search: StepSearch, wanted: int | None) -> None:
         """Raise if there were steps, or if one was asked for."""

@@ -24,6 +24,7 @@ from vescale_fsdp.checkpoint.memory.disk_twin import DiskTwin
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, PeerMemory, is_whole
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
@@ -74,7 +75,8 @@ class StepSearch:
     """The steps to try, one after another; every method is called on all ranks alike.
 
     Args:
-        wanted: this step and no other.
+        run: the root's file; steps in memory count only if it includes them.
+        wanted: this step and no other, even if a rollback has abandoned it.
         patience_s: how long ranks may go on seeing different steps.
     """
 
@@ -83,11 +85,12 @@ class StepSearch:
         root: Storage,
         ram: RamTier | None,
         coordinator: Coordinator,
+        run: RunFile | None,
         wanted: int | None,
         patience_s: float,
     ) -> None:
         self._root, self._ram, self._coordinator = root, ram, coordinator
-        self._wanted = wanted
+        self._run, self._wanted = run, wanted
         self._patience_s = patience_s
         self._start_s = self._last_try_s = time.monotonic()
         self._pause_s = 0.0
@@ -177,12 +180,13 @@ class StepSearch:
         ):
             self._warn()
             time.sleep(self._pause_s)
-            on_disk = [StoredStep(number, False) for number in committed_steps(self._root)]
+            numbers = committed_steps(self._root, abandoned=self._wanted is not None)
+            on_disk = [StoredStep(number, False) for number in numbers]
             if self._ram is not None:
                 node = self._ram.node
                 held = {
                     StoredStep(number, True, attempt): part
-                    for (number, attempt), part in sorted(self._ram.held().items())
+                    for (number, attempt), part in sorted(self._ram.held(self._run).items())
                 }
         if self._wanted is not None:
             on_disk = [step for step in on_disk if step.number == self._wanted]

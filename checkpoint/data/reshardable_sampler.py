@@ -6,6 +6,9 @@ is left of it. How many each rank had taken tells what that is, so the state is 
     order             7 2 5 0 3 6 1 4     2 ranks: 7 5 3 1 and 2 0 6 4
     taken             7 5 | 2             stages [[2, 1]]
     left              0 3 6 1 4           3 ranks: 0 1, 3 4 and 6
+
+At an epoch's end some ranks may have begun the next one: they have taken all of theirs. The merged state is in the
+oldest epoch, and says ``ahead`` what was taken of later ones.
 """
 
 from __future__ import annotations
@@ -78,6 +81,9 @@ class ReshardableSampler(Sampler[int]):
         }
         self.epoch = 0
         self._stages: list[list[int]] = []  # for each number of ranks so far, what each rank took
+        self._ahead: list[
+            tuple[int, list[list[int]]]
+        ] = []  # the same of later epochs, where ranks were ahead
         self.num_taken = 0
         self.has_ended = False
         self.generation = 0
@@ -100,12 +106,15 @@ class ReshardableSampler(Sampler[int]):
             self._given = rank, world_size
         self.rank, self.world_size = rank, world_size
         self.epoch, self._stages, self.num_taken, self.has_ended = 0, [], 0, False
+        self._ahead = []
         self.generation += 1
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it is the one that is under way."""
         if epoch != self.epoch:
-            self.epoch, self._stages, self.num_taken, self.has_ended = epoch, [], 0, False
+            self._stages = dict(self._ahead).get(epoch, [])
+            self._ahead = [(later, stages) for later, stages in self._ahead if later > epoch]
+            self.epoch, self.num_taken, self.has_ended = epoch, 0, False
             self.generation += 1
 
     def begin(self) -> None:
@@ -138,6 +147,8 @@ class ReshardableSampler(Sampler[int]):
     def _own(self) -> torch.Tensor:
         """This rank's samples since the number of ranks last changed, 1D."""
         count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
+        if not -(2**63) <= epoch_seed < 2**64:  # what a generator takes; torch.initial_seed() has 64 bits
+            epoch_seed %= 2**64
         order = torch.arange(count)
         if self._settings["shuffle"]:
             order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch_seed))
@@ -153,6 +164,8 @@ class ReshardableSampler(Sampler[int]):
     def state_at(self, num_taken: int, *, has_ended: bool) -> dict[str, Any]:
         """The state in which this rank has taken so many samples."""
         whole = {**self._settings, "epoch": self.epoch, "stages": self._stages, "has_ended": has_ended}
+        if self._ahead:
+            whole["ahead"] = [[epoch, stages] for epoch, stages in self._ahead]
         return {**whole, "num_taken": num_taken, "rank": self.rank, "world_size": self.world_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -174,38 +187,57 @@ class ReshardableSampler(Sampler[int]):
             )
         self.epoch = state["epoch"]
         self._stages = [list(taken) for taken in state["stages"]]
+        self._ahead = [(epoch, [list(taken) for taken in stages]) for epoch, stages in state.get("ahead", [])]
         self.num_taken, self.has_ended = state["num_taken"], state["has_ended"]
         self.generation += 1
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the samplers of all ranks together have left.
+        """What the samplers of all ranks together have left; some may have begun a later epoch.
 
         Raises:
-            CheckpointError: if they are not the samplers of all ranks, in the same epoch.
+            CheckpointError: if they are not the samplers of all ranks.
         """
-        first = states[0]
+        first = min(states, key=lambda state: state["epoch"])
+        stages_by_epoch: dict[int, list[list[int]]] = {}  # before these ranks
+        for state in states:
+            for epoch, stages in [[state["epoch"], state["stages"]], *state.get("ahead", [])]:
+                stages_by_epoch.setdefault(epoch, stages)
+        newest = max(state["epoch"] for state in states)
         for number, state in enumerate(states):
-            expected = {**first, "rank": number, "world_size": len(states)}
-            unlike = [
-                key
-                for key in (*_ALIKE, "epoch", "stages", "rank", "world_size")
-                if state[key] != expected[key]
-            ]
+            epoch = state["epoch"]
+            expected = {**first, "rank": number, "world_size": len(states), "stages": stages_by_epoch[epoch]}
+            unlike = [key for key in (*_ALIKE, "stages", "rank", "world_size") if state[key] != expected[key]]
             if unlike:
                 raise CheckpointError(
                     "Samplers of different ranks do not fit together.",
                     expected=", ".join(f"{key}={expected[key]}" for key in unlike),
                     got=", ".join(f"{key}={state[key]}" for key in unlike),
                     where=f"rank {number} of those that saved",
-                    todo="save while all ranks are in the same epoch: drop_last=True lets them end together",
+                    todo="make the samplers of all ranks alike, with the same seed, and save all of them together",
                 )
         whole = {key: first[key] for key in (*_ALIKE, "epoch")}
-        stages = [*first["stages"], [state["num_taken"] for state in states]]
-        return {**whole, "stages": stages, "has_ended": all(state["has_ended"] for state in states)}
+        ahead: list[list[Any]] = []
+        for epoch in sorted({*stages_by_epoch, *range(first["epoch"], newest + 1)}):
+            stages = stages_by_epoch.get(epoch, [])
+            if epoch <= newest:
+                stages = [*stages, [_taken_of(epoch, stages, state) for state in states]]
+            ahead.append([epoch, stages])
+        (_, stages), *ahead = ahead
+        has_ended = all(state["has_ended"] or state["epoch"] > first["epoch"] for state in states)
+        whole |= {"stages": stages, "has_ended": has_ended}
+        return {**whole, "ahead": ahead} if ahead else whole
 
     def split(self, whole: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
         """A rank's part of what is left."""
         return {**whole, "num_taken": 0, "rank": rank, "world_size": world_size}
+
+
+def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, Any]) -> int:
+    """How many samples of an epoch a rank has taken since the number of ranks last changed."""
+    if state["epoch"] <= epoch:
+        return int(state["num_taken"]) if state["epoch"] == epoch else 0
+    left, ranks = int(state["num_samples"]) - sum(map(sum, stages)), int(state["world_size"])
+    return left // ranks if state["drop_last"] else len(range(state["rank"], left, ranks))
 
 
 def _left(*, count: int, taken: Sequence[int]) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Same format, same checks, on a memory file system (``/dev/shm``): a save is one copy and costs no disk; a restart
 reads it back at memory speed. Every rank stores all that it holds and every node has its own manifest, so that on the
-same nodes no rank needs another's memory.
+same nodes no rank needs another's memory. A step's save_id begins with the id of the run's branch (see `run_file`):
+steps of another run, or of a branch that a rollback has left, are never restored, and are removed by the next save.
 
     replicas=0      a node that is lost takes its part with it; what was replicated over nodes survives
     replicas=1      a partner node has a copy of each file, sent behind training out of the memory that holds it
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,14 @@ from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_clique
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, no_longer_kept, remove_step, retire
+from vescale_fsdp.checkpoint.steps.run_file import RunFile
+from vescale_fsdp.checkpoint.steps.step_folders import (
+    StepFolder,
+    committed_steps,
+    no_longer_kept,
+    remove_step,
+    retire,
+)
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
@@ -48,7 +58,8 @@ class RamTier:
     """Steps kept in shared memory.
 
     Args:
-        name: of the run; restarts of the same run must give the same one.
+        name: of the run; restarts of the same run must give the same one, and no other run on these nodes may. A run
+            is known by its root: steps of another root's run are never restored, whatever the name.
         interval: steps between two saves to memory.
         keep_last: steps to keep, at least 1; while a step is written or copied, one more is held.
         replicas: other nodes that hold a copy of each node's part, sent in the background. Nodes are told apart by
@@ -111,12 +122,14 @@ class RamTier:
         state: Any,
         user: Json,
         *,
+        run: RunFile,
         behind: Coordinator | None = None,
         check_replicas: CheckReplicas = "sample",
     ) -> str:
         """Save a step and forget older ones; a collective.
 
         Args:
+            run: to which the step belongs, the same on all ranks.
             behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
                 replicas. It is they who forget older steps then, when the copies are there.
             check_replicas: as for `vescale_fsdp.checkpoint.save`.
@@ -124,14 +137,22 @@ class RamTier:
         Returns:
             The step's save_id, for a save of the same state to disk.
         """
-        with coordinator.together("waiting for the copies of the step before"):
+        error: BaseException | None = None
+        try:
             self.wait()
+        except BaseException as caught:  # noqa: BLE001  all ranks must hear of it
+            error = caught
+        # Rank 0 draws the attempt's number, which all ranks learn by the same meeting.
+        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0
+        doing = "waiting for the copies of the step before"
+        (attempt,) = coordinator.raise_together(error, doing, numbers=[attempt])
         if self._leads_node is None:
             self._look_around(coordinator)
         saver = Saver(
             self.step_storage(step),
             coordinator,
             overwrite=True,
+            save_id=f"{run.branch}{attempt:08x}",
             every_node=True,
             leads_node=bool(self._leads_node),
             check_replicas=check_replicas,
@@ -140,10 +161,10 @@ class RamTier:
         if self.replicas:
             assert behind is not None
             what = f"copying {saver.storage.where} to other nodes"
-            job = self._copier.submit(partial(self._copy, behind, step), what, is_needed=False)
+            job = self._copier.submit(partial(self._copy, behind, step, run), what, is_needed=False)
             self._copies = SaveHandle(job)
         else:
-            self._retire(coordinator, step)
+            self._retire(coordinator, step, run)
         return saved.save_id
 
     def wait(self) -> None:
@@ -188,7 +209,7 @@ class RamTier:
             self._partners = partners_in_rings(rings, nodes, self.replicas)
         self._leads_node = nodes.index(node) == coordinator.rank
 
-    def _copy(self, coordinator: Coordinator, step: int) -> None:
+    def _copy(self, coordinator: Coordinator, step: int, run: RunFile) -> None:
         """Send this rank's file to its partners, and keep theirs."""
         storage = self.step_storage(step)
         with coordinator.together(f"copying {storage.where} to other nodes"):
@@ -200,22 +221,39 @@ class RamTier:
             for keeper in keepers[number : number + 1]
         ]
         move_files(coordinator, storage, moves, f"copying {storage.where} to other nodes")
-        self._retire(coordinator, step)
+        self._retire(coordinator, step, run)
 
-    def _retire(self, coordinator: Coordinator, saved: int) -> None:
+    def _retire(self, coordinator: Coordinator, saved: int, run: RunFile) -> None:
         with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
             if coordinator.rank == 0 or self._leads_node:
-                retire(self._root, lambda found: no_longer_kept(found, saved, keep_last=self._keep_last))
+                retire(self._root, lambda found: self._no_longer_kept(found, saved, run))
+
+    def _no_longer_kept(self, found: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
+        """Older steps that are too many, and any that do not belong to the run."""
+        foreign = [
+            step
+            for step, is_committed in found
+            if is_committed and not any(run.includes(step, save_id) for save_id in self._save_ids(step))
+        ]
+        own = [folder for folder in found if folder[0] not in foreign]
+        return [*foreign, *no_longer_kept(own, saved, keep_last=self._keep_last)]
+
+    def _save_ids(self, step: int) -> list[str]:
+        """Of the attempts at a step whose data lies in this node's memory."""
+        names = self.step_storage(step).list_folder("")
+        return [name.removeprefix("data-") for name in names if name.startswith("data-")]
 
     @property
     def node(self) -> str:
         """This node's name, see `node_name`."""
         return node_name(self._folder)
 
-    def held(self) -> dict[tuple[int, str], HeldPart]:
-        """What this node holds: of each step, by its number and the attempt that wrote it."""
+    def held(self, run: RunFile | None) -> dict[tuple[int, str], HeldPart]:
+        """What this node holds of a run: of each step, by its number and the attempt that wrote it."""
         node = self.node
         found: dict[tuple[int, str], HeldPart] = {}
+        if run is None:
+            return found  # a run that has saved nothing: whatever lies here is another run's
         for number in committed_steps(self._root):
             storage = self.step_storage(number)
             try:
@@ -223,7 +261,11 @@ class RamTier:
             except NoCheckpointError:
                 continue
             except CheckpointError:
+                if not any(run.includes(number, save_id) for save_id in self._save_ids(number)):
+                    continue
                 found[number, ""] = HeldPart(node)  # damaged: tried last, and said if no node has a good one
+                continue
+            if not run.includes(number, manifest.save_id):
                 continue
             ranks = map(parse_rank_file_name, storage.list_folder(f"data-{manifest.save_id}"))
             held = tuple(rank for rank in ranks if rank is not None)

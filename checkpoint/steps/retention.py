@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.steps.save_when import BestOf
 from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, no_longer_kept, retire
 from vescale_fsdp.checkpoint.steps.step_records import best_steps, is_pinned, read_record
@@ -34,6 +35,9 @@ class Retention:
 
     def _chosen(self, root: Storage, folders: Sequence[StepFolder], saved: int) -> list[int]:
         assert self.last is not None
+        # Steps that a rollback has abandoned stay until they are removed by hand, and take no live step's place.
+        abandoned = abandoned_steps(root, (step for step, _ in folders))
+        folders = [folder for folder in folders if folder[0] not in abandoned]
         chosen = no_longer_kept(folders, saved, keep_last=self.last, keep_every=self.every)
         if chosen and self.best:
             best = best_steps((read_record(root, step) for step, good in folders if good), self.best)

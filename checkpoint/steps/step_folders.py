@@ -2,6 +2,7 @@
 
     root/step-00000100/manifest.json, data-..      a committed step
     root/step-00000200/data-..                     torn: no manifest, never taken for good
+    root/run.json                                  which steps a rollback has abandoned: see `run_file`
 
 Only folders of this form are ever looked at or removed. Another job may save and remove steps meanwhile.
 """
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable
 
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name, step_name
+from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 
@@ -24,6 +26,8 @@ StepFolder = tuple[int, bool]
 
 def latest(root: str | os.PathLike[str] | Storage) -> str | None:
     """The path or URL of the newest committed step of a run, for `load` and `read_state`; None if there is none.
+
+    Steps that a rollback has abandoned are skipped, as `CheckpointManager.restore` skips them.
 
     Examples:
         >>> import torch
@@ -42,15 +46,20 @@ def list_steps(root: Storage) -> list[StepFolder]:
     return _looked_at(root, _names(root))
 
 
-def committed_steps(root: Storage) -> list[int]:
-    """Numbers of the committed steps, ascending."""
+def committed_steps(root: Storage, *, abandoned: bool = False) -> list[int]:
+    """Numbers of the committed steps, ascending.
+
+    Args:
+        abandoned: include those that a rollback has abandoned.
+    """
     names = _names(root)
     while True:
         found = [step for step, committed in _looked_at(root, names) if committed]
         # Steps may be removed after they were listed, when newer ones are committed that were not listed yet:
         # that none is left says nothing unless nothing has changed.
         if found or names == (names := _names(root)):
-            return found
+            gone = set() if abandoned else abandoned_steps(root, found)
+            return [step for step in found if step not in gone]
 
 
 def _names(root: Storage) -> list[str]:

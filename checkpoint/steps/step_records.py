@@ -45,6 +45,7 @@ class StepRecord:
         unix_s: when it was committed, in seconds since 1970.
         metric: as given to `CheckpointManager.save`.
         pinned: whether it stays whatever the limits say.
+        abandoned: whether a rollback has left it behind: `CheckpointManager.restore` skips it unless asked for it.
 
     Examples:
         >>> StepRecord(100, num_bytes=1 << 30, seconds=2.0).num_bytes
@@ -57,6 +58,7 @@ class StepRecord:
     unix_s: float | None = None
     metric: float | None = None
     pinned: bool = False
+    abandoned: bool = False
 
 
 def write_record(root: Storage, record: StepRecord) -> None:

@@ -58,6 +58,42 @@ def test_any_counts_on_any_ranks(num_samples: int, worlds: list[int], shuffle: b
     assert not shuffle or num_samples < 20 or following != seen
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    num_samples=st.integers(1, 40),
+    worlds=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    drawn=st.randoms(use_true_random=False),
+)
+def test_ranks_in_different_epochs(num_samples: int, worlds: list[int], drawn: random.Random) -> None:
+    """At uneven epochs' ends ranks are an epoch apart, or two: each epoch's samples are still seen once each."""
+    seen: dict[int, list[int]] = {}
+    samplers: list[ReshardableSampler] = []
+    for world in worlds:
+        states = [sampler.state_dict() for sampler in samplers]
+        samplers = _samplers(num_samples, world, seed=2**64 - 1)
+        for rank, sampler in enumerate(samplers):
+            if states:
+                sampler.load_state_dict(sampler.split(sampler.merge(states), rank, world))
+            for _ in range(drawn.randint(0, 2 * num_samples // world + 2)):
+                for sample in islice(sampler, 1):
+                    seen.setdefault(sampler.epoch, []).append(sample)
+    last = max(sampler.epoch for sampler in samplers)
+    for sampler in samplers:
+        while sampler.epoch < last or not sampler.has_ended:
+            for sample in sampler:
+                seen.setdefault(sampler.epoch, []).append(sample)
+    for epoch in range(last + 1):
+        assert sorted(seen.get(epoch, [])) == list(range(num_samples)), epoch
+
+
+def test_seeds_of_torch() -> None:
+    """Any seed that torch gives or takes; those that worked before keep their order."""
+    for seed in (torch.initial_seed(), 2**64 - 1, -(2**63), 0):
+        assert sorted(ReshardableSampler(20, seed=seed)) == list(range(20))
+    expected = torch.randperm(20, generator=torch.Generator().manual_seed(3 * 1_000_003))
+    assert list(ReshardableSampler(20, seed=3)) == expected.tolist()
+
+
 def test_orders() -> None:
     """The drawing of the module; without shuffling the data set's order; drop_last leaves equally many to all."""
     plain = [list(sampler) for sampler in _samplers(7, 3, shuffle=False)]
@@ -86,10 +122,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for other in (ReshardableSampler(10, seed=4, rank=0, world_size=2), _samplers(11, 2, seed=3)[0], second):
         with pytest.raises(CheckpointError, match="state of another one"):
             first.load_state_dict(other.state_dict())
-    assert list(second) and second.has_ended
-    list(islice(second, 1))
-    with pytest.raises(CheckpointError, match=r"do not fit together[\s\S]*epoch=0[\s\S]*epoch=1"):
-        first.merge([first.state_dict(), second.state_dict()])
+    other_seed = _samplers(10, 2, seed=4)[1]
+    with pytest.raises(CheckpointError, match=r"do not fit together[\s\S]*seed=3[\s\S]*seed=4"):
+        first.merge([first.state_dict(), other_seed.state_dict()])
     with pytest.raises(CheckpointError, match="world_size=1"):
         first.merge([first.state_dict()])
     others: list[DataLoader[Any]] = [

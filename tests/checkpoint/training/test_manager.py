@@ -51,7 +51,7 @@ def test_intervals_and_retention(tmp_path: Path) -> None:
 
     assert manager.steps() == [0, 20, 40, 43]
     assert (tmp_path / "mine").exists() and (tmp_path / "step-old").exists()
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 6
 
 
 def test_newer_steps_are_not_ours_to_remove(tmp_path: Path) -> None:

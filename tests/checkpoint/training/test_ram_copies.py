@@ -24,6 +24,7 @@ from tests.support.checkpoint_states import erase, mixed_state
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, Restored
 from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK
+from vescale_fsdp.checkpoint.steps.run_file import RUN_FILE_NAME
 from vescale_fsdp.checkpoint.storage.base import FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError
@@ -39,7 +40,7 @@ def _as_nodes() -> Iterator[None]:
 
 
 class _NoReads(LocalStorage):
-    """A disk on which nothing may be read but names."""
+    """A disk on which nothing may be read but names, and which run it is."""
 
     def child(self, name: str) -> LocalStorage:
         return _NoReads(self.root / name)
@@ -48,6 +49,8 @@ class _NoReads(LocalStorage):
         raise AssertionError(f"{name} was read from disk")
 
     def read_small(self, name: str, *, limit_bytes: int) -> bytes:
+        if name == RUN_FILE_NAME:
+            return super().read_small(name, limit_bytes=limit_bytes)
         raise AssertionError(f"{name} was read from disk")
 
 

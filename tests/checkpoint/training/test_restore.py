@@ -237,6 +237,6 @@ def test_damage_in_memory_is_said(tmp_path: Path) -> None:
     (tmp_path / "vescale-run" / "step-00000003" / "manifest.json").write_text("{")
     with pytest.warns(UserWarning, match=r"step 3 \(ram\) is damaged"):
         assert outcome_of(manager)[0] == 3
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "step-00000003")
     with pytest.warns(UserWarning, match="damaged"):
         assert outcome_of(manager)[0] is CorruptCheckpointError

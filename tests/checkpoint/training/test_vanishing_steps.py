@@ -44,7 +44,8 @@ def test_a_step_that_vanishes_is_no_damage(verify: Verify, tmp_path: Path) -> No
     save_steps(tmp_path, [step])
     for number in itertools.count():
         job = _Replaced(tmp_path, step, number, same_step=False)
-        outcome = outcome_of(CheckpointManager(WatchedRoot(tmp_path, job)), verify=verify)
+        # Only reading: else later steps are listed when the load is over.
+        outcome = outcome_of(CheckpointManager(WatchedRoot(tmp_path, job)), verify=verify, read_only=True)
         if job.count <= number:
             break
         assert outcome[0] in (job.step, step) and outcome[1] == "()", job.seen

@@ -23,6 +23,7 @@ from vescale_fsdp.checkpoint import verify as engine_verify
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.describe import describe
 from vescale_fsdp.conversion.checks.diff import diff
@@ -58,7 +59,8 @@ def _save_all(folder: Path) -> None:
     Saver(open_storage(folder / "unsplit-zarr"), coordinator_for(), format="zarr", split_bytes=None).save(
         state
     )
-    RamTier("run", folder=folder / "ram").save(coordinator_for(), 4, state, None)
+    run = RunFile((("0123abcd", None),))  # the same on all ranks
+    RamTier("run", folder=folder / "ram").save(coordinator_for(), 4, state, None, run=run)
     state.pop("rng")
     dcp.save(
         {key: value for key, value in state.items() if key != "step"} | {"step": 7},

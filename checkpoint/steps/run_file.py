@@ -1,0 +1,174 @@
+"""`RunFile`: the root's ``run.json``: the branches of a run, and the steps that a rollback has abandoned.
+
+    {"branches": [["3f0c91aa", 90], ["b7e2405d", null]], "abandoned": {"100": "<checksum of its manifest>"}}
+
+A branch is an id, and the newest step of it that counts. A step in memory begins its save_id with the id of its branch,
+so that the memory of another run, or of a branch that was left, is never restored. A rollback ends a branch and
+abandons the later steps on disk, in one commit. They are kept, and `restore` and `latest` skip them. A step
+that is saved again has another manifest, so that its old entry no longer applies from the instant of its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import xxhash
+
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
+from vescale_fsdp.checkpoint.storage.base import Storage
+
+__all__ = [
+    "BRANCH_DIGITS",
+    "RUN_FILE_NAME",
+    "RootHold",
+    "RunFile",
+    "abandoned_steps",
+    "hold_root",
+    "manifest_digest",
+    "read_run_file",
+]
+
+RUN_FILE_NAME = "run.json"
+BRANCH_DIGITS = 8  # hex digits of a save_id that name the branch
+_MOST_BRANCHES = 64  # older ones have no steps in memory any more
+_LIMIT_BYTES = 1 << 20  # 1 MiB
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """The content of the file.
+
+    Attributes:
+        branches: id and newest step that counts (None: all of them); the last one is the current branch.
+        abandoned: steps on disk -> checksum of the manifest that is abandoned.
+
+    Raises:
+        ValueError: if it is not what this module writes.
+    """
+
+    branches: tuple[tuple[str, int | None], ...]
+    abandoned: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        is_good = bool(self.branches) and self.branches[-1][1] is None
+        for branch, newest in self.branches:
+            is_good &= isinstance(branch, str) and len(branch) == BRANCH_DIGITS
+            is_good &= newest is None or type(newest) is int
+        is_good &= all(isinstance(digest, str) for digest in self.abandoned.values())
+        if not is_good:
+            raise ValueError(f"no branches of a run: {self.branches}, {dict(self.abandoned)}")
+
+    @classmethod
+    def new(cls) -> RunFile:
+        """Of a run that begins."""
+        return cls(((_new_branch(), None),))
+
+    @property
+    def branch(self) -> str:
+        """The current branch, to which new steps belong."""
+        return self.branches[-1][0]
+
+    def includes(self, step: int, save_id: str) -> bool:
+        """Whether a step in memory belongs to this run, and to no branch that was left before it."""
+        newest_by_branch = dict(self.branches)
+        branch = save_id[:BRANCH_DIGITS]
+        if branch not in newest_by_branch:
+            return False
+        newest = newest_by_branch[branch]
+        return newest is None or step <= newest
+
+    def rolled_back(self, step: int, abandoned: Mapping[int, str]) -> RunFile:
+        """This run, continued from ``step`` on a new branch.
+
+        Args:
+            abandoned: the later steps on disk, with their manifests' checksums.
+        """
+        ended = [
+            (branch, step if newest is None else min(step, newest))
+            for branch, newest in self.branches[1 - _MOST_BRANCHES :]
+        ]
+        kept = {number: digest for number, digest in self.abandoned.items() if number != step}
+        return RunFile((*ended, (_new_branch(), None)), {**kept, **abandoned})
+
+    def to_bytes(self) -> bytes:
+        """As `read_run_file` reads it."""
+        abandoned = {str(step): digest for step, digest in sorted(self.abandoned.items())}
+        return json.dumps({"branches": self.branches, "abandoned": abandoned}).encode()
+
+    def write(self, root: Storage) -> None:
+        """Replace the root's file, atomically."""
+        root.commit(RUN_FILE_NAME, self.to_bytes(), replace=True)
+
+
+def _new_branch() -> str:
+    return secrets.token_hex(BRANCH_DIGITS // 2)
+
+
+def read_run_file(root: Storage) -> RunFile | None:
+    """The root's file; None if there is none. A damaged one counts as none, with a warning."""
+    try:
+        raw = root.read_small(RUN_FILE_NAME, limit_bytes=_LIMIT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        data = json.loads(raw)
+        abandoned = {int(step): digest for step, digest in data["abandoned"].items()}
+        return RunFile(tuple((branch, newest) for branch, newest in data["branches"]), abandoned)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"{root.where}/{RUN_FILE_NAME} is damaged ({error}): steps that a rollback has abandoned count again, and "
+            "steps in memory do not count",
+            stacklevel=3,
+        )
+        return None
+
+
+def manifest_digest(root: Storage, step: int) -> str | None:
+    """The checksum of a step's manifest; None if it has none."""
+    name = f"{step_name(step)}/{MANIFEST_NAME}"
+    if not root.exists(name):
+        return None
+    return xxhash.xxh3_128_hexdigest(root.read(name))
+
+
+def abandoned_steps(root: Storage, among: Iterable[int]) -> set[int]:
+    """The steps among these that a rollback has abandoned, and that were not saved again since."""
+    wanted = set(among)
+    run = read_run_file(root) if wanted else None
+    if run is None:
+        return set()
+    return {
+        step
+        for step in wanted & run.abandoned.keys()
+        if manifest_digest(root, step) in (run.abandoned[step], None)
+    }
+
+
+class RootHold:
+    """The lock of a root, held until the last manager of this process that saves there is closed."""
+
+    def __init__(self, root: Storage) -> None:
+        with ExitStack() as held:
+            held.enter_context(root.lock())
+            self._close = weakref.finalize(self, held.pop_all().close)
+
+
+_holds: weakref.WeakValueDictionary[tuple[str, ...], RootHold] = weakref.WeakValueDictionary()
+
+
+def hold_root(root: Storage) -> RootHold:
+    """Hold a root against other jobs, as long as the result is referenced.
+
+    Raises:
+        BlockingIOError: if another job holds it.
+    """
+    hold = _holds.get(root.place)
+    if hold is None:
+        hold = _holds[root.place] = RootHold(root)
+    return hold

@@ -1,0 +1,201 @@
+"""A rollback lasts: the first save after it abandons the later steps, on disk and in memory."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vescale_fsdp.checkpoint import BestOf, CheckpointManager, EverySteps, RamTier, latest, load
+from vescale_fsdp.checkpoint.steps.run_file import RunFile
+from vescale_fsdp.errors import CheckpointError
+
+
+def _state(step: float) -> dict[str, Any]:
+    return {"w": torch.full((64,), float(step))}
+
+
+def _run(root: Path, *steps: int, **options: Any) -> None:
+    manager = CheckpointManager(root, **options)
+    for step in steps:
+        manager.save(step, _state(step))
+    manager.close()
+
+
+def _restored(root: Path, step: int | None = None, **options: Any) -> int:
+    state = _state(-1)
+    restored = CheckpointManager(root, **options).restore(state, step=step, read_only=True)
+    assert restored is not None and state["w"].numel() and state["w"].eq(restored.step).all()
+    return restored.step
+
+
+def _files(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_rollback_lasts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Restoring writes nothing; the next save abandons later steps, which are kept; a step saved again is live."""
+    _run(tmp_path, 80, 90, 100, 110)
+    before = _files(tmp_path)
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    manager.restore(_state(0), step=90)
+    assert _files(tmp_path) == before and _restored(tmp_path) == 110  # nobody else sees anything of it yet
+    with caplog.at_level(logging.WARNING):
+        manager.save(93, _state(93))
+    (said,) = [record.getMessage() for record in caplog.records if "abandoned" in record.getMessage()]
+    assert "100, 110" in said
+    manager.close()
+
+    assert manager.steps() == [90, 93]  # abandoned steps take no live step's place
+    assert str(latest(tmp_path)).endswith("step-00000093") and _restored(tmp_path) == 93
+    assert {one.step for one in manager.history() if one.abandoned} == {100, 110}
+    load(tmp_path / "step-00000110", state := _state(0))
+    assert state["w"].eq(110).all()  # kept
+    _run(tmp_path, 100)
+    assert _restored(tmp_path) == 100 and CheckpointManager(tmp_path).steps() == [90, 93, 100]
+    manager.remove(110)
+    assert not (tmp_path / "step-00000110").exists()
+
+
+def test_going_back_to_an_abandoned_step(tmp_path: Path) -> None:
+    """Asked for by number it is restored, and from the next save on it is live again."""
+    _run(tmp_path, 1, 2, 3)
+    manager = CheckpointManager(tmp_path)
+    manager.restore(_state(0), step=1)
+    manager.save(4, _state(4))
+    assert manager.steps() == [1, 4]
+    manager.restore(_state(0), step=3)
+    assert manager.steps() == [1, 4]
+    manager.save(5, _state(5))
+    manager.close()
+
+    assert manager.steps() == [1, 3, 5]
+    with pytest.raises(CheckpointError):
+        manager.restore(_state(0), step=9)
+
+
+def test_who_only_reads_marks_nothing(tmp_path: Path) -> None:
+    """Neither a restore with read_only=True before a save, nor a plain restart from the newest step."""
+    _run(tmp_path, 1, 2)
+    reader = CheckpointManager(tmp_path)
+    reader.restore(_state(0), step=1, read_only=True)
+    reader.save(3, _state(3))
+    reader.restore(_state(0))
+    reader.save(4, _state(4))
+    reader.close()
+    assert reader.steps() == [1, 2, 3, 4] and not (tmp_path / "run.json").exists()
+
+
+_HOLD = """
+import sys, torch
+from vescale_fsdp.checkpoint import CheckpointManager
+manager = CheckpointManager(sys.argv[1])
+manager.save(3, {"w": torch.full((64,), 3.0)})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _other_job(root: Path) -> Iterator[None]:
+    """Another process that has saved to the root, and goes on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as job:
+        assert job.stdout is not None and job.stdin is not None
+        assert job.stdout.readline() == b"held\n"
+        try:
+            yield
+        finally:
+            job.stdin.close()
+            assert job.wait(60) == 0
+
+
+def test_a_root_that_another_job_holds(tmp_path: Path) -> None:
+    """The rollback marks nothing there, and says so; steps saved after the restore are never marked."""
+    _run(tmp_path, 1, 2)
+    with _other_job(tmp_path):
+        manager = CheckpointManager(tmp_path)
+        manager.restore(_state(0), step=1)
+        with pytest.warns(UserWarning, match="another job holds"):
+            manager.save(4, _state(4))
+        assert manager.steps() == [1, 2, 3, 4]
+        manager.restore(_state(0), step=1)
+    _run(tmp_path, 5)
+    manager.save(2, _state(2))
+    assert manager.steps() == [1, 2, 5]  # 3 and 4 were there at the restore, 5 was not; 2 is saved again
+    manager.close()
+
+
+def test_metrics_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
+    """A new branch has its own best steps."""
+    manager = CheckpointManager(tmp_path, save_when=EverySteps(10) | BestOf(1))
+    for step, metric in ((10, 5.0), (20, 0.1)):
+        manager.save(step, _state(step), metric=metric)
+    manager.restore(_state(0), step=10)
+    manager.save(11, _state(11), force=True)
+    manager.close()
+    again = CheckpointManager(tmp_path, save_when=BestOf(1))
+    assert again.should_save(12, metric=1.0)
+    again.close()
+
+
+def test_memory_follows_a_rollback_and_knows_its_run(tmp_path: Path) -> None:
+    """Steps in memory of the branch that was left, and of another root's run, are neither restored nor kept."""
+
+    def ram() -> RamTier:
+        return RamTier("run", folder=tmp_path / "shm", keep_last=9)
+
+    never = EverySteps(10)
+    _run(tmp_path / "a", 10, 11, 12, ram=ram(), save_when=never)
+    assert _restored(tmp_path / "a", ram=ram()) == 12
+    assert (
+        CheckpointManager(tmp_path / "b", ram=ram()).restore(_state(0)) is None
+    )  # another run, of the same name
+    manager = CheckpointManager(tmp_path / "a", ram=ram(), save_when=never)
+    manager.restore(_state(0), step=10)
+    manager.save(11, _state(11))
+    manager.close()
+    assert _restored(tmp_path / "a", ram=ram()) == 11
+    held = sorted(path.name for path in (tmp_path / "shm" / "vescale-run").glob("step-*"))
+    assert held == ["step-00000010", "step-00000011"]
+
+    _run(tmp_path / "b", 1, ram=ram(), save_when=never)
+    assert _restored(tmp_path / "b", ram=ram()) == 1
+    assert _restored(tmp_path / "a", ram=ram()) == 10  # from disk: the other run has taken the memory
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b'{"branches": [], "abandoned": {}}', b'{"branches": [["x", null]], "abandoned": {}}']
+)
+def test_a_damaged_file_counts_as_none(tmp_path: Path, raw: bytes) -> None:
+    """It never stops a restore, and it is named."""
+    _run(tmp_path, 1)
+    (tmp_path / "run.json").write_bytes(raw)
+    with pytest.warns(UserWarning, match=r"run\.json is damaged"):
+        assert _restored(tmp_path) == 1
+
+
+def test_branches() -> None:
+    """Steps of a branch that was left count up to where it was left, however often that happens."""
+    first = RunFile.new()
+    second = first.rolled_back(90, {100: "d"})
+    third = second.rolled_back(50, {})
+    a, b, c = (run.branch + "0" * 8 for run in (first, second, third))
+    assert len({a, b, c}) == 3
+    assert [second.includes(90, a), second.includes(91, a), second.includes(91, b)] == [True, False, True]
+    assert [third.includes(51, a), third.includes(51, b), third.includes(50, b), third.includes(51, c)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert not third.includes(1, "f" * 16) or "f" * 8 in {first.branch, second.branch, third.branch}
+    assert third.abandoned == {100: "d"} and second.rolled_back(100, {}).abandoned == {}
