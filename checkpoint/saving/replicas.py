@@ -210,6 +210,11 @@ _COPIED_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16, t
 
 def _sample(tensor: torch.Tensor, phase: int) -> torch.Tensor:
     """Elements at equal distances in row-major order, 1D; where the tensor is."""
+    if (
+        tensor.dtype not in _COPIED_AS_THEY_ARE
+    ):  # torch indexes and joins no tensors of some of the other dtypes
+        tensor = tensor.resolve_conj().resolve_neg()
+        tensor = tensor.view(carrier_of(tensor.dtype))
     numel = tensor.numel()
     count = max(_LEAST_ELEMENTS, numel * tensor.itemsize // _BYTES_PER_ELEMENT)
     step = max(1, numel // count) | 1  # odd: rows of an even length are looked at in all columns in turn
@@ -221,10 +226,7 @@ def _sample(tensor: torch.Tensor, phase: int) -> torch.Tensor:
     else:
         places = np.unravel_index(np.arange(first, numel, step), tuple(tensor.shape))
         picked = tensor[tuple(torch.from_numpy(index).to(tensor.device) for index in places)].view(-1)
-    if picked.dtype in _COPIED_AS_THEY_ARE and not picked.is_neg():
-        return picked
-    picked = picked.resolve_conj().resolve_neg()
-    return picked.view(carrier_of(picked.dtype))
+    return picked.resolve_neg()
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

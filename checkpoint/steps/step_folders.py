@@ -119,6 +119,8 @@ def remove_step(root: Storage, step: int, *, if_torn: bool = False) -> str | Non
         if root.is_link(name):  # what lies behind it belongs to somebody else
             root.remove(name)
             return None
+        if root.size(name) is not None:  # a file: nothing there is a step
+            return None
         with root.child(name).lock():
             if if_torn and root.exists(manifest):
                 return None

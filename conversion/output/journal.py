@@ -83,7 +83,11 @@ class Journal:
         if isinstance(self.store, LocalStorage):
             self._lock(os.O_CREAT | os.O_EXCL)
         head = {"version": _VERSION, "plan": self.fingerprint, "run": self._run}
-        self._append(head | {"made_folders": folders.levels, "asked": dict(self.asked)})
+        try:
+            self._append(head | {"made_folders": folders.levels, "asked": dict(self.asked)})
+        except BaseException:
+            self.store.remove(self.name)  # ours, and without a whole first line nothing to resume
+            raise
 
     def claim(self) -> None:
         """Lock the journal that an earlier run left, if there is one; raises as `start`."""

@@ -86,6 +86,7 @@ def test_what_a_file_system_lacks(
     assert _value(path) == 3
     save(path, _state(5), overwrite=True)
     assert _value(path) == 5
+    manager.close()  # until then it holds the root
     hidden = [found.name for found in tmp_path.rglob(".*") if found.name != ".lock"]
     assert hidden == []
 

@@ -140,8 +140,8 @@ FLAGS = {
 }
 CONVERT = (
     "--assets --dequantize --dry-run --dtype --exclude --from --include --json --max-shard-size --memory-budget "
-    "--model-prefix --overwrite --part --quantize --quiet --resume --rules --rules-to --step --threads "
-    "--trust-pickle"
+    "--model-prefix --on-disagreement --overwrite --part --quantize --quiet --resume --rules --rules-to --step "
+    "--threads --trust-pickle"
 )
 STATE = "--optimizer --prefix"
 
