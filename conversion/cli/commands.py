@@ -348,6 +348,7 @@ def merge_command(**arguments: Any) -> None:
     """Write BASE with ADAPTER merged into it to OUT as a Hugging Face repository.
 
     ADAPTER is a folder of peft: LoRA (rslora, DoRA, patterns of rank and alpha) or IA3. In float32 the result is, bit
-    for bit, that of peft's merge_and_unload. One matrix is held at a time.
+    for bit, that of peft's merge_and_unload, except where the adapter changes a tied weight: the weights are then
+    separated, so that the merged model computes what base and adapter compute. One matrix is held at a time.
     """
     _convert("hf", **arguments)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vescale_fsdp.checkpoint import CheckpointManager, save
+from vescale_fsdp.checkpoint import CheckpointManager, read_state, save
 from vescale_fsdp.checkpoint.steps.step_folders import remove_step
 from vescale_fsdp.checkpoint.storage import lock_file
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -127,8 +127,10 @@ def test_saves_beside_workers(tmp_path: Path) -> None:
         worker = forked()
         worker.__enter__()
     try:
-        for _ in range(3):
+        for value in (1.0, 2.0, 3.0):
+            state["w"].fill_(value)
             save(tmp_path / "c", state, overwrite=True)
+            assert read_state(tmp_path / "c")["w"].read().tolist() == [value] * 4
     finally:
         worker.__exit__(None, None, None)
 
