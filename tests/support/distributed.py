@@ -53,7 +53,7 @@ _PRELOAD = (
     "torch.distributed.checkpoint",
     "tests.support.distributed",
 )
-_GRACE_S = 10.0  # how long ranks may go on after one of them has failed, before the pool is killed
+_GRACE_S = 30.0  # how long ranks may go on after one of them has failed, before the pool is killed
 _LAST_ANSWERS_S = 2.0  # how long the ranks that returned may take to say so after one has hung
 _CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
 _DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
