@@ -176,6 +176,15 @@ class FSDPState:
         """The user's lists of what to gather ahead, in forwards and in backwards."""
         return self.forward_prefetch, self.backward_prefetch
 
+    @property
+    def modes(self) -> str:
+        """What ranks compare of how backwards end, and of how many reductions may be in flight."""
+        return (
+            f"set_is_last_backward {self.is_last_backward}, "
+            f"set_manual_backward_finalization {self.finalizes_by_hand}, "
+            f"set_reduce_scatter_max_input_buffers {self.comm.limit_of(self)}"
+        )
+
     def units_below(self) -> list[FSDPState]:
         """This unit and those of the modules below its own."""
         return list(self._named_below())
