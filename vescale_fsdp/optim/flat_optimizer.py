@@ -175,7 +175,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         for state in states:
             for group in state.groups:
-                group.on_delivery = self._step_delivered
+                group.comm.change(on_delivery=self._step_delivered)
 
     @torch.no_grad()
     def _step_delivered(self, params: list[nn.Parameter]) -> None:
