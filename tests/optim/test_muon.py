@@ -440,6 +440,7 @@ def test_schedulers_and_closures_work() -> None:
     assert torch.equal(param, before)
 
 
+@exact_products()
 def model_run(sharded: bool) -> dict[str, torch.Tensor]:
     """Three steps of a small model on the same data on every rank; its full parameters."""
     torch.manual_seed(3)
@@ -466,6 +467,7 @@ def test_fully_sharded_model_trains_the_same() -> None:
         assert_same(values, expected)
 
 
+@exact_products()
 def replicated_run() -> torch.Tensor:
     """A replicated DTensor, one step."""
     param = torch.nn.Parameter(stock_distribute(torch.eye(4), cpu_mesh(), [Replicate()]))

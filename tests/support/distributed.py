@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute, debug
 
 from tests.support.faults.nan_memory import nan_memory_if_asked
+from tests.support.rounding_noise import noise_if_asked
 
 __all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks"]
 
@@ -291,7 +292,7 @@ def _answer(call: _Call, payload: bytes) -> bytes:
     try:
         sys.path[:] = call.sys_path  # pytest adds folders as it collects
         fn, args = pickle.loads(payload)
-        with _process_group(call) as store, nan_memory_if_asked():
+        with _process_group(call) as store, nan_memory_if_asked(), noise_if_asked():
             try:
                 torch.manual_seed(0)
                 answer = pickle.dumps(fn(*args))
