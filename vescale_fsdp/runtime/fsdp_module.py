@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp.errors import LifecycleError, MisuseError, explain
 from vescale_fsdp.layout.group_layout import ModelLayout
-from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter, separate_reductions
+from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
+from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import require_uncompared

@@ -38,10 +38,11 @@ from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm
 from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory
 from vescale_fsdp.runtime.comm.reduction import ReducedShard
+from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan

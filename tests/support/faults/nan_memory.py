@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from collections.abc import Iterator
@@ -30,11 +31,12 @@ def nan_memory() -> Iterator[None]:
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         before = storage.nbytes()
-        if nbytes == 0 < before:
-            storage.fill_(_ONES)
+        # Not by an operator: recorders of operators and of streams would take it for the runtime's.
+        if nbytes == 0 < before and storage.device.type == "cpu":
+            ctypes.memset(storage.data_ptr(), _ONES, before)
         result = resize(storage, nbytes)
-        if before == 0 < nbytes:
-            storage.fill_(_ONES)
+        if before == 0 < nbytes and storage.device.type == "cpu":
+            ctypes.memset(storage.data_ptr(), _ONES, nbytes)
         return result
 
     is_on, warns = (

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from vescale_fsdp.runtime.comm.settings import GroupSettings
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_as_patient_as
 
-__all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter", "separate_reductions"]
+__all__ = ["GatherPolicy", "GroupComm", "separate_reductions"]
 
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
@@ -52,39 +52,6 @@ class GatherPolicy(MixedPrecisionPolicy, ABC):
     @abstractmethod
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
         """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: the usual one."""
-
-
-class AllGather(Protocol):
-    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
-
-    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of this size that the collective can use."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
-
-
-class ReduceScatter(Protocol):
-    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
-
-    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of this size that the collective can use."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
 
 
 class GroupComm:

@@ -9,20 +9,51 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale_fsdp.collectives import Work
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory
 
-if TYPE_CHECKING:
-    from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
-
-__all__ = ["GroupSettings"]
+__all__ = ["AllGather", "GroupSettings", "ReduceScatter"]
 
 MemoryKind = Callable[[dist.ProcessGroup, torch.device], CommMemory]
+
+
+class AllGather(Protocol):
+    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+
+
+class ReduceScatter(Protocol):
+    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
 
 
 def _set_by(method: str, shown: Callable[[Any], object] = lambda value: value) -> dict[str, Any]:
