@@ -345,10 +345,10 @@ def nan_run(world_kind: str) -> dict[str, torch.Tensor]:
 def test_nan_and_inf_show_as_in_torch() -> None:
     """A NaN or infinite gradient spoils its own matrix, as in torch, and no other; nothing hangs."""
     expected = nan_run("plain")
-    spoiled = [bool(value.isnan().any()) for value in expected.values()]
-    assert sum(spoiled) == 2
+    spoiled = [name for name, value in expected.items() if value.isnan().any()]
+    assert len(spoiled) == 2
     for values in run_ranks(3, nan_run, "ragged"):
-        assert_same(values, expected)
+        assert_same(values, expected, spoiled)
 
 
 def accumulate_run(parts: int) -> dict[str, torch.Tensor]:
@@ -380,7 +380,7 @@ def test_missing_gradients_are_left_alone() -> None:
     assert not optimizer.state[second]["momentum_buffer"].any()
     second.grad = torch.ones_like(second)
     optimizer.step()
-    assert not torch.equal(second, before)
+    assert (second - before).norm() > 0
 
 
 @pytest.mark.parametrize(
