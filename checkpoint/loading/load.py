@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, some
 from vescale_fsdp.torch_private import local_of
 
 __all__ = ["LoadReport", "Loader", "Read", "Supply", "Verify", "load", "prove_choices"]
@@ -438,10 +438,10 @@ def prove_choices(verify: str, read: str) -> None:
     """Refuse what is no way to verify or to read."""
     if verify not in get_args(Verify):
         expected = "'before', 'while' or 'never'"
-        raise ValueError(explain("There is no such way to verify.", expected=expected, got=repr(verify)))
+        raise ArgumentError("There is no such way to verify.", expected=expected, got=repr(verify))
     if read not in get_args(Read):
         expected = "'once', 'each' or 'auto'"
-        raise ValueError(explain("There is no such way to read.", expected=expected, got=repr(read)))
+        raise ArgumentError("There is no such way to read.", expected=expected, got=repr(read))
 
 
 def _prove_writable(name: str, tensor: torch.Tensor) -> None:

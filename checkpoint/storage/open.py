@@ -6,7 +6,7 @@ import os
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ArgumentError, ConversionError
 
 __all__ = ["open_parent", "open_storage", "open_store"]
 
@@ -22,7 +22,7 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
         return path
     text = os.fspath(path)
     if not text:
-        raise ValueError(explain("A path is empty.", expected="a folder or a URL", got="''"))
+        raise ArgumentError("A path is empty.", expected="a folder or a URL", got="''")
     folder = _on_disk(text)
     if folder is not None:
         return LocalStorage(folder, neighbours=neighbours)

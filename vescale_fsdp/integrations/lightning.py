@@ -38,7 +38,7 @@ from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import save
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
-from vescale_fsdp.errors import MisuseError, explain
+from vescale_fsdp.errors import ArgumentError, MisuseError, UnknownNameError, some
 from vescale_fsdp.integrations.installation import as_fsdp2
 from vescale_fsdp.integrations.plain_values import holds_checkpoint, read_values, split_storable
 from vescale_fsdp.integrations.tried_versions import check_version
@@ -210,7 +210,13 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         wanted = state.keys() - optimizers.keys() - {key}
         missing = sorted(wanted - values.keys())
         if missing and strict:
-            raise KeyError(f"{path} has no {', '.join(map(repr, missing))}; strict=False goes on without")
+            raise UnknownNameError(
+                "The checkpoint lacks keys of the state.",
+                expected=some(sorted(wanted)),
+                got=f"no {', '.join(map(repr, missing))}",
+                where=path,
+                todo="pass strict=False to go on without",
+            )
         for name in wanted & values.keys():
             state[name] = values.pop(name)
         return values
@@ -234,14 +240,12 @@ def prove_ours(model: nn.Module | None, where: str) -> None:
 
 
 def _unused_plugin(plugin: object) -> ValueError:
-    return ValueError(
-        explain(
-            "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
-            expected="no such plugin",
-            got=type(plugin).__name__,
-            where="Trainer(plugins=...)",
-            todo="leave it out, or pass ModelParallelStrategy's save_distributed_checkpoint=False without us",
-        )
+    return ArgumentError(
+        "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
+        expected="no such plugin",
+        got=type(plugin).__name__,
+        where="Trainer(plugins=...)",
+        todo="leave it out, or pass ModelParallelStrategy's save_distributed_checkpoint=False without us",
     )
 
 
@@ -260,13 +264,11 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
         if isinstance(value, nn.Module) and any(isinstance(each, DTensor) for each in value.parameters())
     ]
     if len(found) != 1:
-        raise ValueError(
-            explain(
-                "A checkpoint holds one sharded model.",
-                expected="a dict with one, such as {'model': model, 'optimizer': optimizer}",
-                got=", ".join(key for key, _ in found) or "none",
-                todo="set the model up with this strategy first; save several one by one",
-            )
+        raise ArgumentError(
+            "A checkpoint holds one sharded model.",
+            expected="a dict with one, such as {'model': model, 'optimizer': optimizer}",
+            got=", ".join(key for key, _ in found) or "none",
+            todo="set the model up with this strategy first; save several one by one",
         )
     return found[0]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp.errors import LifecycleError, MisuseError, explain
+from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
@@ -230,12 +230,10 @@ class FSDPModule(_Base):
             ValueError: unless a bool is given.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                explain(
-                    "reshard_after_forward can be switched on or off, not resized.",
-                    expected="True or False",
-                    got=repr(reshard_after_forward),
-                )
+            raise ArgumentError(
+                "reshard_after_forward can be switched on or off, not resized.",
+                expected="True or False",
+                got=repr(reshard_after_forward),
             )
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
@@ -302,9 +300,9 @@ class FSDPModule(_Base):
             ValueError: if it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+            raise _no_buffers("an int", max_input_buffers)
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+            raise _no_buffers("at least 1", max_input_buffers)
         for state in self._states(recurse):
             state.limit_reductions(max_input_buffers)
 
@@ -327,13 +325,11 @@ class FSDPModule(_Base):
         """
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
-            raise ValueError(
-                explain(
-                    "An all-reduce hook has no stream of its own where replicas are all-reduced.",
-                    expected="stream=None, or a mesh without a replicating axis",
-                    got=stream,
-                    where=type(self).__name__,
-                )
+            raise ArgumentError(
+                "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                expected="stream=None, or a mesh without a replicating axis",
+                got=stream,
+                where=type(self).__name__,
             )
 
         def run(shard: torch.Tensor) -> None:
@@ -410,7 +406,12 @@ class FSDPModule(_Base):
             ValueError: for another backend than NCCL, too.
         """
         if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm: expected backend='NCCL', got {backend!r}")
+            raise ArgumentError(
+                "Symmetric memory is NCCL's.",
+                expected="backend='NCCL'",
+                got=repr(backend),
+                where="set_symm_mem_for_comm",
+            )
         method = "set_symm_mem_for_comm"
         put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
 
@@ -425,14 +426,12 @@ class FSDPModule(_Base):
         groups = self._state().groups
         meshes = list(dict.fromkeys(group.data.mesh for group in groups))
         if len(meshes) > 1:
-            raise ValueError(
-                explain(
-                    f"{method} is for modules whose parameters share one mesh.",
-                    expected="one mesh",
-                    got=meshes,
-                    where=type(self).__name__,
-                    todo="shard the parameters with a mesh of their own in a module of their own",
-                )
+            raise ArgumentError(
+                f"{method} is for modules whose parameters share one mesh.",
+                expected="one mesh",
+                got=meshes,
+                where=type(self).__name__,
+                todo="shard the parameters with a mesh of their own in a module of their own",
             )
         return groups
 
@@ -470,11 +469,15 @@ class FSDPModule(_Base):
         return result
 
 
+def _no_buffers(expected: str, got: object) -> ArgumentError:
+    return ArgumentError("max_input_buffers is a number of reductions.", expected=expected, got=repr(got))
+
+
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
-        raise ValueError(explain("This needs sharded modules.", expected="by fully_shard", got=got))
+        raise ArgumentError("This needs sharded modules.", expected="by fully_shard", got=got)
     return states
 
 

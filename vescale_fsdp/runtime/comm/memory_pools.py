@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.errors import UnsupportedOpError, allows_untried
+from vescale_fsdp.errors import ArgumentError, UnsupportedOpError, allows_untried
 from vescale_fsdp.torch_modes import meet_over, process_group_pool, symmetric_pool
 
 __all__ = ["CommMemory", "PooledComm", "ProcessGroupMemory", "SymmetricMemory", "pool_of", "put_in_memory"]
@@ -115,7 +115,13 @@ def put_in_memory(
             todo="leave it out, or try it and compare losses with a run without it",
         )
     if any(group.comm.custom_all_gather or group.comm.custom_reduce_scatter for group in groups):
-        raise ValueError(f"{method}: expected no custom collectives, which bring memory of their own")
+        raise ArgumentError(
+            "Custom collectives bring memory of their own.",
+            expected="none of them on the module",
+            got="set_custom_all_gather or set_custom_reduce_scatter",
+            where=method,
+            todo="leave one of the two out",
+        )
     memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
     for group in groups:
         group.use_memory(memory)
