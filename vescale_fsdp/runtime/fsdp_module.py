@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_fsdp2
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 __all__ = [
     "FSDPModule",
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
+
+
+class UnpicklableModuleError(MisuseError, pickle.PicklingError):
+    """A sharded module was to be pickled; also what picklers raise, for those who catch that."""
 
 
 class FSDPModule(_Base):
@@ -69,6 +74,15 @@ class FSDPModule(_Base):
             expected="deepcopy before fully_shard",
             got=f"deepcopy of {type(self).__name__}",
             todo="copy the module first, or build a second one and load this one's state dict",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnpicklableModuleError(
+            "A sharded module cannot be pickled or copied: each rank has pieces of it, and its class is made here.",
+            expected="its state to be saved",
+            got=f"torch.save, pickle or copy.copy of {type(self).__name__}",
+            todo="vescale_fsdp.checkpoint.save(path, {'model': model}); for one file of full tensors, torch.save on "
+            "rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns on all",
         )
 
     def _state(self) -> FSDPState:
@@ -209,7 +223,7 @@ class FSDPModule(_Base):
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """torch's."""
         if not recurse:
-            refuse_fsdp2(f"a {type(self).__name__} inside the module")
+            refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -206,7 +206,9 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
         for name, below in module.named_modules():
             taker = None
             if isinstance(below, (FullyShardedDataParallel, DistributedDataParallel)):
-                taker = f"{type(below).__module__.partition('.nn')[0]}'s {type(below).__name__}"
+                is_ddp = isinstance(below, DistributedDataParallel)
+                home = "torch.nn.parallel" if is_ddp else "torch.distributed.fsdp"
+                taker = f"{home}.{type(below).__name__}" + ("" if is_ddp else " (FSDP1)")
             elif (is_noted_sharded(below) and state_of(below) is None) or _is_fsdp2s(below):
                 taker = "torch.distributed.fsdp.fully_shard (FSDP2)"
             if taker is not None:
@@ -215,7 +217,7 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
                     expected="vescale_fsdp.fully_shard for every unit of the model",
                     got=f"{name or 'the module itself'} ({type(below).__name__}), which the other has taken",
                     where=type(module).__name__,
-                    todo="import fully_shard from vescale_fsdp wherever the model is sharded",
+                    todo="leave the other out, and import fully_shard from vescale_fsdp wherever the model is sharded",
                 )
 
 

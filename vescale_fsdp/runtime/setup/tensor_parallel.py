@@ -113,7 +113,8 @@ def local_part(param: nn.Parameter) -> torch.Tensor:
 def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> PlacementError:
     if isinstance(param, RaggedDTensor):
         expected = "a module whose parameters no fully_shard call has taken"
-        todo = "go from the inside out: shard the blocks first and the root last, each module once"
+        todo = "go from the inside out: shard the blocks first and the root last, each module once; what is tied to a "
+        todo += "parameter of a block goes into one unit with it: tie first, then fully_shard([a, b])"
     elif data.spmd is None:
         expected = "Shard or Replicate on other axes of one named mesh"
         todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
