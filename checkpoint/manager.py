@@ -58,7 +58,7 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, PartialLoadError
 
 __all__ = ["CheckpointManager", "Restored"]
 
@@ -145,13 +145,11 @@ class CheckpointManager:
         limits["export_every"] = export_every
         for name, value in limits.items():
             if value is not None and value < 1:
-                raise ValueError(
-                    explain(f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root))
+                raise ArgumentError(
+                    f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root)
                 )
         if not patience_s >= 0:
-            raise ValueError(
-                explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
-            )
+            raise ArgumentError("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
         check_choice(check_replicas)
         check_exit_timeout(exit_timeout_s)
         self._exit_timeout_s = exit_timeout_s
@@ -299,10 +297,8 @@ class CheckpointManager:
         try:
             step = operator.index(step)
             if step < 0:
-                raise ValueError(
-                    explain(
-                        "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
-                    )
+                raise ArgumentError(
+                    "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
                 )
             metric = None if metric is None else float(metric)
         except Exception:

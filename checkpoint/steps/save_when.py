@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vescale_fsdp.errors import explain
+from vescale_fsdp.errors import ArgumentError
 
 __all__ = [
     "AnyOf",
@@ -168,12 +168,12 @@ def save_rules(when: SaveWhen | Sequence[SaveWhen]) -> tuple[SaveWhen, ...]:
     if isinstance(when, SaveWhen):
         return (when,)
     if isinstance(when, str) or not isinstance(when, Sequence):
-        raise TypeError(
-            explain("This is no rule of when to save.", expected="such as EverySteps(n)", got=repr(when))
+        raise ArgumentError(
+            "This is no rule of when to save.", expected="such as EverySteps(n)", got=repr(when)
         )
     return tuple(rule for part in when for rule in save_rules(part))
 
 
 def _prove(is_true: bool, problem: str, expected: str, got: object) -> None:
     if not is_true:
-        raise ValueError(explain(problem, expected=expected, got=got))
+        raise ArgumentError(problem, expected=expected, got=got)
