@@ -165,26 +165,22 @@ class CheckpointManager:
         self._exit_timeout_s = exit_timeout_s
         self._check_replicas: CheckReplicas = check_replicas
         if save_policy is not None and save_interval != 1:
-            raise ValueError(
-                explain(
-                    "A manager takes an interval or a policy.",
-                    expected="save_interval or save_policy",
-                    got=f"save_interval={save_interval} and {save_policy!r}",
-                    where=str(root),
-                    todo=f"pass save_policy=EverySteps({save_interval}) | ..",
-                )
+            raise ArgumentError(
+                "A manager takes an interval or a policy.",
+                expected="save_interval or save_policy",
+                got=f"save_interval={save_interval} and {save_policy!r}",
+                where=str(root),
+                todo=f"pass save_policy=EverySteps({save_interval}) | ..",
             )
         policy = check_policy(EverySteps(save_interval) if save_policy is None else save_policy)
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
         if not isinstance(keep_best, BestOf | None):
-            raise TypeError(
-                explain(
-                    "keep_best is no BestOf.",
-                    expected="such as BestOf(3)",
-                    got=repr(keep_best),
-                    where=str(root),
-                )
+            raise ArgumentError(
+                "keep_best is no BestOf.",
+                expected="such as BestOf(3)",
+                got=repr(keep_best),
+                where=str(root),
             )
         best = dict.fromkeys(rule for rule in (keep_best, *leaves_of(policy)) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
