@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from tests.support.distributed import close_pool
 from tests.support.faults.nan_memory import NAN_MEMORY, nan_memory_if_asked
-from tests.support.rounding_noise import ROUNDING_NOISE, noise_if_asked
+from tests.support.faults.rounding_noise import ROUNDING_NOISE, noise_if_asked
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
 # is not limited, because the machine may be busy.

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.runtime.comm.test_launches import VIEWS, Launches
 from tests.support.distributed import cpu_mesh, run_ranks
-from tests.support.rounding_noise import exact_products
+from tests.support.faults.rounding_noise import exact_products
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.granularity import Flat, Tiles
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, structured_optimizer

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as stock_distribute
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.faults.rounding_noise import exact_products
 from tests.support.optim_cases import (
     REST_SHAPES,
     SHAPES,
@@ -26,7 +27,6 @@ from tests.support.optim_cases import (
     set_grads,
     train,
 )
-from tests.support.rounding_noise import exact_products
 from vescale_fsdp import RaggedShard, distribute_tensor, fully_shard
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Element, Rows, Whole

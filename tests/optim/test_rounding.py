@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.faults.rounding_noise import RoundingNoise
 from tests.support.optim_cases import as_plain, full_tensors, train
-from tests.support.rounding_noise import RoundingNoise
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 from vescale_fsdp.optim.shampoo.block_math import inverse_roots
 
