@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.faults.rounding_noise import exact_products
 from tests.support.optim_cases import full_value
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LayoutError
@@ -36,6 +37,7 @@ def run_model(model: nn.Module, dtype: torch.dtype | None) -> tuple[torch.Tensor
     return output.detach(), grads
 
 
+@exact_products()
 def hybrid_run(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The model on 2 replicas x 2 shards."""
     codec, mesh = CODECS[name], cpu_mesh(2, 2)
@@ -46,6 +48,7 @@ def hybrid_run(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return run_model(model, None)
 
 
+@exact_products()
 def sharded_run(name: str, dtype: torch.dtype | None) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Forward and backward, twice, of the model with 8-bit gathers."""
     codec = CODECS[name]
@@ -60,6 +63,7 @@ def sharded_run(name: str, dtype: torch.dtype | None) -> list[tuple[torch.Tensor
     return results
 
 
+@exact_products()
 def rounded_run(name: str, dtype: torch.dtype | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One process: the model with its matrices quantised and decoded beforehand."""
     model = make_model()
