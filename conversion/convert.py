@@ -63,7 +63,9 @@ class ConvertReport:
     warnings: tuple[str, ...]
     dry_run: bool
     part: Part
-    check: ClassCheck | None = None  # of a Hugging Face folder; None if another part publishes it, or did before
+    check: ClassCheck | None = (
+        None  # of a Hugging Face folder; None if another part publishes it, or did before
+    )
 
     @property
     def dropped_optimizer(self) -> int:

@@ -31,14 +31,38 @@ Settings = dict[str, Any]
 Row = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
-CLASSES = (
+_FAMILIES = (
     *(
-        f"{family}ForCausalLM"
-        for family in "Llama Mistral Mixtral Qwen2 Qwen2Moe Qwen3 Qwen3Moe Gemma Gemma2 Gemma3 Phi3 GPTNeoX Granite Olmo "
-        "Olmo2 Olmo3 Olmoe Cohere Cohere2 Starcoder2 SmolLM3 Helium Glm Glm4 Ernie4_5 SeedOss Nemotron".split()
+        "Llama",
+        "Mistral",
+        "Mixtral",
+        "Qwen2",
+        "Qwen2Moe",
+        "Qwen3",
+        "Qwen3Moe",
+        "Gemma",
+        "Gemma2",
+        "Gemma3",
+        "Phi3",
     ),
-    *("GPT2LMHeadModel", "OPTForCausalLM", "GptOssForCausalLM", "HunYuanDenseV1ForCausalLM", "Exaone4ForCausalLM"),
-    *("BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"),
+    *(
+        "GPTNeoX",
+        "GptOss",
+        "Granite",
+        "Olmo",
+        "Olmo2",
+        "Olmo3",
+        "OPT",
+        "Cohere",
+        "Cohere2",
+        "Starcoder2",
+        "SmolLM3",
+    ),
+    *("Helium", "Glm", "Glm4", "Ernie4_5", "SeedOss", "Nemotron", "HunYuanDenseV1", "Exaone4"),
+)
+CLASSES = (
+    *(f"{family}ForCausalLM" for family in _FAMILIES),
+    *("GPT2LMHeadModel", "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"),
 )
 # Of these no class makes a parameter; all others are tried.
 HARMLESS = re.compile(
@@ -102,7 +126,9 @@ def row_of(class_name: str) -> Row:
     aliases = dict(getattr(transformers, class_name).config_class.attribute_map)
     keys = {aliases.get(key, key): value for key, value in defaults.items()}
     bases = [sizes(keys, seed) for seed in range(3)]
-    flags = {key: value for key, value in keys.items() if isinstance(value, bool) and not HARMLESS.fullmatch(key)}
+    flags = {
+        key: value for key, value in keys.items() if isinstance(value, bool) and not HARMLESS.fullmatch(key)
+    }
     flags.setdefault("tie_word_embeddings", True)
     forms = made(class_name, {**bases[0], **flags})[1]
     fields = [key for key in bases[0] if key != "num_experts_per_tok"]
@@ -117,7 +143,12 @@ def row_of(class_name: str) -> Row:
             continue
         if turned == forms:
             continue
-        common = [name for a, b in zip(turned, forms, strict=False) for name in a.keys() & b.keys() if a[name] != b[name]]
+        common = [
+            name
+            for a, b in zip(turned, forms, strict=False)
+            for name in a.keys() & b.keys()
+            if a[name] != b[name]
+        ]
         if common or len(turned) != len(forms):
             row["fixed"][flag] = value
             continue
@@ -127,26 +158,42 @@ def row_of(class_name: str) -> Row:
     for base in bases:
         union: list[Shapes] = [{} for _ in forms]
         for values in itertools.product(*([False, True] for _ in turning)):
-            for place, form in enumerate(made(class_name, {**base, **flags, **dict(zip(turning, values, strict=True))})[1]):
+            for place, form in enumerate(
+                made(class_name, {**base, **flags, **dict(zip(turning, values, strict=True))})[1]
+            ):
                 union[place] |= form
         everything.append(union)
     for flag, sides in turning.items():
         for place in range(len(forms)):
             for value in (False, True):
                 for name in sides[value][place] - sides[not value][place]:
-                    row["only_if"].setdefault(_template(name, bases[0], everything[0][place]), {})[flag] = value
+                    row["only_if"].setdefault(_template(name, bases[0], everything[0][place]), {})[flag] = (
+                        value
+                    )
     for place in range(len(forms)):
         row["forms"].append(_described([union[place] for union in everything], bases, fields))
-    used = {word for form in row["forms"] for name, dims in form.items() for text in (name, *dims) for word in re.findall(r"[A-Za-z]\w*", text)}
+    used = {
+        word
+        for form in row["forms"]
+        for name, dims in form.items()
+        for text in (name, *dims)
+        for word in re.findall(r"[A-Za-z]\w*", text)
+    }
     row["fields"] = {field: {} for field in fields if field in used}
-    row["aliases"] = {alias: key for alias, key in aliases.items() if key in row["fields"] or key in row["flags"]}
-    row["tied"] = [_ties(class_name, {**bases[0], **flags, "tie_word_embeddings": value}) for value in (False, True)]
+    row["aliases"] = {
+        alias: key for alias, key in aliases.items() if key in row["fields"] or key in row["flags"]
+    }
+    row["tied"] = [
+        _ties(class_name, {**bases[0], **flags, "tie_word_embeddings": value}) for value in (False, True)
+    ]
     row["ignored"] = sorted(_ignored(class_name, {**bases[0], **flags}))
     row["conv1d"] = sorted(_conv1d(class_name, {**bases[0], **flags}))
     row["fixed"] |= _fixed(class_name, keys, {**bases[0], **flags}, fields, turning)
     for field in row["fields"]:
         for given, settings in (("absent", {}), ("null", {field: None})):
-            found = _value_for(class_name, row, field, keys.get(field), [{**base, **flags} for base in bases[1:]], settings)
+            found = _value_for(
+                class_name, row, field, keys.get(field), [{**base, **flags} for base in bases[1:]], settings
+            )
             if found is not None:
                 row["fields"][field][given] = found
     prove(class_name, row, range(3, 9))
@@ -180,7 +227,8 @@ def _template(name: str, base: Settings, shapes: Shapes) -> str:
             numbers = {
                 int(other.split(".")[place])
                 for other in shapes
-                if other.startswith(f"{re.sub(r'{[^}]*}', '0', head)}.") and other.split(".")[place].isdecimal()
+                if other.startswith(f"{re.sub(r'{[^}]*}', '0', head)}.")
+                and other.split(".")[place].isdecimal()
             }
             if numbers == set(range(len(numbers))) and len(numbers) in counted:
                 parts[place] = f"{{{counted[len(numbers)]}}}"
@@ -205,7 +253,10 @@ def _described(unions: list[Shapes], bases: list[Settings], fields: list[str]) -
     found: dict[str, list[str]] = {}
     for template in seen[0]:
         shapes = [one[template] for one in seen]
-        found[template] = [_expression([shape[dim] for shape in shapes], bases, fields, template) for dim in range(len(shapes[0]))]
+        found[template] = [
+            _expression([shape[dim] for shape in shapes], bases, fields, template)
+            for dim in range(len(shapes[0]))
+        ]
     return found
 
 
@@ -232,7 +283,11 @@ def _value_for(
     """What a field is if config.json lacks it, or has null there; None if nobody knows."""
     others = [name for name in row["fields"] if name != field]
     candidates: list[int | str] = [default] if isinstance(default, int) else []
-    candidates += [*others, *(f"{a}//{b}" for a, b in itertools.permutations(others, 2)), *(f"4*{a}" for a in others)]
+    candidates += [
+        *others,
+        *(f"{a}//{b}" for a, b in itertools.permutations(others, 2)),
+        *(f"4*{a}" for a in others),
+    ]
     without = [{key: value for key, value in base.items() if key != field} for base in bases]
     try:
         wanted = [made(class_name, {**base, **settings})[1] for base in without]
@@ -259,7 +314,9 @@ def _ignored(class_name: str, settings: Settings) -> set[str]:
     model = made(class_name, settings)[0]
     found = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
-    found |= {r"rotary_emb\.inv_freq"} if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else set()
+    found |= (
+        {r"rotary_emb\.inv_freq"} if any(name.endswith("rotary_emb.inv_freq") for name in buffers) else set()
+    )
     found |= {r"(^|\.)position_ids$"} if any(name.endswith("position_ids") for name in buffers) else set()
     return found
 
@@ -311,7 +368,9 @@ def main() -> None:
     if chosen:
         print(json.dumps(rows, indent=1))
         return
-    lines = [f" {json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}" for name, row in sorted(rows.items())]
+    lines = [
+        f" {json.dumps(name)}: {json.dumps(row, separators=(',', ':'))}" for name, row in sorted(rows.items())
+    ]
     FILE.write_text("{\n" + ",\n".join([f' "transformers": "{transformers.__version__}"', *lines]) + "\n}\n")
     print(f"{len(rows)} classes, {FILE.stat().st_size} bytes", file=sys.stderr)
 

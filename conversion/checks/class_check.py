@@ -5,7 +5,7 @@
                    on the meta device                                              have ended (`model_class`)
     not checked    neither can say; the reason is
 
-A no of the table is confirmed by the class, which knows more names than those that it writes (of before version 5, of its
+A no of the table is confirmed by the class, which takes more names than it writes (those of before version 5, of its
 base model); without transformers it stands.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from vescale_fsdp.conversion.formats.huggingface.assets import CONFIG_FILE, QUANTIZATION_KEYS, config_class
 from vescale_fsdp.conversion.formats.huggingface.class_table import known_class
-from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child
+from vescale_fsdp.conversion.formats.huggingface.model_class import ask_child, class_asked_before
 from vescale_fsdp.conversion.output.plan import OutputPlan, Written
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.quantized_weights import find_quantized
@@ -70,8 +70,8 @@ class ClassCheck:
                 expected=f"what {self.class_name} loads",
                 got=some(self.problems, 6),
                 where=where,
-                todo="pass the model's own config.json with --assets, rename with --rules, or leave out or keep tensors "
-                "with --exclude and --include; --no-assets writes tensors without a config.json, unchecked. "
+                todo="pass the model's own config.json with --assets, rename with --rules, or change which tensors go "
+                "along with --exclude and --include; --no-assets writes tensors without a config.json, unchecked. "
                 "Nothing has its final name",
             )
         if is_required and self.how == "not checked":
@@ -118,32 +118,58 @@ def _check_class(
     infos: Mapping[str, TensorInfo], config: Mapping[str, Any], *, by_table: bool
 ) -> ClassCheck | None:
     class_name = config_class(config)
+    if class_name is None:
+        return ClassCheck(
+            "not checked", reason=f"{CONFIG_FILE} names no class of transformers (architectures)"
+        )
     quantized = find_quantized(infos.values(), config)
     says_so = any(config.get(key) for key in QUANTIZATION_KEYS)
     if says_so != bool(quantized):
         found = f"{min(quantized)} is quantised" if quantized else "no weight is quantised"
-        problem = f"quantisation: {found}, and config.json has {'a' if says_so else 'no'} {QUANTIZATION_KEYS[0]}"
+        problem = (
+            f"quantisation: {found}, and config.json has {'a' if says_so else 'no'} {QUANTIZATION_KEYS[0]}"
+        )
         return ClassCheck("table", class_name, (problem,))
-    if class_name is None:
-        return ClassCheck("not checked", reason=f"{CONFIG_FILE} names no class of transformers (architectures)")
-    known = None if says_so else known_class(config, class_name)
-    by_row = None
-    if known is not None:
-        by_row = ClassCheck("table", class_name, known.problems({name: i.shape for name, i in infos.items()}))
-        if not by_row.problems:
-            return by_row
-    elif by_table:
-        return None
+    if says_so and (unpaired := _unpaired_scales(infos, config)):
+        return ClassCheck("table", class_name, unpaired)
+    before: ClassCheck | None = None
+    sources: tuple[tuple[Literal["table", "class"], Any], ...] = (
+        ("table", known_class),
+        ("class", class_asked_before),
+    )
+    for how, ask in sources:
+        if before is None and not says_so and (known := ask(config, class_name)) is not None:
+            shapes = {name: info.shape for name, info in infos.items()}
+            before = ClassCheck(how, class_name, known.problems(shapes))
+    if by_table if before is None else not before.problems:
+        return before
     by_class = _ask_class(infos, config, class_name)
-    return by_row if by_row is not None and by_class.how == "not checked" else by_class
+    return by_class if before is None or by_class.how == "class" else before
+
+
+def _unpaired_scales(infos: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of FP8 under the names that transformers writes, codes without scales and the reverse. Where there is no GPU, its
+    quantiser takes the one without the other, and the values are wrong."""
+    settings = config.get(QUANTIZATION_KEYS[0])
+    if not isinstance(settings, dict) or settings.get("quant_method") != "fp8":
+        return ()
+    scales = {name for name in infos if name.endswith("_scale_inv")}
+    if not scales:
+        return ()
+    is_code = {name: info.dtype.kind == "quantized" for name, info in infos.items()}
+    codes = {f"{name}_scale_inv" for name in infos if is_code[name] and name not in scales}
+    missing = (f"missing: {name}" for name in sorted(codes - scales))
+    return (*missing, *(f"unexpected: {name}" for name in sorted(scales - codes)))
 
 
 def _ask_class(infos: Mapping[str, TensorInfo], config: Mapping[str, Any], class_name: str) -> ClassCheck:
     strange = next((info for info in infos.values() if info.dtype.torch_name is None), None)
     if strange is not None:
-        return ClassCheck("not checked", class_name, reason=f"torch has no type {strange.dtype.name} ({strange.name})")
+        return ClassCheck(
+            "not checked", class_name, reason=f"torch has no type {strange.dtype.name} ({strange.name})"
+        )
     tensors = {name: (info.shape, info.dtype.required_torch_name) for name, info in infos.items()}
-    found = ask_child("load", config, class_name, tensors)
+    found = ask_child(config, class_name, tensors)
     child_bytes = int(found.get("peak_bytes", 0))
     if "problems" not in found:
         return ClassCheck("not checked", class_name, reason=str(found["unknown"]), child_bytes=child_bytes)

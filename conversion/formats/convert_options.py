@@ -70,7 +70,11 @@ class ConvertOptions:
     def asked(self) -> dict[str, str]:
         """What was asked for, by the command line's names, as far as it decides the result."""
         names = {"max_shard_bytes": "max-shard-size"}
-        chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("run", "require_check")}
+        chosen = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("run", "require_check")
+        }
         texts = {
             name: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for name, v in chosen.items()
         }

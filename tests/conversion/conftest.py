@@ -13,10 +13,8 @@ from vescale_fsdp.conversion.formats.huggingface import class_child
 
 @pytest.fixture(autouse=True)
 def _no_child(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    def ask(question: str, config: Mapping[str, Any], class_name: str, tensors: Any = None) -> Mapping[str, Any]:
-        return class_child.answer(
-            {"question": question, "class": class_name, "config": config, "tensors": tensors or {}}
-        )
+    def ask(config: Mapping[str, Any], class_name: str, tensors: Any = None) -> Mapping[str, Any]:
+        return class_child.answer({"class": class_name, "config": config, "tensors": tensors or {}})
 
     if "child" not in request.fixturenames:
         monkeypatch.setattr(class_check, "ask_child", ask)

@@ -4,8 +4,8 @@ It runs as a script in a child process (see `model_class`), so it imports nothin
 
     python -I class_child.py < request      a request and its answer are JSON; the answer is all of stdout
 
-A class is made on the meta device, which takes no memory for weights. It is one of transformers' own, taken by its name:
-code of a repository is never imported, and nothing is downloaded.
+A class is made on the meta device, which takes no memory for weights. It is one of transformers' own, taken by its
+name: code of a repository is never imported, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one request.
 
     Args:
-        request: ``question`` is ``"ties"``, ``"modules"`` or ``"load"``; ``class``, ``config``; for a load ``tensors``
-            too: name -> [shape, name of the type in torch].
+        request: ``class``, ``config``; for the question whether it takes a folder ``tensors`` too: name -> [shape, name
+            of the type in torch].
 
     Returns:
-        ``{"ties": name -> the name that stands for it}``; ``{"modules": Linear and Conv1D modules -> whether their
-        weights are [in, out]}``; ``{"problems": [...]}``; or ``{"unknown": reason}``, with ``"is_absent"`` if there is no
-        such class.
+        of tensors, ``{"problems": [...]}``; without, ``"forms"``: name -> shape in memory and, where they differ, in
+        files; ``"ties"``: name -> the name that stands for it, in both; and ``"modules"``: Linear and Conv1D modules ->
+        whether their weights are [in, out]. Or ``{"unknown": reason}``, with ``"is_absent"`` if there is no such class.
     """
     try:
-        import torch
+        import torch  # noqa: F401  without it transformers has no models
         import transformers
     except ImportError as error:
         return {"unknown": str(error), "is_absent": True}
@@ -46,38 +46,38 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     model_class: Any = getattr(transformers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         code = "; code of the repository itself is not run" if request["config"].get("auto_map") else ""
-        return {"unknown": f"transformers {transformers.__version__} has no class {name}{code}", "is_absent": True}
-    ask = {"ties": _ties, "modules": _modules}.get(request["question"])
+        return {
+            "unknown": f"transformers {transformers.__version__} has no class {name}{code}",
+            "is_absent": True,
+        }
     try:
-        if ask is None:
-            return _load(model_class, request)
-        with torch.device("meta"):
-            model = model_class(model_class.config_class.from_dict(dict(request["config"])))
-        return ask(model)
+        return (
+            _load(model_class, request) if "tensors" in request else _describe(model_class, request["config"])
+        )
     except Exception as error:  # noqa: BLE001  of whatever kind a model's code raises for settings it cannot take
         return {"unknown": f"{type(error).__name__}: {error}"}
 
 
-def _ties(model: Any) -> dict[str, Any]:
-    """Under the names in memory, and under those that transformers gives the tensors in files, where these are of before
-    version 5."""
+def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
     from transformers.core_model_loading import revert_weight_conversion
+    from transformers.pytorch_utils import Conv1D
 
-    ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_dict(dict(config)))
     tensors = model.state_dict()
+    in_files = revert_weight_conversion(model, dict(tensors))
+    ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
     names: dict[str, str] = {}
     for name in {*ties, *ties.values()} & tensors.keys():
         renamed = list(revert_weight_conversion(model, {name: tensors[name]}))
         names[name] = renamed[0] if len(renamed) == 1 else name
-    return {"ties": {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}}}
-
-
-def _modules(model: Any) -> dict[str, Any]:
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
     kinds = (torch.nn.Linear, Conv1D)
-    return {"modules": {n: isinstance(m, Conv1D) for n, m in model.named_modules() if isinstance(m, kinds)}}
+    return {
+        "forms": [{n: list(t.shape) for n, t in form.items()} for form in (tensors, in_files)],
+        "ties": {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}},
+        "modules": {n: isinstance(m, Conv1D) for n, m in model.named_modules() if isinstance(m, kinds)},
+    }
 
 
 def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,8 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config = model_class.config_class.from_dict(dict(request["config"]))
         is_quantized = any(
-            getattr(part, "quantization_config", None) for part in (config, config.get_text_config(decoder=True))
+            getattr(part, "quantization_config", None)
+            for part in (config, config.get_text_config(decoder=True))
         )
         _, info = model_class.from_pretrained(
             None,

@@ -124,7 +124,9 @@ def _count(template: str, sizes: Mapping[str, int]) -> int:
 
 def _names(template: str, sizes: Mapping[str, int]) -> Iterable[str]:
     pattern, fields = _FIELD.sub("{}", template), _FIELD.findall(template)
-    return (pattern.format(*numbers) for numbers in itertools.product(*(range(sizes[field]) for field in fields)))
+    return (
+        pattern.format(*numbers) for numbers in itertools.product(*(range(sizes[field]) for field in fields))
+    )
 
 
 def size(text: str, sizes: Mapping[str, int]) -> int:
@@ -133,5 +135,6 @@ def size(text: str, sizes: Mapping[str, int]) -> int:
     if below:
         return size(above, sizes) // size(below, sizes)
     return sum(
-        prod(int(part) if part.isdecimal() else sizes[part] for part in term.split("*")) for term in text.split("+")
+        prod(int(part) if part.isdecimal() else sizes[part] for part in term.split("*"))
+        for term in text.split("+")
     )
