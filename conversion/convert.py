@@ -142,19 +142,22 @@ def convert(
     with gc_paused():
         report = plan_conversion(source, target, kind, chosen)
         chosen = _with_room_for_chunks(chosen, source, report.state)
-        checked = [check_planned(report.plan, by_table=not chosen.run.dry_run)]
-        if checked[0] is not None:
-            checked[0].require(target, is_required=chosen.require_check)
+        checked: list[ClassCheck] = []
+
+        def keep(check: ClassCheck | None) -> None:
+            if check is not None:
+                check.require(target, is_required=chosen.require_check)
+                checked[:] = [check]
+
+        def check_files(read: Written) -> None:
+            report.plan.when_written(read)
+            keep(check_written(report.plan, read))
+
+        keep(check_planned(report.plan, by_table=not chosen.run.dry_run))
         announce(report.plan.tensor_nbytes)
 
-        def check(read: Written) -> None:
-            report.plan.when_written(read)
-            checked[0] = check_written(report.plan, read)
-            if checked[0] is not None:
-                checked[0].require(target, is_required=chosen.require_check)
-
         execution = Execution(
-            replace(report.plan, when_written=check),
+            replace(report.plan, when_written=check_files),
             target,
             source_url=source.url,
             options=chosen.run,
@@ -162,7 +165,9 @@ def convert(
             asked={"SRC": source.url, "files of SRC": source.fingerprint, **chosen.asked()},
         )
         outcome = execution.run()
-    return replace(report, outcome=outcome, check=checked[0])
+        if outcome.published and not checked:  # by another part, or by a run before this one
+            keep(check_planned(report.plan))
+    return replace(report, outcome=outcome, check=checked[0] if checked else None)
 
 
 def _with_room_for_chunks(options: ConvertOptions, source: Source, state: CarriedState) -> ConvertOptions:

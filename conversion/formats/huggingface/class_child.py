@@ -17,6 +17,7 @@ import re
 import resource
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["answer"]
@@ -84,6 +85,8 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """What ``from_pretrained`` says of tensors on meta: the class's own renames, prefixes, ties and quantiser apply."""
     import torch
 
+    if find_spec("accelerate") is None:  # transformers needs it for a device map
+        return {"unknown": "accelerate is not installed"}
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, (shape, dtype) in request["tensors"].items()
@@ -107,7 +110,7 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             ignore_mismatched_sizes=True,
             local_files_only=True,
         )
-    except ImportError as error:  # accelerate, or what a quantiser or a class needs
+    except ImportError as error:  # what a quantiser or a class needs
         return {"unknown": str(error).strip()}
     except Exception as error:  # noqa: BLE001  of whatever kind transformers raises for what it does not take
         failed = sorted(set(_CONVERSION.findall(reports.text)))
@@ -115,8 +118,6 @@ def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
             return {"unknown": f"{type(error).__name__}: {error}"}
         if failed:
             return {"problems": [f"cannot be made of the tensors that are there: {name}" for name in failed]}
-        if isinstance(error, ValueError) and "accelerate" in str(error):
-            return {"unknown": str(error)}
         return {"problems": [f"the class raises {type(error).__name__}: {error}"]}
     finally:
         logger.removeHandler(reports)

@@ -197,6 +197,18 @@ def test_what_cannot_be_checked(
     refused = _run("to-hf", llama, tmp_path / "other", "--require-check")
     assert isinstance(refused.exception, ConversionError) and reason in str(refused.exception.got)
     assert not (tmp_path / "other").exists()
+    resumed = _run("to-hf", llama, tmp_path / "out", "--resume", "--require-check")
+    assert isinstance(resumed.exception, ConversionError)
+
+
+def test_settings_that_make_no_model(tmp_path: Path) -> None:
+    """What the class raises is what from_pretrained would raise of the folder."""
+    _model("t5").save_pretrained(tmp_path / "t5")
+    config = json.loads((tmp_path / "t5" / "config.json").read_text()) | {"d_model": "wide"}
+    (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConversionError) as refused:
+        convert(open_source(str(tmp_path / "t5")), tmp_path / "out", "hf")
+    assert "d_model" in str(refused.value.got) and not (tmp_path / "out").exists()
 
 
 def test_code_of_a_repository_is_not_run(llama: Path, tmp_path: Path) -> None:
