@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.conversion.checks.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
 from vescale_fsdp.conversion.formats.huggingface.assets import (
     Assets,
@@ -21,7 +22,7 @@ from vescale_fsdp.conversion.formats.huggingface.assets import (
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
 from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.output.plan import OutputPlan
+from vescale_fsdp.conversion.output.plan import OutputPlan, Written
 from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
@@ -62,6 +63,9 @@ class ConvertReport:
     warnings: tuple[str, ...]
     dry_run: bool
     part: Part
+    check: ClassCheck | None = (
+        None  # of a Hugging Face folder; None if another part publishes it, or did before
+    )
 
     @property
     def dropped_optimizer(self) -> int:
@@ -95,6 +99,7 @@ class ConvertReport:
             "uncast": list(self.uncast),
             "left_assets": list(self.left_assets),
             "warnings": list(self.warnings),
+            "check": None if self.check is None else self.check.to_json(),
         }
 
 
@@ -118,7 +123,8 @@ def convert(
         announce: called once, before the first byte, with how many bytes of tensors there will be.
 
     Raises:
-        ConversionError: if the target is refused or the state cannot be expressed in the format.
+        ConversionError: if the target is refused, the state cannot be expressed in the format, or the class that a
+            Hugging Face folder's config.json names does not take the result. Nothing has its final name then.
         CorruptCheckpointError: if the source turns out damaged.
 
     Examples:
@@ -136,16 +142,32 @@ def convert(
     with gc_paused():
         report = plan_conversion(source, target, kind, chosen)
         chosen = _with_room_for_chunks(chosen, source, report.state)
+        checked: list[ClassCheck] = []
+
+        def keep(check: ClassCheck | None) -> None:
+            if check is not None:
+                check.require(target, is_required=chosen.require_check)
+                checked[:] = [check]
+
+        def check_files(read: Written) -> None:
+            report.plan.when_written(read)
+            keep(check_written(report.plan, read))
+
+        keep(check_planned(report.plan, by_table=not chosen.run.dry_run))
         announce(report.plan.tensor_nbytes)
+
         execution = Execution(
-            report.plan,
+            replace(report.plan, when_written=check_files),
             target,
             source_url=source.url,
             options=chosen.run,
             progress=progress,
             asked={"SRC": source.url, "files of SRC": source.fingerprint, **chosen.asked()},
         )
-    return replace(report, outcome=execution.run())
+        outcome = execution.run()
+        if outcome.published and not checked:  # by another part, or by a run before this one
+            keep(check_planned(report.plan))
+    return replace(report, outcome=outcome, check=checked[0] if checked else None)
 
 
 def _with_room_for_chunks(options: ConvertOptions, source: Source, state: CarriedState) -> ConvertOptions:

@@ -320,6 +320,8 @@ def _convert(
         raise Stopped from error
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
+    if report.check is not None and report.check.how == "not checked":
+        click.echo(f"not checked whether a model class takes it: {report.check.reason}", err=True)
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     elif not quiet:
@@ -343,7 +345,7 @@ for each, form in TARGETS.items():
 
 @cli.command("merge-adapter")
 @MERGE_OPTIONS
-@with_options(TARGET_OPTIONS["include_asset"], TARGET_OPTIONS["no_assets"])
+@with_options(*(TARGET_OPTIONS[name] for name in ("include_asset", "no_assets", "require_check")))
 def merge_command(**arguments: Any) -> None:
     """Write BASE with ADAPTER merged into it to OUT as a Hugging Face repository.
 

@@ -211,6 +211,11 @@ TARGET_OPTIONS = {
     "no_assets": click.option(
         "--no-assets", is_flag=True, help="Take no settings files along, of SRC's own neither."
     ),
+    "require_check": click.option(
+        "--require-check",
+        is_flag=True,
+        help="Fail where nobody can say whether the class in config.json takes the result.",
+    ),
     "include_asset": click.option(
         "--include-asset",
         multiple=True,

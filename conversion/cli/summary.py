@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["summary"]
 
+_BY = {"table": "shipped table", "class": "class itself"}
 _MOST = 20  # names: a model may lose a thousand, and ``--json`` has them all
 
 
@@ -35,6 +36,8 @@ def summary(report: ConvertReport) -> str:
         lines.append(f"kept from the interrupted run: {len(report.outcome.kept)} files")
     if not report.outcome.published and not report.dry_run:
         lines.append("not published yet: other parts are still to be written")
+    if report.check is not None and report.check.how != "not checked":
+        lines.append(f"checked: {report.check.class_name} takes it (by the {_BY[report.check.how]})")
     if report.dropped_optimizer:
         lines.append(f"left out: {report.dropped_optimizer} optimizer entries")
     if report.dropped_others:

@@ -35,6 +35,8 @@ class ConvertOptions:
         max_shard_bytes: limit of tensor bytes per data file.
         ranks, granularity: what a native checkpoint is laid out for; texts for `parse_granularities`, with names
             as `fully_shard` of a layer knows them.
+        require_check: refuse a Hugging Face folder for which nobody can say whether the class that its config.json
+            names takes it.
         run: overwrite, resume, part, memory and threads.
 
     Examples:
@@ -62,12 +64,17 @@ class ConvertOptions:
     max_shard_bytes: int = 5 * 10**9
     ranks: int = 1
     granularity: Sequence[str] = ()
+    require_check: bool = False
     run: RunOptions = field(default_factory=RunOptions)
 
     def asked(self) -> dict[str, str]:
         """What was asked for, by the command line's names, as far as it decides the result."""
         names = {"max_shard_bytes": "max-shard-size"}
-        chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "run"}
+        chosen = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.name not in ("run", "require_check")
+        }
         texts = {
             name: " ".join(map(str, v)) if isinstance(v, (list, tuple)) else v for name, v in chosen.items()
         }

@@ -139,7 +139,7 @@ FORMATS = {
             lambda state, o, assets, _: _plan_hf(
                 list(state.views.values()), assets, o.max_shard_bytes, state.file_metadata
             ),
-            ("include_asset", "no_assets", "adapter", "adapter_name"),
+            ("include_asset", "no_assets", "adapter", "adapter_name", "require_check"),
         ),
     ),
     "bin": Format(

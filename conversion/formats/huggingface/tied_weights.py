@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from vescale_fsdp.conversion.formats.huggingface.assets import own_config
-from vescale_fsdp.conversion.formats.huggingface.class_ties import ties_of_class
+from vescale_fsdp.conversion.formats.huggingface.model_class import ties_of_class
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 

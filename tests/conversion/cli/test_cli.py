@@ -150,8 +150,8 @@ def test_flags_are_these() -> None:
     """A new command or flag needs an edit here: each is a promise to people's scripts."""
     expected = {name: flags.split() for name, flags in FLAGS.items()}
     for name, more in {
-        "to-hf": "--adapter --adapter-name --include-asset --no-assets",
-        "merge-adapter": "--include-asset --no-assets",
+        "to-hf": "--adapter --adapter-name --include-asset --no-assets --require-check",
+        "merge-adapter": "--include-asset --no-assets --require-check",
         "to-fsdp2": STATE,
         "to-torch": STATE,
         "to-zarr": STATE,

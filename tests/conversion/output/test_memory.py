@@ -76,6 +76,7 @@ class PreTrainedModel:
     def __init__(self, config): assert config["hidden_size"] == 8
     def get_expanded_tied_weights_keys(self, all_submodels): return {"head": "embed"}
     def state_dict(self): return {}
+    def named_modules(self): return []
     print("noise")
 class Model(PreTrainedModel): pass
 """
@@ -96,6 +97,7 @@ def test_what_is_asked_of_transformers_is_not_held(tmp_path: Path) -> None:
     (tmp_path / "transformers" / "core_model_loading.py").write_text(
         "def revert_weight_conversion(*_): return {}"
     )
+    (tmp_path / "transformers" / "pytorch_utils.py").write_text("class Conv1D: pass")
     (tmp_path / "hf").mkdir()
     save_file({"embed": torch.ones(4)}, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     config = {"architectures": ["Model"], "tie_word_embeddings": True, "hidden_size": 8}

@@ -1,0 +1,161 @@
+"""What a class of transformers says of itself: the part that imports torch and transformers.
+
+It runs as a script in a child process (see `model_class`), so it imports nothing of this package:
+
+    python -I class_child.py < request      a request and its answer are JSON; the answer is all of stdout
+
+A class is made on the meta device, which takes no memory for weights. It is one of transformers' own, taken by its
+name: code of a repository is never imported, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = ["answer"]
+
+_BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
+_CONVERSION = re.compile(r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE)  # in transformers' report of a load
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to one request.
+
+    Args:
+        request: ``class``, ``config``; for the question whether it takes a folder ``tensors`` too: name -> [shape, name
+            of the type in torch].
+
+    Returns:
+        of tensors, ``{"problems": [...]}``; without, ``"forms"``: name -> shape in memory and, where they differ, in
+        files; ``"ties"``: name -> the name that stands for it, in both; and ``"modules"``: Linear and Conv1D modules ->
+        whether their weights are [in, out]. Or ``{"unknown": reason}``, with ``"is_absent"`` if there is no such class.
+    """
+    try:
+        import torch  # noqa: F401  without it transformers has no models
+        import transformers
+    except ImportError as error:
+        return {"unknown": str(error), "is_absent": True}
+    name = request["class"]
+    model_class: Any = getattr(transformers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        code = "; code of the repository itself is not run" if request["config"].get("auto_map") else ""
+        return {
+            "unknown": f"transformers {transformers.__version__} has no class {name}{code}",
+            "is_absent": True,
+        }
+    try:
+        return (
+            _load(model_class, request) if "tensors" in request else _describe(model_class, request["config"])
+        )
+    except Exception as error:  # noqa: BLE001  of whatever kind a model's code raises for settings it cannot take
+        return {"unknown": f"{type(error).__name__}: {error}"}
+
+
+def _describe(model_class: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_dict(dict(config)))
+    tensors = model.state_dict()
+    in_files = revert_weight_conversion(model, dict(tensors))
+    ties = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+    names: dict[str, str] = {}
+    for name in {*ties, *ties.values()} & tensors.keys():
+        renamed = list(revert_weight_conversion(model, {name: tensors[name]}))
+        names[name] = renamed[0] if len(renamed) == 1 else name
+    kinds = (torch.nn.Linear, Conv1D)
+    return {
+        "forms": [{n: list(t.shape) for n, t in form.items()} for form in (tensors, in_files)],
+        "ties": {**ties, **{names.get(a, a): names.get(b, b) for a, b in ties.items()}},
+        "modules": {n: isinstance(m, Conv1D) for n, m in model.named_modules() if isinstance(m, kinds)},
+    }
+
+
+def _load(model_class: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``from_pretrained`` says of tensors on meta: the class's own renames, prefixes, ties and quantiser apply."""
+    import torch
+
+    if find_spec("accelerate") is None:  # transformers needs it for a device map
+        return {"unknown": "accelerate is not installed"}
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in request["tensors"].items()
+    }
+    reports = _Reports()
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(reports)
+    is_quantized = False
+    try:
+        config = model_class.config_class.from_dict(dict(request["config"]))
+        is_quantized = any(
+            getattr(part, "quantization_config", None)
+            for part in (config, config.get_text_config(decoder=True))
+        )
+        _, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+        )
+    except ImportError as error:  # what a quantiser or a class needs
+        return {"unknown": str(error).strip()}
+    except Exception as error:  # noqa: BLE001  of whatever kind transformers raises for what it does not take
+        failed = sorted(set(_CONVERSION.findall(reports.text)))
+        if is_quantized:
+            return {"unknown": f"{type(error).__name__}: {error}"}
+        if failed:
+            return {"problems": [f"cannot be made of the tensors that are there: {name}" for name in failed]}
+        return {"problems": [f"the class raises {type(error).__name__}: {error}"]}
+    finally:
+        logger.removeHandler(reports)
+    return {
+        "problems": [
+            *(f"missing: {name}" for name in sorted(info["missing_keys"])),
+            *(f"unexpected: {name}" for name in sorted(info["unexpected_keys"])),
+            *(
+                f"wrong shape: {name} is {list(found)}, the class has {list(wanted)}"
+                for name, found, wanted in sorted(info["mismatched_keys"])
+            ),
+            *map(str, info["error_msgs"]),
+        ]
+    }
+
+
+class _Reports(logging.Handler):
+    """Keeps what a logger is told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+
+def main() -> None:
+    """Answer the request on stdin; whatever libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    sys.path[:] = request["path"]
+    found = answer(request)
+    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS
+    with out:
+        json.dump(found, out)
+
+
+if __name__ == "__main__":
+    main()
