@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,46 @@ def test_data_goes_on_with_other_ranks(tmp_path: Path, kind: str) -> None:
     assert [len(taken) for taken, _ in found] == [6, 4, 2]
     samples = [sample for taken, _ in found for batch in taken for sample in batch]
     assert sorted(samples) == list(range(24))
+
+
+class Failing(dist.Store):
+    """A store over which no group can be made."""
+
+    def set(self, key: str, value: Any) -> None:
+        raise RuntimeError("made to fail")
+
+
+def _forms_late(folder: Path) -> list[int]:
+    """Rank 0 is in an epoch whose group cannot be made, before both ranks are in one."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    membership = Scripted(rank, folder, [(2, 3)])
+    failing, real = Failing(), membership.wait
+    quorums = [Quorum(-1, ("0", "1"), 0, failing)] * (rank == 0)
+    membership.wait = lambda: quorums.pop() if quorums else real()  # type: ignore[method-assign]
+
+    def build(mesh: DeviceMesh) -> Training:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    job = ElasticJob(
+        membership,
+        build,
+        lambda _: CheckpointManager(folder / "steps", save_interval=1),
+        timeout_s=20,
+        max_retries=1,
+    )
+    try:
+        job.run(lambda job, step: None, 3)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return [epoch.number for epoch in job.epochs]
+
+
+def test_a_group_that_could_not_be_made_changes_no_names(tmp_path: Path) -> None:
+    """Whoever was there when it failed meets those who were not."""
+    assert run_ranks(2, _forms_late, tmp_path) == [[0], [0]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
