@@ -21,7 +21,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -281,21 +281,9 @@ class GroupCoordinator(Coordinator):
     def decide(self, name: str, word: str, done: str) -> str:
         store = store_of(self.group)
 
-        def enter() -> str:
-            found = store.compare_set(name, "", word).decode()
-            num_read = store.add(f"{name} read", 1)
-            if self.rank == 0:
-                deadline_s = time.monotonic() + _READERS_S
-                while found == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
-                    # The store may be in this process, which may end as soon as it has decided.
-                    time.sleep(_POLL_S)
-                    num_read = store.add(f"{name} read", 0)
-                store.delete_key(done)
-                store.delete_key(f"{done} read")
-            return found
-
+        doing = f"rank {self.rank}, {name}"
         try:
-            return within(self._timeout_s, enter, f"rank {self.rank}, {name}")
+            entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
                 "The store of the ranks was lost as they decided.",
@@ -304,6 +292,21 @@ class GroupCoordinator(Coordinator):
                 where=f"rank {self.rank}",
                 todo="compare what the ranks have before they go on",
             ) from lost
+        found = entered.decode()
+        with suppress(RuntimeError):  # decided is decided, with the store lost or without
+            within(2 * _READERS_S, lambda: self._let_read(store, name, found, done), doing)
+        return found
+
+    def _let_read(self, store: dist.Store, name: str, found: str, done: str) -> None:
+        num_read = store.add(f"{name} read", 1)
+        if self.rank == 0:
+            deadline_s = time.monotonic() + _READERS_S
+            while found == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
+                # The store may be in this process, which may end as soon as it has decided.
+                time.sleep(_POLL_S)
+                num_read = store.add(f"{name} read", 0)
+            store.delete_key(done)
+            store.delete_key(f"{done} read")
 
     def new_name(self) -> str:
         return f"{self._max([secrets.randbits(62)])[0]:016x}"

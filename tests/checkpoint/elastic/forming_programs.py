@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader
 
 from tests.checkpoint.elastic.formation import Spots
 from vescale_fsdp import fully_shard, plan_transfer
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier
+from vescale_fsdp.checkpoint import (
+    CheckpointManager,
+    RamTier,
+    ReshardableLoader,
+    ReshardableSampler,
+    Resharded,
+)
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.elastic.job import ElasticJob, Training
 from vescale_fsdp.elastic.store_membership import StoreMembership
 
-TIMEOUT_S = 6.0  # of groups and meetings
+TIMEOUT_S = 4.0  # of groups and meetings
+NUM_SAMPLES = 60
 
 
 def _training(mesh: DeviceMesh) -> Training:
@@ -66,17 +75,30 @@ def trains(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Sp
 
 
 def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
-    """An elastic job whose last rank is killed in its third step, whatever else happens."""
+    """An elastic job whose last rank is killed in its third step, whatever else happens.
+
+    Each rank notes in ``samples-RANK`` what it takes of the data: epoch, step, samples.
+    """
+    batches: list[Iterator[torch.Tensor]] = []
+
+    def build(mesh: DeviceMesh) -> Training:
+        training = _training(mesh)
+        sampler = ReshardableSampler(NUM_SAMPLES, seed=3)
+        data = ReshardableLoader(DataLoader(range(NUM_SAMPLES), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+        batches[:] = [iter(data)]
+        return Training(training.model, training.optimizer, {"data": Resharded(data)})
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None
         spots.pass_by(f"step {step} of {job.num_ranks}")
+        with open(folder / f"samples-{rank}", "a") as file:
+            file.write(json.dumps([job.epochs[-1].number, step, next(batches[0]).tolist()]) + "\n")
         _step(job.training)
         if step == 2 and rank == num_ranks - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     membership = StoreMembership(store, num_first=num_ranks, timeout_s=60)
-    job = ElasticJob(membership, _training, lambda ranks: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S)
+    job = ElasticJob(membership, build, lambda ranks: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S)
     job.run(train_step, 6)
     assert job.training is not None
     local = [param.to_local().double().sum().item().hex() for param in job.training.model.parameters()]

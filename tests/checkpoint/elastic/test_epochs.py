@@ -44,13 +44,15 @@ class Scripted:
         pass
 
 
-def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[list[list[int]], list[int]]:
-    """Samples of the steps that this rank has done, and its open files at the first step of each epoch."""
+def _run(
+    folder: Path, epochs: Sequence[tuple[int, int]], kind: str
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Samples of the steps that this rank has done; its open files and threads at the first step of each epoch."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     taken: list[list[int]] = []
-    num_files: list[int] = []
+    kept: list[tuple[int, int]] = []
     batches: list[Iterator[torch.Tensor]] = []
     num_samples = 2 * sum(num_ranks * steps for num_ranks, steps in epochs)
 
@@ -69,8 +71,8 @@ def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[li
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None
-        if len(num_files) < len(job.epochs):
-            num_files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0)
+        if len(kept) < len(job.epochs) and sys.platform == "linux":
+            kept.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
         taken.append(next(batches[0]).tolist())
         job.training.model(torch.ones(1, 4)).sum().backward()
         job.training.optimizer.step()
@@ -85,7 +87,7 @@ def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[li
         assert rank >= epochs[-1][0]
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
-    return taken, num_files
+    return taken, kept
 
 
 @pytest.mark.parametrize("kind", ["default", "given"])
@@ -140,9 +142,10 @@ def test_a_group_that_could_not_be_made_changes_no_names(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
-def test_epochs_leave_no_files(tmp_path: Path) -> None:
-    """The number of open files is that of the first epochs, however many there were."""
-    found = run_ranks(2, _run, tmp_path, [(2, 1)] * 8, "default")
+def test_epochs_leave_no_files_or_threads(tmp_path: Path) -> None:
+    """There are as many as in the first epochs, however many there were."""
+    found = run_ranks(2, _run, tmp_path, [(2, 1)] * 20, "default")
 
-    for _, num_files in found:
-        assert len(num_files) == 8 and max(num_files[3:]) <= num_files[2] + 1, num_files
+    for _, kept in found:
+        files, threads = zip(*kept, strict=True)
+        assert len(kept) == 20 and max(files[3:]) <= files[2] + 1 and max(threads[3:]) <= threads[2] + 1, kept

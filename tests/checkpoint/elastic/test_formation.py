@@ -10,11 +10,12 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.elastic.formation import Death, End, launch, spots_of
+from tests.checkpoint.elastic.formation import Death, End, Program, launch, spots_of
 from tests.checkpoint.elastic.forming_programs import goes_on, meets, trains
 
 _ALL = os.environ.get("FAULTS") == "all"
@@ -63,7 +64,7 @@ def _check_meets(folder: Path, death: Death) -> None:
 
 
 def _check_goes_on(folder: Path, death: Death) -> None:
-    """Others finish, on the same bits, and never from the start once a step was saved."""
+    """Others finish, with every sample once, and never from the start once a step was saved."""
     others = _others(launch(goes_on, folder, 3, death, limit_s=_LIMIT_S), death)
     # The last rank is killed in its third step, if that comes.
     done = {rank: end for rank, end in others.items() if end.exit_code != -signal.SIGKILL}
@@ -72,28 +73,37 @@ def _check_goes_on(folder: Path, death: Death) -> None:
         steps = [step for _, step, _ in end.result["epochs"]]
         assert steps == sorted(steps), (death, steps)
         assert all(tier != "start" for _, step, tier in end.result["epochs"] if step), death
+    taken: dict[int, dict[int, list[int]]] = {}  # by step and epoch
+    for file in folder.glob("samples-*"):
+        for line in file.read_text().splitlines():
+            epoch, step, samples = json.loads(line)
+            taken.setdefault(step, {}).setdefault(epoch, []).extend(samples)
+    counted = [sample for step in sorted(taken) for sample in taken[step][max(taken[step])]]
+    assert sorted(taken) == list(range(6)) and len(counted) == len(set(counted)), (death, taken)
 
 
-# The first meeting, a group that others have begun, a first collective; a rank that is stalled.
-@pytest.mark.parametrize("spot", ["dist.new_group 1", "step 1"])
-def test_a_job_ends_with_its_ranks(tmp_path: Path, spot: str) -> None:
-    """The others end with errors."""
-    _check_ends_with_its_ranks(tmp_path, Death(1, spot))
+_CHECKS: dict[Program, Callable[[Path, Death], None]] = {
+    trains: _check_ends_with_its_ranks,
+    meets: _check_meets,
+    goes_on: _check_goes_on,
+}
 
 
-@pytest.mark.parametrize("spot", ["store.get joint-ranks", "store.compare_set #//transfer # 2"])
-def test_jobs_that_meet_are_told(tmp_path: Path, spot: str) -> None:
-    """The others end with errors that say so, and serve one version of the weights."""
-    _check_meets(tmp_path, Death(2, spot))
-
-
-@pytest.mark.parametrize("spot", ["store.wait elastic/epoch-0/0//cpu//0/2"])
-def test_elastic_jobs_go_on(tmp_path: Path, spot: str) -> None:
-    """The others finish the job."""
-    _check_goes_on(tmp_path, Death(1, spot))
-
-
-_CHECKS = {trains: _check_ends_with_its_ranks, meets: _check_meets, goes_on: _check_goes_on}
+@pytest.mark.parametrize(
+    ("program", "death"),
+    [
+        (trains, Death(1, "step 1")),
+        (meets, Death(2, "store.get joint-ranks")),
+        (meets, Death(2, "store.compare_set #//transfer # 2")),
+        (goes_on, Death(1, "store.set elastic/epoch-0/0//cpu//0/1")),
+        (goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP)),
+    ],
+    ids=["first step", "meeting", "end of a transfer", "first group", "stalled"],
+)
+def test_some_calls(tmp_path: Path, program: Program, death: Death) -> None:
+    """One rank is killed at a call, or stalled."""
+    _CHECKS[program](tmp_path, death)
+    assert (tmp_path / "death").exists()
 
 
 def _thinned(spots: list[str]) -> list[str]:
@@ -105,13 +115,13 @@ def _thinned(spots: list[str]) -> list[str]:
 
 @pytest.mark.skipif(not _ALL, reason="FAULTS=all: every call of three programs, killed and stalled")
 @pytest.mark.parametrize("program", list(_CHECKS), ids=lambda program: program.__name__)
-def test_every_call(tmp_path: Path, program: object) -> None:
+def test_every_call(tmp_path: Path, program: Program) -> None:
     """One rank is killed at each call, and stalled at some."""
-    spots = spots_of(program, tmp_path / "undisturbed", 3, 1)  # type: ignore[arg-type]
+    spots = spots_of(program, tmp_path / "undisturbed", 3, 1)
     deaths = [Death(1, spot) for spot in _thinned(spots)]
     deaths += [Death(1, spot, signal.SIGSTOP) for spot in _thinned(spots)[_SEED % 9 :: 9]]
     for number, death in enumerate(deaths):
-        _CHECKS[program](tmp_path / str(number), death)  # type: ignore[index]
+        _CHECKS[program](tmp_path / str(number), death)
 
 
 @pytest.mark.skipif(not _ALL, reason="FAULTS=all: 60 moments around the end of a transfer")

@@ -49,6 +49,9 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
         return real(self, *args)
 
     GroupCoordinator.decide = late  # type: ignore[method-assign]
+    picklers = {name: getattr(dist, name) for name in dir(dist) if "_object" in name}
+    for name in picklers:
+        setattr(dist, name, None)
     for where in rendezvous:
         secret = "s3cret" if where.startswith("tcp") else None
         ranks = joint_ranks(
@@ -72,6 +75,8 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
         ranks.close()
         ranks.close()
     GroupCoordinator.decide = real  # type: ignore[method-assign]
+    for name, pickler in picklers.items():
+        setattr(dist, name, pickler)
     with pytest.raises(PlacementError, match="not among those"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
     with pytest.raises(PlacementError, match="no place to meet"):
