@@ -108,11 +108,19 @@ class SpottedStore(dist.Store):
     def __init__(self, store: dist.Store, spots: Spots) -> None:
         super().__init__()
         self._store, self._spots = store, spots
+        self._asked: dict[str, list[str]] = {}
         self.set_timeout(timedelta(seconds=60))
 
     def _pass(self, name: str, key: str) -> None:
-        # Names that differ from run to run.
-        self._spots.pass_by(f"store.{name} {re.sub('[0-9a-f]{8,}', '#', key)}")
+        # Names that differ from run to run; of ranks' addresses, which the first asked for is.
+        known = re.sub("[0-9a-f]{8,}", "#", key)
+        series = re.sub("/[0-9]+$", "/rank", known)
+        if series != known:
+            asked = self._asked.setdefault(f"{name} {series}", [])
+            if key not in asked:
+                asked.append(key)
+            known = f"{series} {asked.index(key)}"
+        self._spots.pass_by(f"store.{name} {known}")
 
     def set(self, key: str, value: Any) -> None:
         self._pass("set", key)

@@ -47,8 +47,8 @@ def _step(training: Training) -> None:
     training.optimizer.zero_grad()
 
 
-def _manager(folder: Path, rank: int, num_ranks: int) -> CheckpointManager:
-    memory = folder / f"memory-{rank}"
+def _manager(folder: Path, node: int, num_ranks: int) -> CheckpointManager:
+    memory = folder / f"memory-{node}"
     memory.mkdir(exist_ok=True)
     ram = RamTier("job", replicas=min(1, num_ranks - 1), folder=memory)
     return CheckpointManager(folder / "steps", save_interval=2, keep_last=2, async_=True, ram=ram)

@@ -95,7 +95,7 @@ _CHECKS: dict[Program, Callable[[Path, Death], None]] = {
         (trains, Death(1, "step 1")),
         (meets, Death(2, "store.get joint-ranks")),
         (meets, Death(2, "store.compare_set #//transfer # 2")),
-        (goes_on, Death(1, "store.set elastic/epoch-0/0//cpu//0/1")),
+        (goes_on, Death(1, "store.set elastic/epoch-0/0//cpu//0/rank 0")),
         (goes_on, Death(1, "dist.all_reduce 3", signal.SIGSTOP)),
     ],
     ids=["first step", "meeting", "end of a transfer", "first group", "stalled"],
@@ -122,6 +122,10 @@ def test_every_call(tmp_path: Path, program: Program) -> None:
     deaths += [Death(1, spot, signal.SIGSTOP) for spot in _thinned(spots)[_SEED % 9 :: 9]]
     for number, death in enumerate(deaths):
         _CHECKS[program](tmp_path / str(number), death)
+    # Some calls come in another order, or not at all, where threads overtake each other.
+    assert sum((tmp_path / str(number) / "death").exists() for number in range(len(deaths))) > 0.8 * len(
+        deaths
+    )
 
 
 @pytest.mark.skipif(not _ALL, reason="FAULTS=all: 60 moments around the end of a transfer")
@@ -132,3 +136,4 @@ def test_moments_around_the_end_of_a_transfer(tmp_path: Path) -> None:
         run = drawn.choice((1, 2))
         spot = drawn.choice((f"transfer {run}", f"store.compare_set #//transfer # {run}"))
         _check_meets(tmp_path / str(number), Death(drawn.randrange(3), spot, delay_s=drawn.random() * 0.01))
+        assert (tmp_path / str(number) / "death").exists()
