@@ -84,7 +84,8 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
     def build(mesh: DeviceMesh) -> Training:
         training = _training(mesh)
         sampler = ReshardableSampler(NUM_SAMPLES, seed=3)
-        data = ReshardableLoader(DataLoader(range(NUM_SAMPLES), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+        loader: DataLoader[int] = DataLoader(range(NUM_SAMPLES), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        data = ReshardableLoader(loader)
         batches[:] = [iter(data)]
         return Training(training.model, training.optimizer, {"data": Resharded(data)})
 
