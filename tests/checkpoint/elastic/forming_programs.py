@@ -29,7 +29,7 @@ from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.elastic.job import ElasticJob, Training
 from vescale_fsdp.elastic.store_membership import StoreMembership
 
-TIMEOUT_S = 4.0  # of groups and meetings
+TIMEOUT_S = 3.0  # of groups and meetings
 NUM_SAMPLES = 60
 
 

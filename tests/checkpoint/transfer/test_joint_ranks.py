@@ -142,7 +142,7 @@ def meets_a_stranger(folder: str) -> dict[str, str]:
                     sent.append(seal(data))  # noqa: B023  called at once
                     forged = {
                         "pickle": pickled,
-                        "another meeting's": recorded,  # noqa: B023
+                        "another meeting's": recorded if len(sent) == 2 else sent[-1],  # noqa: B023
                         "again": sent[0],  # noqa: B023
                         "cut": sent[-1][:-1],  # noqa: B023
                         "empty": b"",
