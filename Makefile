@@ -1,8 +1,9 @@
 # make test   the gate and all tests
 # make test-torch TORCH=2.15.0   all tests on another torch, in an environment of its own (tried on Linux without a GPU: what
 #                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
-# make test-faults   every fault of saves and restores, twenty killed ranks, every sample of torch's operator database, of
-#                    which make test meets some, and blocks compiled by Inductor (an hour or more)
+# make test-faults   every fault of saves and restores, twenty killed ranks, ranks killed and stalled at every call, two
+#                    nodes (as root), every sample of torch's operator database, of which make test meets some, and blocks
+#                    compiled by Inductor (two hours or more)
 # make test-fuzz SEEDS=1000 START=0   random programs, trained as plain data parallelism trains them (60 are in make test)
 # make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
 # make gpu    all that half an hour on a machine with GPUs can show: gpu_report/gpu.md and gpu.json
@@ -69,7 +70,8 @@ test-fuzz: venv
 
 test-faults: venv
 	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py \
-	    tests/checkpoint/elastic/test_kills.py tests/dtensor/test_op_db.py tests/runtime/test_compile.py
+	    tests/checkpoint/elastic/test_kills.py tests/checkpoint/elastic/test_formation.py \
+	    tests/checkpoint/elastic/test_two_nodes.py tests/dtensor/test_op_db.py tests/runtime/test_compile.py
 
 # fsspec and what goes with it are named, since datasets, which torchtitan bounds, wants an older one than the latest s3fs
 # does, and pip does not find the pair by itself. Automodel without what it needs besides: it pins another transformers,

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -32,12 +33,16 @@ from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
+from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, VescaleError
+from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 
 __all__ = [
+    "ABORT",
+    "COMMIT",
     "Agreement",
     "Coordinator",
     "GroupCoordinator",
@@ -53,6 +58,10 @@ _NOTHING: Alike = {}
 _FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB
+COMMIT, ABORT = "commit", "abort"
+_READERS_S = 5.0  # a rank that has not read a decision by then is lost, or finds the store lost
+_POLL_S = 0.001
+_LONGEST_S = 1800.0  # torch's own time-out of groups
 _ENDLESS = 2**62  # more bytes than any storage has
 _NOTHING_DONE = "nothing was committed"
 
@@ -214,7 +223,10 @@ class Coordinator:
         self.begin_exchange(outgoing, incoming)()
 
     def decide(self, name: str, word: str, done: str) -> str:
-        """The first word that any rank has entered under a name, this one's if none has. Waits for no rank.
+        """The first word that any rank has entered under a name, this one's if none has.
+
+        Waits for no rank; but rank 0, which may hold the store, waits a while until all have read `COMMIT`: whoever
+        cannot read takes it for `ABORT`.
 
         Args:
             done: an earlier name, which all ranks have read; it is dropped.
@@ -260,17 +272,18 @@ class GroupCoordinator(Coordinator):
         roll_call: RollCall | None = None,
     ) -> None:
         self.group, self._roll_call = group, roll_call
+        timeout = timeout_of(group)
+        self._timeout_s = _LONGEST_S if timeout is None else timeout.total_seconds()
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.rank_of = rank_of
 
     def decide(self, name: str, word: str, done: str) -> str:
         store = store_of(self.group)
+
+        doing = f"rank {self.rank}, {name}"
         try:
-            found = store.compare_set(name, "", word).decode()
-            if self.rank == 0:
-                store.delete_key(done)
-            return found
+            entered = within(self._timeout_s, lambda: store.compare_set(name, "", word), doing)
         except RuntimeError as lost:
             raise CheckpointError(
                 "The store of the ranks was lost as they decided.",
@@ -279,6 +292,21 @@ class GroupCoordinator(Coordinator):
                 where=f"rank {self.rank}",
                 todo="compare what the ranks have before they go on",
             ) from lost
+        found = entered.decode()
+        with suppress(RuntimeError):  # decided is decided, with the store lost or without
+            within(2 * _READERS_S, lambda: self._let_read(store, name, found, done), doing)
+        return found
+
+    def _let_read(self, store: dist.Store, name: str, found: str, done: str) -> None:
+        num_read = store.add(f"{name} read", 1)
+        if self.rank == 0:
+            deadline_s = time.monotonic() + _READERS_S
+            while found == COMMIT and num_read < self.world_size and time.monotonic() < deadline_s:
+                # The store may be in this process, which may end as soon as it has decided.
+                time.sleep(_POLL_S)
+                num_read = store.add(f"{name} read", 0)
+            store.delete_key(done)
+            store.delete_key(f"{done} read")
 
     def new_name(self) -> str:
         return f"{self._max([secrets.randbits(62)])[0]:016x}"
@@ -444,11 +472,11 @@ class GroupCoordinator(Coordinator):
         with self._reaching(doing):
             dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
         lengths = [int(size) for size in sizes]
-        if max(lengths) > _DOCUMENT_BYTES:
+        if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
-                f"A rank sends more than a message holds while {doing}.",
-                expected=f"at most {_DOCUMENT_BYTES} bytes",
-                got=max(lengths),
+                f"A rank sends no message, or more than one holds, while {doing}.",
+                expected=f"1 to {_DOCUMENT_BYTES} bytes from each rank",
+                got=lengths[:16],
             )
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: data.numel()] = data
@@ -456,9 +484,21 @@ class GroupCoordinator(Coordinator):
         with self._reaching(doing):
             dist.all_gather(rows, padded, group=self.group)
         return [
-            json.loads(self._open(row[:length].numpy().tobytes(), rank))
+            self._document(self._open(row[:length].numpy().tobytes(), rank), rank, doing)
             for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
         ]
+
+    def _document(self, data: bytes, rank: int, doing: str) -> Json:
+        try:
+            return parse_json(data)  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise CheckpointError(
+                f"A rank sends what is no message while {doing}.",
+                expected="JSON",
+                got=repr(data[:40]),
+                where=f"rank {rank}, as rank {self.rank} reads it",
+                todo="use the same version on all ranks, and ports that nobody else can reach",
+            ) from error
 
     def _seal(self, data: bytes) -> bytes:
         """A message as it is sent."""
@@ -523,6 +563,8 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         store, members = default_store(), xxhash.xxh3_64_hexdigest(",".join(map(str, ranks)).encode())
         name = f"{base.group_name} {members} {use}"
         rank, timeout = dist.get_rank(base), timeout_of(base)
+        if timeout is not None:
+            store = BoundedStore(store, timeout.total_seconds())
         roll_call = RollCall(store, name, rank, len(ranks), timeout)
         roll_call.gather("the first call of its kind")  # a group cannot say for whom it waits as it is made
         known[use] = new_group(base, backend="gloo")

@@ -5,17 +5,22 @@
 
 What it gives goes where a process group would: ``describe_states(..., ranks=...)``, ``Transfer(plan, ranks=...)``.
 
+    store        each rank enters a greeting; all wait for those of all others, and refuse those of another secret
+    connections  gloo's, between each two ranks
+    proof        each rank signs what all have drawn for this meeting, for each other rank
+
 Between jobs go JSON and raw tensors, never pickles. With a secret, entries of the store and JSON messages are signed,
-and each pair of ranks proves to each other, over its connection, that both know the secret. Tensors are neither signed
+the latter with what was drawn for this meeting and a number, so that none can be repeated. Tensors are neither signed
 nor encrypted: SECURITY.md.
 """
 
 from __future__ import annotations
 
 import gc
-import hmac
+import hashlib
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,8 +31,10 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.ranks.trust import (
+    SECRET,
     SignedStore,
     address_of,
     bound_store,
@@ -38,13 +45,17 @@ from vescale_fsdp.checkpoint.ranks.trust import (
     sign,
     unsign,
 )
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import gloo_group
 
 __all__ = ["joint_ranks"]
 
 T = TypeVar("T")
-_NAME = "joint-ranks"  # key of the group's name
+_NAME = "joint-ranks"  # key of the group's name, and what keys of greetings begin with
+_REFUSED = f"{_NAME} refused"
+_GREETING = b"here"
+_POLL_S = 0.02
+_READERS_S = 5.0
 _NONCE_BYTES = 32
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -73,7 +84,8 @@ def joint_ranks(
 
     Raises:
         PlacementError: if this job's ranks are not among so many, it has no default process group, or the interface is
-            not a loopback one and there is no secret; on ranks that meet one with another secret.
+            not a loopback one and there is no secret; on all ranks, if they do not have the same secret.
+        CheckpointError: if ranks do not come in time, or are lost meanwhile; names those that have not come.
 
     Examples:
         >>> ranks = joint_ranks(dist.HashStore(), first_rank=0, num_ranks=1)
@@ -100,17 +112,32 @@ def joint_ranks(
     address = address_of(interface) if interface else _own_address(where)
     check_exposure(address, known)
     opened = _store(where, rank, num_ranks, timeout) if isinstance(where, SplitResult) else where
-    store = opened if known is None else SignedStore(opened, known)
+    bounded = BoundedStore(opened, timeout_s)
+    store = bounded if known is None else SignedStore(bounded, known)
     if rank == 0:
         store.set(_NAME, secrets.token_hex(8))  # one that no process has for another group
+    try:
+        _greet(bounded, rank, num_ranks, timeout_s, known)
+    except PlacementError:
+        _wait_for_readers(bounded, rank, num_ranks)
+        raise
     name = store.get(_NAME).decode()
     # torch asks for a rank's number in a group by its number in the default group. The other job's ranks have none
     # there, and get numbers that no own rank has.
     own = dist.get_world_size()
     strangers = [*range(first_rank), *range(first_rank + own, num_ranks)]
     numbers = dict(enumerate([*range(first_rank, first_rank + own), *strangers]))
-    with _listening_on(interface or interface_of(address)):
-        group = gloo_group(rank, numbers, name, timeout, store)
+    try:
+        with _listening_on(interface or interface_of(address)):
+            group = gloo_group(rank, numbers, name, timeout, store)
+    except RuntimeError as lost:
+        raise CheckpointError(
+            "A rank was lost while all were connecting.",
+            expected=f"connections between {num_ranks} ranks, all of which had come",
+            got=f"{type(lost).__name__}: {lost}",
+            where=f"rank {rank}",
+            todo="see which process has ended; meet again at a new place",
+        ) from lost
     ranks = JointRanks(group, {own: first_rank + own for own in range(own)}, store, known)
     try:
         ranks.authenticate()
@@ -118,6 +145,61 @@ def joint_ranks(
         ranks.close()
         raise
     return ranks
+
+
+def _greet(store: BoundedStore, rank: int, num_ranks: int, timeout_s: float, secret: bytes | None) -> None:
+    """Wait until all ranks have come, with the same secret or all without one.
+
+    Raises:
+        PlacementError: on all ranks, as soon as one has met a rank of another secret.
+        CheckpointError: if ranks do not come in time; names them.
+    """
+    store.set(_greeting_key(rank), sign(secret or b"", _greeting_key(rank), _GREETING))
+    missing = set(range(num_ranks)) - {rank}
+    deadline_s = time.monotonic() + timeout_s
+    while missing:
+        if store.check([_REFUSED]):
+            raise _unlike_secrets(rank, store.get(_REFUSED).decode(errors="replace"))
+        for other in [other for other in missing if store.check([_greeting_key(other)])]:
+            try:
+                unsign(secret or b"", _greeting_key(other), store.get(_greeting_key(other)))
+            except PlacementError as error:
+                refused = f"ranks {min(rank, other)} and {max(rank, other)}"
+                store.set(_REFUSED, refused)
+                raise _unlike_secrets(rank, refused) from error
+            missing.discard(other)
+        if missing and time.monotonic() > deadline_s:
+            raise CheckpointError(
+                "Ranks have not come to a meeting.",
+                expected=f"all {num_ranks} within {timeout_s:g} s",
+                got=f"nothing of ranks {sorted(missing)[:16]}",
+                where=f"rank {rank}",
+                todo="look at those; pass the same rendezvous and num_ranks in all jobs, or a longer timeout_s",
+            )
+        time.sleep(_POLL_S if missing else 0)
+
+
+def _wait_for_readers(store: dist.Store, rank: int, num_ranks: int) -> None:
+    """Let other ranks read why a meeting has ended: the store may go with rank 0."""
+    deadline_s = time.monotonic() + _READERS_S
+    num_readers = store.add(f"{_REFUSED} read", 1)
+    while rank == 0 and num_readers < num_ranks and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+        num_readers = store.add(f"{_REFUSED} read", 0)
+
+
+def _greeting_key(rank: int) -> str:
+    return f"{_NAME} {rank}"
+
+
+def _unlike_secrets(rank: int, refused: str) -> PlacementError:
+    return PlacementError(
+        "Ranks of jobs that meet have different secrets, or some have none.",
+        expected="the same secret on all ranks, or none on any",
+        got=f"{refused} do not have the same",
+        where=f"rank {rank}",
+        todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
+    )
 
 
 class JointRanks(GroupCoordinator):
@@ -135,6 +217,7 @@ class JointRanks(GroupCoordinator):
         super().__init__(group, rank_of)
         self._store: dist.Store | None = store  # torch keeps no reference to what is written in Python
         self._secret = secret
+        self._session, self._num_documents = "", 0
 
     def close(self) -> None:
         """Leave the other ranks: connections, threads and files go. A second call does nothing."""
@@ -153,38 +236,45 @@ class JointRanks(GroupCoordinator):
     def authenticate(self) -> None:
         """Prove to every other rank, over its own connection, that this one knows the secret, and have it proven.
 
+        All draw a number; what they sign is the digest of all numbers, so that it is new for each of them.
+
         Raises:
             PlacementError: if another rank does not know it; CheckpointError on ranks that met nothing.
         """
         if self._secret is None:
             return
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        asked = {rank: secrets.token_bytes(_NONCE_BYTES) for rank in others}
-        nonces = self._swap({rank: _bytes_tensor(asked[rank]) for rank in others})
-        signed = {rank: sign(self._secret, f"{self.rank} to {rank}", nonces[rank]) for rank in others}
-        answers = self._swap({rank: _bytes_tensor(answer) for rank, answer in signed.items()})
+        drawn = secrets.token_bytes(_NONCE_BYTES)
+        numbers = {**self._swap(dict.fromkeys(others, drawn)), self.rank: drawn}
+        self._session = hashlib.sha256(b"".join(numbers[rank] for rank in sorted(numbers))).hexdigest()
+        proofs = {rank: sign(self._secret, self._proof_name(self.rank, rank), b"") for rank in others}
+        answers = self._swap(proofs)
         with self.together("proving the secret", "nothing was sent"):
             for rank in others:
-                found = unsign(self._secret, f"{rank} to {self.rank}", answers[rank])
-                if not hmac.compare_digest(found, asked[rank]):
-                    raise PlacementError(
-                        "A rank answers what it was not asked.",
-                        expected="its nonce",
-                        got="another one",
-                        where=f"rank {rank}",
-                    )
+                unsign(self._secret, self._proof_name(rank, self.rank), answers[rank])
 
-    def _swap(self, sent: dict[int, torch.Tensor]) -> dict[int, bytes]:
+    def _proof_name(self, rank: int, to_rank: int) -> str:
+        return f"{rank} to {to_rank} in {self._session}"
+
+    def _swap(self, sent: dict[int, bytes]) -> dict[int, bytes]:
         """Send each other rank a message, and get one of the same size from each."""
-        received = {rank: torch.empty_like(data) for rank, data in sent.items()}
-        self.exchange([(sent[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])
+        outgoing = {rank: _bytes_tensor(data) for rank, data in sent.items()}
+        received = {rank: torch.empty_like(data) for rank, data in outgoing.items()}
+        self.exchange([(outgoing[rank], rank) for rank in sent], [(received[rank], rank) for rank in sent])
         return {rank: data.numpy().tobytes() for rank, data in received.items()}
 
+    def _documents(self, item: Json, doing: str) -> list[Json]:
+        self._num_documents += 1  # on all ranks alike
+        return super()._documents(item, doing)
+
     def _seal(self, data: bytes) -> bytes:
-        return data if self._secret is None else sign(self._secret, f"message of {self.rank}", data)
+        return data if self._secret is None else sign(self._secret, self._message_name(self.rank), data)
 
     def _open(self, data: bytes, rank: int) -> bytes:
-        return data if self._secret is None else unsign(self._secret, f"message of {rank}", data)
+        return data if self._secret is None else unsign(self._secret, self._message_name(rank), data)
+
+    def _message_name(self, rank: int) -> str:
+        return f"message {self._num_documents} of {rank} in {self._session}"
 
     def _gathered(self, item: T, doing: str) -> list[T]:
         return cast("list[T]", self._documents(cast("Json", item), doing))
@@ -219,7 +309,12 @@ def _store(where: SplitResult, rank: int, num_ranks: int, timeout: timedelta) ->
     assert where.hostname is not None and where.port is not None
     if rank == 0:
         return bound_store(where.hostname, where.port, timeout)
-    return dist.TCPStore(where.hostname, where.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    host, port = where.hostname, where.port
+    return within(
+        timeout.total_seconds(),
+        lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+        f"rank {rank}, at {where.geturl()}",
+    )
 
 
 @contextmanager

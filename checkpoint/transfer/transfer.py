@@ -35,7 +35,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, GroupCoordinator, coordinator_for
+from vescale_fsdp.checkpoint.ranks.coordinator import (
+    ABORT,
+    COMMIT,
+    Coordinator,
+    GroupCoordinator,
+    coordinator_for,
+)
 from vescale_fsdp.checkpoint.transfer.coding import CutBlocks, coded_here
 from vescale_fsdp.checkpoint.transfer.exchange import Exchange, Rooms
 from vescale_fsdp.checkpoint.transfer.memories import Destination, Origin, SourceWatch, local_parts, parts_of
@@ -340,13 +346,13 @@ class Transfer:
                 is_ready = True
         except BaseException:
             # Others may have met before a rank was lost; they cannot have if this one was not ready.
-            if not is_ready or self._decide("abort") != "commit":
+            if not is_ready or self._decide(ABORT) != COMMIT:
                 raise
             _logger.warning(
                 "a rank was lost as a transfer ended; all others have committed it, so this one does"
             )
         else:
-            if self._decide("commit") != "commit":
+            if self._decide(COMMIT) != COMMIT:
                 raise CheckpointError(
                     "A rank was lost as a transfer ended.",
                     expected="all ranks to meet",

@@ -192,13 +192,17 @@ class ElasticJob:
         """Meet the others and restore; the number of steps that are done."""
         agreed_at_s = time.time()
         self.rank, self.num_ranks, self._store = quorum.rank, len(quorum.members), quorum.store
-        dist.init_process_group(
-            self._backend,
-            store=quorum.store,
-            rank=quorum.rank,
-            world_size=len(quorum.members),
-            timeout=timedelta(seconds=self._timeout_s),
-        )
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=quorum.store,
+                rank=quorum.rank,
+                world_size=len(quorum.members),
+                timeout=timedelta(seconds=self._timeout_s),
+            )
+        except RuntimeError:
+            _restart_group_names()
+            raise
         self.mesh = mesh = self._make_mesh(self.num_ranks)
         if self.training is None:
             self._build_on(mesh)
@@ -274,6 +278,16 @@ class ElasticJob:
         del manager
         forget_meshes()
         gc.collect()  # groups that nobody holds keep their threads and files until then
+
+
+def _restart_group_names() -> None:
+    """Number groups from 0 again, where making a default group has failed.
+
+    Numbers are part of the keys under which ranks meet. torch (2.11-2.15) counts a group that could not be made, and
+    begins anew when a default group is destroyed: this rank would look for others where none of them is.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def _default_mesh(num_ranks: int) -> DeviceMesh:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import time
 from threading import Thread
 
 from vescale_fsdp.checkpoint.ranks.trust import check_exposure, sign
@@ -40,7 +41,8 @@ class Presence:
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self._token, self._secret = secrets.token_hex(8), secret
         self.name = f"{host}:{self._listener.getsockname()[1]}/{self._token}"
-        Thread(target=self._accept, name="elastic-presence", daemon=True).start()
+        self._accepting = Thread(target=self._accept, name="elastic-presence", daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         while True:
@@ -53,7 +55,6 @@ class Presence:
 
     def _answer(self, asker: socket.socket) -> None:
         with asker, contextlib.suppress(OSError):  # who asked has gone
-            asker.settimeout(ANSWER_S)
             nonce = _received(asker, _NONCE_BYTES)
             if len(nonce) == _NONCE_BYTES:
                 asker.sendall(_answer_to(nonce, self._token, self._secret))
@@ -64,6 +65,7 @@ class Presence:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._accepting.join(ANSWER_S)
 
 
 def is_present(name: str, secret: bytes | None = None) -> bool:
@@ -85,8 +87,16 @@ def _answer_to(nonce: bytes, token: str, secret: bytes | None) -> bytes:
 
 
 def _received(connection: socket.socket, nbytes: int) -> bytes:
-    """So many bytes, or fewer where the other side has closed."""
-    data = b""
-    while len(data) < nbytes and (more := connection.recv(nbytes - len(data))):
+    """So many bytes, or fewer where the other side has closed.
+
+    Raises:
+        TimeoutError: if they do not come within `ANSWER_S`, however many at a time.
+    """
+    data, deadline_s = b"", time.monotonic() + ANSWER_S
+    while len(data) < nbytes:
+        connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        more = connection.recv(nbytes - len(data))
+        if not more:
+            break
         data += more
     return data

@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks.trust import SignedStore, local_address, secret_of
+from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore
+from vescale_fsdp.checkpoint.ranks.trust import SECRET, SignedStore, local_address, secret_of
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present
-from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.errors import LifecycleError, PlacementError
 
 __all__ = ["StoreMembership"]
 
@@ -35,6 +38,7 @@ _SETTLE_S = (
     0.5  # how long a round with strangers in it stays open after the last has entered: they come in crowds
 )
 _NEWEST = "newest-round"  # a hint, for those who have been in none
+_REFUSED = "refused"  # somebody with another secret has come, or been met
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,16 @@ class StoreMembership:
         num_first: processes that the job begins with.
         min_members: with fewer no epoch begins.
         timeout_s: how long members of a round wait for others that live and do not enter (they then go on without
-            them), and for there to be enough.
+            them), for there to be enough, and for each answer of the store.
         host: the name or address under which others reach this machine, and the one that is listened on; default: that
             by which it reaches the store.
         secret: signs what processes write to the store and answer to each other; the same in all of them. Default: that
             of the environment, VESCALE_FSDP_SECRET. Without one, all processes are on one machine.
 
     Raises:
-        PlacementError: if there is no secret and ``host`` is not a loopback address.
+        PlacementError: if there is no secret and ``host`` is not a loopback address; by ``wait``, if processes of a
+            first epoch do not all have the same secret, or this one's is another than the job's.
+        LifecycleError: by any method, if the store is lost or does not answer.
 
     Examples:
         >>> store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -91,7 +97,8 @@ class StoreMembership:
     ) -> None:
         self._secret = secret_of(secret)
         # Kept: torch keeps no reference to a store that is written in Python.
-        self._signed = store if self._secret is None else SignedStore(store, self._secret)
+        bounded = BoundedStore(store, timeout_s)
+        self._signed = bounded if self._secret is None else SignedStore(bounded, self._secret)
         self._store = dist.PrefixStore("elastic", self._signed)
         self._num_first, self._min_members, self._timeout_s = num_first, min_members, timeout_s
         self._presence = Presence(_own_host(store) if host is None else host, self._secret)
@@ -107,9 +114,9 @@ class StoreMembership:
         """Enter the next round; returns when it is closed with this process in it."""
         number = self._number + 1
         if self._number < 0 and self._store.check([_NEWEST]):
-            number = max(
-                0, int(self._store.get(_NEWEST)) - 1
-            )  # one that is closed: who was in it is to be known
+            with self._reading():
+                newest = int(self._store.get(_NEWEST))
+            number = max(0, newest - 1)  # one that is closed: who was in it is to be known
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             closed = self._closed(number, deadline_s)
@@ -134,6 +141,8 @@ class StoreMembership:
             found = self._entered(number)
             if found.is_closed:
                 return found
+            if number == 0 and self._store.check([_REFUSED]):  # a later round goes on without a stranger
+                raise self._unlike_secrets()
             now_s = time.monotonic()
             if found != known:
                 changed_s, known = now_s, found
@@ -158,7 +167,26 @@ class StoreMembership:
     def _swap(self, number: int, known: _Round | None, wanted: _Round) -> _Round:
         """Replace what is known of a round, None if nothing; what is there now."""
         expected = "" if known is None else known.text
-        return _Round.of(self._store.compare_set(_key(number), expected, wanted.text).decode())
+        with self._reading():
+            return _Round.of(self._store.compare_set(_key(number), expected, wanted.text).decode())
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Entries of others: signed with this process's secret, or not at all if it has none."""
+        try:
+            yield
+        except ValueError as error:  # PlacementError of a signature too
+            self._store.set(_REFUSED, "")
+            raise self._unlike_secrets() from error
+
+    def _unlike_secrets(self) -> PlacementError:
+        return PlacementError(
+            "Processes of an elastic job have different secrets, or some have none.",
+            expected="the same secret in all processes, or none in any",
+            got="none here" if self._secret is None else "another one here",
+            where=f"process {self.name}",
+            todo=f"set the same {SECRET} in the environment of every process, or pass secret=...",
+        )
 
     def _is_present(self, name: str) -> bool:
         return is_present(name, self._secret)

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
 from vescale_fsdp.checkpoint.ranks.trust import bound_store, check_exposure, local_address, secret_of
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError
@@ -77,6 +78,7 @@ class TorchftMembership:
         )
         self._client: Any = ManagerClient(self._server.address(), connect_timeout=timeout)
         self._epoch = -1
+        self._epoch_store: BoundedStore | None = None  # torch keeps no reference to what is written in Python
         self._next: Any = None  # a quorum that `has_changed` was told of, for `wait`
 
     def wait(self) -> Quorum:
@@ -95,7 +97,13 @@ class TorchftMembership:
             found = self._asked(has_failed=self._epoch >= 0)
         self._epoch = found.quorum_id
         host, _, port = found.store_address.rpartition(":")
-        store = dist.PrefixStore(f"epoch-{self._epoch}", dist.TCPStore(host, int(port), is_master=False))
+        met_at = within(
+            self._timeout_s,
+            lambda: dist.TCPStore(host, int(port), is_master=False),
+            f"{found.store_address}, of the first process of epoch {self._epoch}",
+        )
+        self._epoch_store = BoundedStore(met_at, self._timeout_s)
+        store = dist.PrefixStore(f"epoch-{self._epoch}", self._epoch_store)
         return Quorum(self._epoch, tuple(found.replica_ids), found.replica_rank, store)
 
     def has_changed(self) -> bool:

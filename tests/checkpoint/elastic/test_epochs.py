@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +44,15 @@ class Scripted:
         pass
 
 
-def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[list[list[int]], list[int]]:
-    """Samples of the steps that this rank has done, and its open files at the first step of each epoch."""
+def _run(
+    folder: Path, epochs: Sequence[tuple[int, int]], kind: str
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Samples of the steps that this rank has done; its open files and threads at the first step of each epoch."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     taken: list[list[int]] = []
-    num_files: list[int] = []
+    kept: list[tuple[int, int]] = []
     batches: list[Iterator[torch.Tensor]] = []
     num_samples = 2 * sum(num_ranks * steps for num_ranks, steps in epochs)
 
@@ -68,8 +71,8 @@ def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[li
 
     def train_step(job: ElasticJob, step: int) -> None:
         assert job.training is not None
-        if len(num_files) < len(job.epochs):
-            num_files.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0)
+        if len(kept) < len(job.epochs) and sys.platform == "linux":
+            kept.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
         taken.append(next(batches[0]).tolist())
         job.training.model(torch.ones(1, 4)).sum().backward()
         job.training.optimizer.step()
@@ -84,7 +87,7 @@ def _run(folder: Path, epochs: Sequence[tuple[int, int]], kind: str) -> tuple[li
         assert rank >= epochs[-1][0]
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
-    return taken, num_files
+    return taken, kept
 
 
 @pytest.mark.parametrize("kind", ["default", "given"])
@@ -98,10 +101,51 @@ def test_data_goes_on_with_other_ranks(tmp_path: Path, kind: str) -> None:
     assert sorted(samples) == list(range(24))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
-def test_epochs_leave_no_files(tmp_path: Path) -> None:
-    """The number of open files is that of the first epochs, however many there were."""
-    found = run_ranks(2, _run, tmp_path, [(2, 1)] * 8, "default")
+class Failing(dist.Store):
+    """A store over which no group can be made."""
 
-    for _, num_files in found:
-        assert len(num_files) == 8 and max(num_files[3:]) <= num_files[2] + 1, num_files
+    def set(self, key: str, value: Any) -> None:
+        raise RuntimeError("made to fail")
+
+
+def _forms_late(folder: Path) -> list[int]:
+    """Rank 0 is in an epoch whose group cannot be made, before both ranks are in one."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    membership = Scripted(rank, folder, [(2, 3)])
+    failing, real = Failing(), membership.wait
+    quorums = [Quorum(-1, ("0", "1"), 0, failing)] * (rank == 0)
+    membership.wait = lambda: quorums.pop() if quorums else real()  # type: ignore[method-assign]
+
+    def build(mesh: DeviceMesh) -> Training:
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+        return Training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    job = ElasticJob(
+        membership,
+        build,
+        lambda _: CheckpointManager(folder / "steps", save_interval=1),
+        timeout_s=20,
+        max_retries=1,
+    )
+    try:
+        job.run(lambda job, step: None, 3)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # `run_ranks` ends one
+    return [epoch.number for epoch in job.epochs]
+
+
+def test_a_group_that_could_not_be_made_changes_no_names(tmp_path: Path) -> None:
+    """Whoever was there when it failed meets those who were not."""
+    assert run_ranks(2, _forms_late, tmp_path) == [[0], [0]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists open files in /proc")
+def test_epochs_leave_no_files_or_threads(tmp_path: Path) -> None:
+    """There are as many as in the first epochs, however many there were."""
+    found = run_ranks(2, _run, tmp_path, [(2, 1)] * 20, "default")
+
+    for _, kept in found:
+        files, threads = zip(*kept, strict=True)
+        assert len(kept) == 20 and max(files[3:]) <= files[2] + 1 and max(threads[3:]) <= threads[2] + 1, kept

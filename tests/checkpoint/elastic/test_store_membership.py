@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
+from vescale_fsdp.checkpoint.ranks.trust import bound_store
+from vescale_fsdp.elastic import presence
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present
 from vescale_fsdp.elastic.store_membership import StoreMembership
@@ -59,11 +67,103 @@ def test_epochs_of_a_job() -> None:
 
 
 def test_rounds_that_are_signed() -> None:
-    """Processes with one secret meet; one with another is refused."""
+    """Processes with one secret meet; one with another, or none, is refused, and the others do not hear of it."""
     store = dist.HashStore()
-    _together(*(StoreMembership(store, num_first=2, host="127.0.0.1", secret="x") for _ in range(2)))
-    with pytest.raises(PlacementError):
-        StoreMembership(store, num_first=2, host="127.0.0.1", secret="y").wait()
+    members = [StoreMembership(store, num_first=2, host="127.0.0.1", secret="x") for _ in range(2)]
+    _together(*members)
+    for secret in ("y", ""):
+        with pytest.raises(PlacementError):
+            StoreMembership(store, num_first=2, host="127.0.0.1", secret=secret).wait()
+    members[0].leave()
+    _together(members[1])
+
+
+@pytest.mark.parametrize("secrets", [("x", "y"), ("x", ""), ("", "x")])
+def test_a_first_round_of_different_secrets_is_refused_on_all_sides(secrets: tuple[str, str]) -> None:
+    """Long before the time-out, which is a quarter of an hour."""
+    store = dist.HashStore()
+    members = [
+        StoreMembership(store, num_first=2, host="127.0.0.1", secret=secret, timeout_s=900)
+        for secret in secrets
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for asked in [pool.submit(member.wait) for member in members]:
+            with pytest.raises(PlacementError):
+                asked.result()
+
+
+def _serve(port: Connection) -> None:
+    store = bound_store("127.0.0.1", 0, timedelta(seconds=60))
+    port.send(store.port)
+    signal.pause()
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_answers_no_more(how: signal.Signals) -> None:
+    """Whatever is asked of it ends in an error, also where its process is stalled, not dead."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    port = ours.recv()
+
+    def client() -> BoundedStore:
+        return BoundedStore(dist.TCPStore("127.0.0.1", port, is_master=False), 0.5)
+
+    calls = [
+        (lambda store: store.add("x", 1)),
+        (lambda store: store.get("k")),
+        (lambda store: store.check(["k"])),
+        (lambda store: store.compare_set("k", "", "w")),
+        (lambda store: store.wait(["k"])),
+        (lambda store: store.num_keys()),
+        (lambda store: store.delete_key("k")),
+    ]
+    try:
+        clients = [client() for _ in calls]
+        clients[0].set("k", "v")
+        membership = _member(dist.TCPStore("127.0.0.1", port, is_master=False), 1, timeout_s=0.5)
+        membership.wait()
+        os.kill(server.pid or 0, how)
+        for call, store in zip(calls, clients, strict=True):
+            with pytest.raises(LifecycleError):
+                call(store)
+        with pytest.raises(LifecycleError):
+            membership.has_changed()
+        with pytest.raises(LifecycleError):
+            membership.wait()
+    finally:
+        server.kill()
+        server.join()
+
+
+def test_a_key_that_does_not_come() -> None:
+    """It is waited for as long as was said, and what a store raises itself comes through."""
+    store = BoundedStore(dist.HashStore(), 0.1)
+    with pytest.raises(dist.DistStoreError):
+        store.get("k")
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["k"], timedelta(seconds=0.05))
+    store.set("k", b"v")
+    assert store.get("k") == b"v" and store.compare_set("k", "v", "w") == b"w" and store.delete_key("k")
+
+    def fails() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        within(5, fails, "")
+
+
+def test_an_answer_that_comes_in_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who answers a byte at a time holds nobody up."""
+    monkeypatch.setattr(presence, "ANSWER_S", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(is_present, f"127.0.0.1:{listener.getsockname()[1]}/x")
+        with listener.accept()[0] as connection, contextlib.suppress(OSError):
+            while not asked.done():
+                connection.sendall(b"0")
+                time.sleep(0.02)
+        assert not asked.result()
 
 
 def test_one_that_lives_and_does_not_come_is_waited_for_a_while() -> None:

@@ -6,6 +6,8 @@ import os
 import pickle
 import socket
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as distribute_stock
 
 from tests.support.distributed import cpu_mesh, run_ranks
+from vescale_fsdp.checkpoint.ranks import coordinator
+from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator
 from vescale_fsdp.checkpoint.ranks.trust import SignedStore, bound_store
 from vescale_fsdp.checkpoint.transfer.joint_ranks import joint_ranks
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 
 
@@ -37,6 +41,17 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
     mesh = cpu_mesh()
     full = torch.arange(48.0).view(8, 6)
     sent = 0
+    real = GroupCoordinator.decide
+
+    def late(self: GroupCoordinator, *args: str) -> str:
+        if rank:
+            time.sleep(0.2)  # rank 0, which has the store, closes the meeting as soon as it has decided
+        return real(self, *args)
+
+    GroupCoordinator.decide = late  # type: ignore[method-assign]
+    picklers = {name: getattr(dist, name) for name in dir(dist) if "_object" in name}
+    for name in picklers:
+        setattr(dist, name, None)
     for where in rendezvous:
         secret = "s3cret" if where.startswith("tcp") else None
         ranks = joint_ranks(
@@ -59,6 +74,9 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
         sent += int(plan.demand.sent.sum())
         ranks.close()
         ranks.close()
+    GroupCoordinator.decide = real  # type: ignore[method-assign]
+    for name, pickler in picklers.items():
+        setattr(dist, name, pickler)
     with pytest.raises(PlacementError, match="not among those"):
         joint_ranks(rendezvous[0], first_rank=2, num_ranks=2)
     with pytest.raises(PlacementError, match="no place to meet"):
@@ -68,10 +86,7 @@ def two_jobs(folder: str, rendezvous: tuple[str, ...]) -> int:
 
 def test_weights_between_two_jobs(tmp_path: Path) -> None:
     """Over a file and over TCP, one after the other, the same plan moves the weights."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    where = (f"file://{tmp_path}/meet", f"tcp://127.0.0.1:{port}")
+    where = (f"file://{tmp_path}/meet", f"tcp://127.0.0.1:{free_port()}")
 
     assert run_ranks(3, two_jobs, str(tmp_path), where) == [2 * 2 * 48 * 4] * 3
 
@@ -86,43 +101,123 @@ class Bomb:
         return open, (self.file, "w")
 
 
-def meets_a_stranger(folder: str) -> list[str]:
-    """Rank 0 is told that rank 1 failed, and gets a pickle in place of rank 1's message."""
+def met(work: Callable[[], object]) -> str:
+    """The type of what was raised, "" if nothing was."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  the caller looks at it
+        return type(error).__name__
+    return ""
+
+
+def meets_a_stranger(folder: str) -> dict[str, str]:
+    """Rank 1 sends what is no message of it; what each rank raises, by kind."""
     with pytest.raises(PlacementError):  # not this machine alone, and no secret
         joint_ranks("tcp://192.0.2.1:29600", first_rank=0, num_ranks=2, timeout_s=5)
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = []
-    with joint_ranks(f"file://{folder}/meet", first_rank=rank, num_ranks=2, timeout_s=20) as ranks:
-        if rank == 1:
-            pickled = pickle.dumps(Bomb(f"{folder}/executed"))
-            ranks._seal = lambda data: pickled  # type: ignore[method-assign]
-        try:
-            ranks.raise_together(ValueError("made to fail") if rank else None, "meeting")
-        except Exception as error:  # noqa: BLE001  the caller looks at it
-            found.append(type(error).__name__)
-    for secret in ("right", f"wrong {rank}"):
-        try:
-            joint_ranks(
-                f"file://{folder}/{secret[:5]}", first_rank=rank, num_ranks=2, timeout_s=3, secret=secret
-            ).close()
-            found.append("met")
-        except Exception as error:  # noqa: BLE001  the caller looks at it
-            found.append(type(error).__name__)
+    coordinator._DOCUMENT_BYTES = 1000
+    pickled = pickle.dumps(Bomb(f"{folder}/executed"))
+    recorded = b""
+    found: dict[str, str] = {}
+    for secret in (None, "s"):
+        for kind in (
+            "as it is",
+            "pickle",
+            "again",
+            "another meeting's",
+            "cut",
+            "empty",
+            "long",
+            "deep",
+            "no text",
+        ):
+            where = f"file://{folder}/{secret} {kind}"
+            with joint_ranks(where, first_rank=rank, num_ranks=2, timeout_s=20, secret=secret) as ranks:
+                seal, sent = ranks._seal, list[bytes]()
+
+                def sealed(data: bytes) -> bytes:
+                    sent.append(seal(data))  # noqa: B023  called at once
+                    forged = {
+                        "pickle": pickled,
+                        "another meeting's": recorded if len(sent) == 2 else sent[-1],  # noqa: B023
+                        "again": sent[0],  # noqa: B023
+                        "cut": sent[-1][:-1],  # noqa: B023
+                        "empty": b"",
+                        "long": bytes(2000),
+                        "deep": b"[" * 999,
+                        "no text": b"\xff\xfe",
+                    }
+                    return forged.get(kind, sent[-1])  # noqa: B023
+
+                if rank == 1:
+                    ranks._seal = sealed  # type: ignore[method-assign]
+                words = (f"first {rank}", f"second {rank}")
+                found[f"{secret} {kind}"] = met(lambda: list(map(ranks.everyone, words)))  # noqa: B023
+                if kind == "as it is" and rank == 1:
+                    recorded = sent[-1]
     return found
 
 
+def meets_one_without(folder: str, secrets: tuple[str | None, str | None], where: str) -> str:
+    """Ranks that do not have the same secret; what this one raises, long before the time-out."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    where = where or f"file://{folder}/{secrets}"
+    return met(
+        lambda: joint_ranks(where, first_rank=rank, num_ranks=2, timeout_s=600, secret=secrets[rank]).close()
+    )
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def test_strangers_are_not_believed(tmp_path: Path) -> None:
-    """A pickle is not read, another secret is refused, and without a secret nothing listens beyond this machine."""
-    found = run_ranks(2, meets_a_stranger, str(tmp_path))
+    """Neither a pickle nor a message that was cut, is too long, or was sent before: with a secret and without."""
+    ours, theirs = run_ranks(2, meets_a_stranger, str(tmp_path))
 
     assert not (tmp_path / "executed").exists()
-    for errors in found:
-        assert len(errors) == 3 and errors[0] != "met" and errors[1] == "met" and errors[2] != "met"
+    assert ours["s as it is"] == theirs["s as it is"] == ours["None as it is"] == ""
+    for name, said in ours.items():
+        if name not in ("s as it is", "None as it is", "None again", "None another meeting's"):
+            expected = "PlacementError" if name.startswith("s") and "empty" not in name else "CheckpointError"
+            assert said == ("CheckpointError" if "long" in name else expected), name
     pickle.loads(pickle.dumps(Bomb(str(tmp_path / "executed")))).close()
     assert (tmp_path / "executed").exists()  # so it would have been
+
+
+@pytest.mark.parametrize("secrets", [("a", "b"), ("a", ""), ("", "a")])
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_of_different_secrets_are_all_told(tmp_path: Path, secrets: tuple[str, str], kind: str) -> None:
+    """On both sides, also where one has none."""
+    where = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else ""
+    assert run_ranks(2, meets_one_without, str(tmp_path), secrets, where) == ["PlacementError"] * 2
+
+
+def waits_for_one_that_does_not_come(folder: str) -> str:
+    """What rank 0 of three is told, when rank 2 does not come."""
+    dist.barrier()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        joint_ranks(f"file://{folder}/meet", first_rank=rank, num_ranks=3, timeout_s=1)
+    except CheckpointError as error:
+        return str(error.got)
+    return ""
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    """When the time is over."""
+    assert all("[2]" in got for got in run_ranks(2, waits_for_one_that_does_not_come, str(tmp_path)))
 
 
 def meets_often(folder: str) -> list[tuple[int, int]]:

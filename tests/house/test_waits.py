@@ -1,0 +1,142 @@
+"""Every wait of the package ends: its call carries a time-out, or stands here with what ends it.
+
+Found by parsing the sources. Collectives that a call itself waits for (``dist.all_reduce(..)``) end with the time-out
+of their process group, and are not listed. Bounds are reached in ``tests/checkpoint/elastic/test_formation.py``
+(ranks that are stalled), ``test_store_membership.py`` (stores that are) and the tests named below.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Waits without an argument that says for how long.
+_ENDLESS = {"wait", "join", "result", "exception", "get", "acquire", "accept", "recv", "communicate", "pause"}
+# Calls that wait unless one says how long, by the place of that argument among those without a name.
+_TIMED = {
+    "create_connection": 1,
+    "urlopen": 2,
+    "as_completed": 1,
+    "run": None,
+    "check_output": None,
+    "check_call": None,
+    "call": None,
+}
+_MODULES = {"subprocess", "socket", "urllib", "request", "futures"}  # of `_TIMED`, where they are attributes
+
+GROUP = "the time-out of the process group: test_formation.py, tests/checkpoint/ranks/test_coordinators.py"
+SAVE = "a save or a read under way, which ends with its group's and its storage's: test_remote_storage.py"
+THREAD = "a thread of this process that computes, or writes what the caller would"
+DEVICE = "work that this process has given its device"
+DONE = "nothing: it has ended already"
+MEMBERS = "StoreMembership(timeout_s=), TorchftMembership(timeout_s=): test_store_membership.py"
+IDLE = "the end of its object or process: a daemon, for which nothing waits"
+CLOCK = "a time-out that the socket was given before: test_store_membership.py"
+
+BOUNDS: dict[str, dict[str, str]] = {
+    "checkpoint/loading/shared_stripes.py": {"ahead.popleft().result()": SAVE},
+    "checkpoint/manager.py": {"handle.wait()": SAVE, "self._ram.wait()": GROUP, "self.wait()": SAVE},
+    "checkpoint/memory/ram_tier.py": {"copies.wait()": GROUP, "self.wait()": GROUP},
+    "checkpoint/ranks/background.py": {"job.future.exception()": DONE, "queue.get()": IDLE},
+    "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
+    "checkpoint/ranks/roll_call.py": {"work.wait()": GROUP},
+    "checkpoint/saving/async_save.py": {
+        "self._job.future.exception()": SAVE,
+        "self._job.future.result()": DONE,
+        "self.wait()": SAVE,
+        "wait([self._last.future])": SAVE,
+    },
+    "checkpoint/saving/rank_file_bytes.py": {"stream.record().synchronize()": DEVICE},
+    "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
+    "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
+    "checkpoint/storage/multipart.py": {
+        "part.result()": SAVE,
+        "self._parts[number - 1 - _IN_FLIGHT].result()": SAVE,
+    },
+    "conversion/live/joint_files.py": {"job.result()": THREAD, "self._rooms.get()": THREAD},
+    "conversion/output/threads.py": {"ended.wait()": THREAD},
+    "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
+    "vescale_fsdp/dtensor/pending_tensor.py": {"self._move.wait()": GROUP},
+    "vescale_fsdp/dtensor/ragged_dtensor.py": {"Redistribution(steps).wait()": GROUP},
+    "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
+    "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
+    "vescale_fsdp/elastic/presence.py": {
+        "connection.recv(nbytes - len(data))": CLOCK,
+        "self._listener.accept()": IDLE,
+    },
+    "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
+    "vescale_fsdp/optim/muon/bucket_exchange.py": {"self.work.wait()": GROUP},
+    "vescale_fsdp/optim/muon/step.py": dict.fromkeys(
+        ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
+    ),
+    "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/reduction.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm_context.py": {
+        "event.synchronize()": DEVICE,
+        "flags.wait()": GROUP,
+        "reduced.wait()": GROUP,
+    },
+    "vescale_fsdp/runtime/fsdp_module.py": {"handle.wait()": GROUP},
+    "vescale_fsdp/runtime/schedule.py": {
+        "self.start_finalizing(is_last=self.is_last_backward).wait()": GROUP
+    },
+    "vescale_fsdp/runtime/self_gathering_group.py": {"work.wait()": GROUP},
+}
+
+
+def _is_endless(call: ast.Call) -> bool:
+    keywords = {keyword.arg for keyword in call.keywords}
+    if keywords & {"timeout", "timeout_s"}:
+        return False
+    match call.func:
+        case ast.Attribute(attr="flock" | "lockf"):
+            return not any(flag in ast.unparse(call) for flag in ("LOCK_NB", "LOCK_UN"))
+        case ast.Attribute(attr="synchronize"):
+            return True
+        case ast.Attribute(attr="recv"):
+            return not ast.unparse(call.func).startswith("dist.")
+        case ast.Attribute(attr=name) if name in _ENDLESS:
+            return not call.args and "blocking" not in keywords
+        case ast.Attribute(value=ast.Name(id=module), attr=name) if module in _MODULES and name in _TIMED:
+            place = _TIMED[name]
+            return place is None or len(call.args) <= place
+        case ast.Name(id="wait"):  # of concurrent.futures
+            return len(call.args) < 2
+        case ast.Name(id="urlopen" | "create_connection" | "as_completed" as name):
+            return len(call.args) <= (_TIMED[name] or 0)
+    return False
+
+
+def _waits() -> Iterator[tuple[str, str]]:
+    for folder in ("vescale_fsdp", "checkpoint", "conversion"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if any(parent.is_symlink() for parent in path.parents):
+                continue
+            name = path.relative_to(ROOT).as_posix()
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and _is_endless(node):
+                    yield name, ast.unparse(node)
+
+
+def test_every_wait_has_a_bound() -> None:
+    """Each is known, with what ends it; none that is known has gone."""
+    assert set(_waits()) == {(path, wait) for path, waits in BOUNDS.items() for wait in waits}
+
+
+def test_what_counts_as_a_wait() -> None:
+    """Calls of each kind, with a bound and without."""
+    endless = ("e.wait()", "t.join()", "q.get()", "f.result()", "s.accept()", "wait(fs)", "subprocess.run(c)")
+    bounded = ("e.wait(3)", "','.join(x)", "d.get('k')", "f.result(timeout=1)", "wait(fs, 3)", "k.run()")
+    endless += ("fcntl.flock(f, LOCK_EX)", "socket.create_connection(a)")
+    bounded += (
+        "fcntl.flock(f, LOCK_EX | LOCK_NB)",
+        "socket.create_connection(a, 3)",
+        "subprocess.run(c, timeout=3)",
+    )
+    for texts, expected in ((endless, True), (bounded, False)):
+        for text in texts:
+            (call,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+            assert _is_endless(call) is expected, text
