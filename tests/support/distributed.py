@@ -46,6 +46,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute, debug
 from torch.testing._internal.distributed import multi_threaded_pg
 
+from tests.support.faults.nan_memory import nan_memory_if_asked
+from tests.support.faults.rounding_noise import noise_if_asked
+
 __all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks", "run_threads"]
 
 _PRELOAD = (
@@ -54,7 +57,7 @@ _PRELOAD = (
     "torch.distributed.checkpoint",
     "tests.support.distributed",
 )
-_GRACE_S = 10.0  # how long ranks may go on after one of them has failed, before the pool is killed
+_GRACE_S = 30.0  # how long ranks may go on after one of them has failed, before the pool is killed
 _LAST_ANSWERS_S = 2.0  # how long the ranks that returned may take to say so after one has hung
 _CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
 _DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
@@ -349,7 +352,7 @@ def _answer(call: _Call, payload: bytes) -> bytes:
     try:
         sys.path[:] = call.sys_path  # pytest adds folders as it collects
         fn, args = pickle.loads(payload)
-        with _process_group(call) as store:
+        with _process_group(call) as store, nan_memory_if_asked(), noise_if_asked():
             try:
                 torch.manual_seed(0)
                 answer = pickle.dumps(fn(*args))

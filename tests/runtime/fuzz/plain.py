@@ -55,7 +55,7 @@ class _Plain:
         self.pending: list[list[Values]] = [[] for _ in range(program.replicas)]  # not reduced, by rank
         self.unreplicated: list[list[Values]] = [[] for _ in range(program.replicas)]
         self.place = (0, 0)  # step, micro-batch
-        self.ran: set[int] = set()  # blocks, on any rank, since the last reduction
+        self.ran: set[int] = set()  # blocks, on any rank, with gradients or without
         self.has_started = False
 
     @property
@@ -99,6 +99,7 @@ class _Plain:
             ]
 
     def _run(self, replica: Model, x: torch.Tensor, step: int, rank: int) -> torch.Tensor:
+        self.ran |= {number for number, runs in enumerate(self.program.runs(step, rank)) if runs}
         y: torch.Tensor = replica(x, ways(self.program, step, rank))
         return y.to(getattr(torch, self.program.outputs)) if self.program.outputs else y
 
@@ -108,11 +109,6 @@ class _Plain:
         plan, found = self.program.steps[step].micros[micro], []
         for rank in range(self.program.replicas):
             replica = self._replica()
-            self.ran |= {
-                number
-                for number, runs in enumerate(self.program.runs(step, rank))
-                if runs and not self._runs_without_grads(number)
-            }
             losses = []
             for forward in range(plan.forwards):
                 x = batch(step, micro, forward, rank).requires_grad_(plan.watched)
@@ -128,11 +124,6 @@ class _Plain:
             self.pending[rank].append(grads)
             found.append({str(place): loss.detach() for place, loss in enumerate(losses)})
         return found
-
-    def _runs_without_grads(self, number: int) -> bool:
-        """Whether the one forward of a block is a checkpoint's first, which nothing recomputes."""
-        block = self.program.blocks[number]
-        return block.drops and block.recompute == "reentrant"
 
     def _forward_errors(self, seen: Seen, expected: Values) -> Iterator[str]:
         eps = torch.finfo(self.computes or self.stored).eps
@@ -154,7 +145,6 @@ class _Plain:
                 if terms or self._gets_zeros(name):
                     expected[name] = self._reduced(param, terms)
             self.unreplicated = [[] for _ in self.unreplicated]
-            self.ran = set()
         if found.keys() != expected.keys():
             yield f"gradients of {sorted(found)}, not of {sorted(expected)}"
             return
@@ -182,7 +172,7 @@ class _Plain:
         return total, (uses + 4) * (eps * size + smallest)
 
     def _gets_zeros(self, name: str) -> bool:
-        """Whether zeros are asked for where nobody used a parameter of a unit that somebody ran."""
+        """Whether zeros are asked for where nobody used a parameter of a unit that somebody has run."""
         if "zeros_unused" not in self.program.switches:
             return False
         if not name.startswith("blocks."):

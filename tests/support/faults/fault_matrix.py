@@ -272,7 +272,7 @@ class _Stage:
         never = EverySteps(1 << 40)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("LOCAL_RANK", "0")
-            yield CheckpointManager(disk, save_when=never, ram=tier, process_group=self.group)
+            yield CheckpointManager(disk, save_policy=never, ram=tier, process_group=self.group)
 
     def _manager(self, setting: Setting) -> CheckpointManager:
         return CheckpointManager(
