@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.house.docs.page_blocks import blocks_of, run_page
-from tests.house.docs.plain_training import assert_trained_alike
+from tests.house.docs.plain_training import assert_alike, assert_trained_alike, trained_by, trains
 from tests.house.docs.public_names import OF_STACKS, PUBLIC
 from tools.docs.pictures import FOLDER, pictures
 
@@ -42,6 +42,61 @@ def test_code_runs(name: str, folder: Path) -> None:
     if name == "README.md":
         for last in (10, 20):
             assert_trained_alike(folder / f"run/step-{last:08}", *_plain_readme(last), most=1e-3)
+
+
+# Blocks that train and are compared elsewhere.
+COMPARED = {
+    ("README.md", "train.py"): "test_code_runs: weights, moments and steps of its checkpoints",
+    (IN_THE_NOTEBOOK, "train.py"): "test_notebook.py",
+}
+TRAINING = [
+    name
+    for name, blocks in ALL_BLOCKS.items()
+    if any(trains(b) and b.reason is None and (name, b.title) not in COMPARED for b in blocks)
+]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.usefixtures("one_rank", "folder")
+def test_code_trains_as_without_sharding(name: str) -> None:
+    """Losses, gradients, weights and optimizer state of every block that trains are those of plain modules."""
+    blocks = [b for b in ALL_BLOCKS[name] if b.language == "python" and b.is_run and not b.title]
+    last = max(place for place, block in enumerate(blocks) if trains(block))
+    ours = list(trained_by(name, blocks[: last + 1]))
+    plain = list(trained_by(name, blocks[: last + 1], ours))
+
+    assert len(ours) == len(plain) == sum(map(trains, ALL_BLOCKS[name]))
+    for found, expected in zip(ours, plain, strict=True):
+        assert_alike(found, expected)
+
+
+WRONG_STEPS = {
+    "Adam's step count": "for p in model.parameters():\n"
+    "    optimizer.state[p] = {k: torch.zeros_like(p) for k in ('exp_avg', 'exp_avg_sq')} | {'step': torch.ones(())}",
+    "a gradient": "model[0].bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))",
+    "a NaN": "model[2].bias.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(torch.nan))",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STEPS.values(), ids=WRONG_STEPS)
+@pytest.mark.usefixtures("one_rank")
+def test_wrong_training_is_seen(wrong: str) -> None:
+    """Negative control: the same page with a line too many in its training."""
+    (block,) = (b for b in ALL_BLOCKS["docs/from_fsdp2.md"] if trains(b))
+    first, last = block.text.split("model(torch.randn", 1)
+    (ours,) = trained_by("", [block._replace(text=f"{first}{wrong}\nmodel(torch.randn{last}")])
+    (plain,) = trained_by("", [block], [ours])
+    with pytest.raises(AssertionError):
+        assert_alike(ours, plain)
+
+
+def test_no_block_that_trains_is_forgotten() -> None:
+    """Each runs, or readers see why not, and is compared."""
+    everywhere = {(name, b.title): b for name, blocks in ALL_BLOCKS.items() for b in blocks if trains(b)}
+    assert set(COMPARED) < set(everywhere)
+    assert [key for key, b in everywhere.items() if not b.is_run and b.reason is None] == []
+    left = {key for key, b in everywhere.items() if b.reason is None} - set(COMPARED)
+    assert left == {(name, "") for name in TRAINING}
 
 
 def _plain_readme(last: int) -> tuple[nn.Module, torch.optim.Optimizer]:
