@@ -98,7 +98,7 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
         if step == 2 and rank == num_ranks - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    membership = StoreMembership(store, num_first=num_ranks, timeout_s=60)
+    membership = StoreMembership(store, num_first=num_ranks, timeout_s=20)
     job = ElasticJob(membership, build, lambda ranks: _manager(folder, rank, ranks), timeout_s=TIMEOUT_S)
     job.run(train_step, 6)
     assert job.training is not None

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, async_save, load, save
-from vescale_fsdp.checkpoint.ranks import roll_call
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.checkpoint.ranks import coordinator, roll_call
+from vescale_fsdp.errors import CheckpointError, LifecycleError
 from vescale_fsdp.torch_private import default_store
 
 _TIMEOUT_S = 1.0
@@ -126,3 +127,30 @@ def _late(folder: Path) -> int:
 def test_late_ranks_are_waited_for(tmp_path: Path) -> None:
     """A warning ends nothing: as the group is made, and in a meeting."""
     assert run_ranks(2, _late, tmp_path) == [0, 1]
+
+
+class Silent(dist.Store):
+    """A store whose process is stalled."""
+
+    def add(self, key: str, amount: int) -> int:
+        Event().wait(20)
+        return 0
+
+
+def _asks_a_stalled_store() -> str:
+    dist.destroy_process_group()
+    timeout, real = timedelta(seconds=0.5), coordinator.default_store
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    coordinator.default_store = Silent  # type: ignore[attr-defined]
+    try:
+        coordinator.coordinator_for()
+    except LifecycleError as error:
+        return str(error.expected)
+    finally:
+        coordinator.default_store = real  # type: ignore[attr-defined]
+    return ""
+
+
+def test_a_stalled_store_is_given_up_when_the_group_is() -> None:
+    """torch's clients would wait for ever."""
+    assert "0.5 s" in run_ranks(1, _asks_a_stalled_store)[0]
