@@ -141,7 +141,9 @@ def _check_class(
         if before is None and not says_so and (known := ask(config, class_name)) is not None:
             shapes = {name: info.shape for name, info in infos.items()}
             before = ClassCheck(how, class_name, known.problems(shapes))
-    if by_table if before is None else not before.problems:
+    if before is None and by_table:
+        return None
+    if before is not None and not before.problems:
         return before
     by_class = _ask_class(infos, config, class_name)
     return by_class if before is None or by_class.how == "class" else before

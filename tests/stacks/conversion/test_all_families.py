@@ -20,6 +20,7 @@ from tests.support.tiny_families import family_classes, tiny_model
 from vescale_fsdp import load_from
 from vescale_fsdp.checkpoint import load
 from vescale_fsdp.conversion import diff, open_source
+from vescale_fsdp.conversion.formats.huggingface.class_child import answer
 from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 
 FAMILIES = family_classes()
@@ -64,6 +65,25 @@ def test_what_a_class_ties_is_known(ties: bool | None, tmp_path: Path) -> None:
         built, tied = built + 1, tied + bool(lacking)
         shutil.rmtree(tmp_path / family)
     assert built > 250 and (tied > 100) is (ties is not False)
+
+
+def test_a_class_takes_what_it_says_of_itself() -> None:
+    """Under its names in memory and in files, with the names that it ties and without: what the check of a result takes
+    for a yes, from_pretrained takes."""
+    built = 0
+    for family in FAMILIES:
+        model = tiny_model(family)
+        if model is None:
+            continue
+        config = {key: value for key, value in model.config.to_dict().items() if key != "dtype"}
+        said = answer({"class": family, "config": config})
+        for form in said["forms"]:
+            for left_out in ((), said["ties"]):
+                tensors = {name: (shape, "float32") for name, shape in form.items() if name not in left_out}
+                found = answer({"class": family, "config": config, "tensors": tensors})
+                assert found == {"problems": []}, family
+        built += 1
+    assert built > 250
 
 
 def _states(folder: Path, wanted: dict[str, torch.Tensor]) -> list[tuple[str, dict[str, Any]]]:
