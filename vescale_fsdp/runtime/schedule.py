@@ -13,11 +13,20 @@ Replicas' all-reduces have a stream of their own beside r, copies of offloaded s
 The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
 that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
 units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.
+
+Ranks may differ in which outputs their losses use, and still have to issue the same collectives in the same order. So a
+forward leaves a `Trace`: where units began and ended. Autograd comes by these moments in reverse order; those that it
+skips on this rank are made up for when it comes by an earlier one, or ends: the unit is gathered and reduces zeros at
+the place where other ranks gather it and reduce what they have::
+
+    forward                           begin A  end A  begin B  end B  begin C  end C
+    backward where B is used          C: gather, reduce | B: gather, reduce | A: gather, reduce
+    backward where B is not used      C: gather, reduce | A is reached: B: gather, reduce zeros | A: gather, reduce
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
@@ -56,6 +65,48 @@ class Unit(Protocol):
         """Called when the whole backward pass is over."""
 
 
+class Moment:
+    """Where a call of a unit's forward began or ended.
+
+    Args:
+        trace: of the root's forward around it.
+        place: in the trace.
+        make_up: what the backward does there.
+    """
+
+    __slots__ = ("is_passed", "make_up", "place", "trace")
+
+    def __init__(self, trace: Trace, place: int, make_up: Callable[[], None]) -> None:
+        self.trace, self.place, self.make_up = trace, place, make_up
+        self.is_passed = False  # by a backward
+
+
+class Trace:
+    """The moments of one forward of the root, and of calls behind it. Args: number, growing from forward to forward."""
+
+    __slots__ = ("_moments", "_num_noted", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._moments: list[Moment] = []  # in order; the last ones go once the backward is past them
+        self._num_noted = 0
+
+    def note(self, make_up: Callable[[], None]) -> Moment:
+        """Another moment."""
+        moment = Moment(self, self._num_noted, make_up)
+        self._moments.append(moment)
+        self._num_noted += 1
+        return moment
+
+    def make_up(self, behind: int = -1) -> None:
+        """Do, last first, what the backward has skipped of the moments behind a place."""
+        while self._moments and self._moments[-1].place > behind:
+            moment = self._moments.pop()
+            if not moment.is_passed:
+                moment.is_passed = True
+                moment.make_up()
+
+
 class Schedule:
     """Order and prefetch, for all units under one root.
 
@@ -75,6 +126,8 @@ class Schedule:
         self._begun: set[Unit] = set()  # their backward
         self._successors: dict[Unit, Unit] = {}  # what began next in the last forward that had the unit
         self._guessed: set[Unit] = set()  # gathered because they are successors
+        self._trace = Trace(0)  # of the last forward
+        self._reached: dict[Trace, None] = {}  # by this backward
 
     def gather(self, unit: Unit) -> bool:
         """Start the all-gathers of a unit; False if they are under way or done."""
@@ -103,6 +156,7 @@ class Schedule:
             self.comm.reshard(unit.groups)
         self._guessed.clear()
         self._forget_order()
+        self._trace = Trace(self._trace.number + 1)
 
     def _forget_order(self) -> None:
         """This forward is a past one, of which remains what followed what."""
@@ -153,7 +207,24 @@ class Schedule:
             return ()
         return (following,)
 
+    def note(self, make_up: Callable[[], None]) -> Moment:
+        """A call of a unit begins or ends; ``make_up`` is done where a backward skips it. A recomputed one is apart."""
+        return (Trace(self._trace.number) if self.in_backward else self._trace).note(make_up)
+
     # -- backward -------------------------------------------------------------------------------------
+
+    def pass_by(self, moment: Moment) -> None:
+        """The backward comes by a moment of a forward."""
+        moment.is_passed = True
+        self._reached[moment.trace] = None
+        if self.is_last_backward:
+            self._make_up(trace for trace in self._reached if trace.number > moment.trace.number)
+            moment.trace.make_up(behind=moment.place)
+
+    def _make_up(self, traces: Iterable[Trace]) -> None:
+        """Make up for all that was skipped of forwards, the last one first."""
+        for trace in sorted(traces, key=lambda trace: -trace.number):
+            trace.make_up()
 
     def enter_backward(self, unit: Unit) -> None:
         """A unit's outputs have gradients: gather it, and the unit whose turn comes next."""
@@ -202,6 +273,9 @@ class Schedule:
         self.finalizes_by_hand = enabled
 
     def _end_backward(self) -> None:
+        if self.is_last_backward and not self.finalizes_by_hand:
+            self._make_up(self._reached)
+        self._reached.clear()
         self.in_backward = False
         self._begun.clear()
         self._unfinalized = self.finalizes_by_hand
@@ -250,3 +324,5 @@ class Schedule:
         self._order, self._through = [], []
         self._begun.clear()
         self._guessed.clear()
+        self._reached.clear()
+        self._trace = Trace(self._trace.number + 1)
