@@ -438,11 +438,15 @@ class FSDPState:
                 group.write_grads()
             return
         self._took_part, self._was_reduced = False, True
-        with profiled("FSDP::post_backward_rs_wait ", self.shown):
-            self.comm.make_way()
-        with profiled("FSDP::post_backward_reduce ", self.shown):
-            for group in trained:
-                self.comm.reduce(group)
+        try:
+            with profiled("FSDP::post_backward_rs_wait ", self.shown):
+                self.comm.make_way()
+            with profiled("FSDP::post_backward_reduce ", self.shown):
+                for group in trained:
+                    self.comm.reduce(group)
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
 
     def forget_iteration(self) -> None:
         """After an exception in a forward or backward: nothing of it is to come."""

@@ -53,6 +53,7 @@ class Unit(Protocol):
     forward_prefetch: list[Any] | None
     backward_prefetch: list[Any] | None
     unshard_in_backward: bool
+    requires_gradient_sync: bool
 
     @property
     def stays_gathered(self) -> bool:
@@ -133,16 +134,24 @@ class Schedule:
         """Start the all-gathers of a unit; False if they are under way or done."""
         if not any(group.state.is_sharded for group in unit.groups):
             return False
-        with profiled("FSDP::all_gather ", unit.shown):
-            self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
+        try:
+            with profiled("FSDP::all_gather ", unit.shown):
+                self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
         return True
 
     def wait(self, unit: Unit) -> None:
         """Wait for the all-gathers of a unit; its modules then hold full parameters."""
-        with profiled(
-            "FSDP::all_gather_copy_out ", unit.shown
-        ):  # the name trace tools know; nothing is copied
-            self.comm.wait(unit.groups)
+        try:
+            with profiled(
+                "FSDP::all_gather_copy_out ", unit.shown
+            ):  # the name trace tools know; nothing is copied
+                self.comm.wait(unit.groups)
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -198,6 +207,16 @@ class Schedule:
         self.comm.settle([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self.comm.wait_for_host_copies()
+            return
+        for watch in self.comm.watches.values():
+            watch.note(self._what_follows())
+            watch.end_step(then_reduces=True)
+
+    def _what_follows(self) -> str:
+        """What decides over the backward of this forward, and has to be alike on all ranks."""
+        run = ", ".join([unit.label for unit in self._order])
+        unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
+        return f"forward of {run}; without gradient sync: {unsynced}; last backward: {self.is_last_backward}"
 
     def _next_in_forward(self, unit: Unit) -> Sequence[Unit]:
         if unit.forward_prefetch is not None:
@@ -297,7 +316,14 @@ class Schedule:
         if is_last:
             self._forget_order()
         self._unfinalized = False
-        return GradientReductionHandle(self.comm, self._tell_used())
+        for watch in self.comm.watches.values():
+            watch.end_step()
+        try:
+            told = self._tell_used()
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
+        return GradientReductionHandle(self.comm, told)
 
     def _tell_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
         """Send the other ranks which parameters of what was reduced this one has used."""

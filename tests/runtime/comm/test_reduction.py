@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedDTensor, fully_shard
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.runtime.comm import order_watch
 from vescale_fsdp.runtime.comm.reduction import UsedFlags
 
 
@@ -337,3 +339,91 @@ def test_units_whose_output_only_some_ranks_use_with_replicas(kind: str) -> None
 def test_units_whose_output_only_some_ranks_use_in_parts() -> None:
     """The same where full parameters are kept over smaller groups."""
     run_ranks(4, in_each_way, "in parts", (4,), timeout_s=60.0)
+
+
+class TwoUnits(nn.Module):
+    """Two units of equal sizes, which run in the order that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, order: str = "01") -> torch.Tensor:
+        for number in order:
+            x = torch.tanh(self.units[int(number)](x))
+        return x
+
+
+def _swapped(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model(x, "10" if is_odd else "01").sum().backward()
+
+
+def _left_out(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model(x, "1" if is_odd else "01").sum().backward()
+
+
+def _not_synced(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model.units[1].set_requires_gradient_sync(not is_odd)
+    model(x).sum().backward()
+
+
+def _not_summed_over_replicas(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model.units[1].set_requires_all_reduce(not is_odd)
+    model(x).sum().backward()
+
+
+def _other_factor(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model.units[1].set_gradient_divide_factor(3.0 if is_odd else 2.0)
+    model(x).sum().backward()
+
+
+def _deadlocked(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    """Set after the forward was compared: one rank reduces a unit, the other one gathers the next."""
+    out = model(x)
+    model.units[1].set_requires_gradient_sync(not is_odd)
+    out.sum().backward()
+
+
+ODD_WAYS: dict[str, Callable[[Any, torch.Tensor, bool], None]] = {
+    "swapped": _swapped,
+    "left out": _left_out,
+    "not synced": _not_synced,
+    "not summed": _not_summed_over_replicas,
+    "other factor": _other_factor,
+    "deadlocked": _deadlocked,
+}
+
+
+def odd_way(way: str, shape: tuple[int, ...]) -> tuple[str, str] | None:
+    """What a rank hears of a last rank that goes another way in the second step."""
+    with mock.patch.object(order_watch, "BOUND_S", 1.0):
+        model: Any = TwoUnits()
+        mesh = dist.init_device_mesh("cpu", shape)
+        for module in (*model.units, model):
+            fully_shard(module, mesh=mesh)
+        if way == "deadlocked":
+            model.set_separate_reduce_scatter_group()
+        x, is_odd = torch.ones(2, 6), dist.get_rank() == dist.get_world_size() - 1
+        model(x).sum().backward()
+        try:
+            ODD_WAYS[way](model, x, is_odd)
+            for _ in range(4):
+                model(x).sum().backward()
+        except LifecycleError as error:
+            return str(error.expected), str(error.got)
+        return None
+
+
+@pytest.mark.parametrize(
+    ("way", "shape"),
+    [(way, (2, 2)) for way in ODD_WAYS if way != "deadlocked"]
+    + [("swapped", (2,)), ("not synced", (2,)), ("deadlocked", (2,))],
+)
+def test_every_rank_hears_of_another_order(way: str, shape: tuple[int, ...]) -> None:
+    """Orders that cannot be reconciled raise on all ranks, within a bound, and name units and ranks."""
+    world = 2 if len(shape) == 1 else 4
+    for found in run_ranks(world, odd_way, way, shape, timeout_s=30.0):
+        assert found is not None, "this rank has heard of nothing"
+        expected, got = found
+        assert "units." in expected + got
+        assert f"ranks {list(range(world - 1))} " in expected and f"ranks [{world - 1}] " in got
