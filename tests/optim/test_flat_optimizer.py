@@ -82,7 +82,7 @@ def trained_alike(name: str) -> list[str]:
         train(plain, theirs, steps)
         for schedule in schedules:
             schedule.step()
-    assert not torch.equal(start, full_value(mine.head.weight))
+    assert (start - full_value(mine.head.weight)).norm() > 0
     return differing(everything(mine, ours), everything(plain, theirs))
 
 
@@ -232,7 +232,7 @@ def test_state_moves_to_another_number_of_ranks(tmp_path: Path) -> None:
     (one,) = run_ranks(1, load_at_another_world, tmp_path, "native")
     for three in run_ranks(3, load_at_another_world, tmp_path, "native"):
         assert not differing(one, three)
-    assert max(value.abs().max() for name, value in one.items() if name.endswith("/exp_avg_sq")) > 0
+    assert any(value.abs().max() > 0 for name, value in one.items() if name.endswith("/exp_avg_sq"))
 
 
 def moved_and_copied() -> list[str]:

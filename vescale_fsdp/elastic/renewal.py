@@ -111,7 +111,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
             param.piece = new.shard[param.local]
             move_to(kept, made, param.piece)
             kept.grad = None
-            param.sharded = kept
+            param.take(kept)
         new.install()
         yield new
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp.errors import LifecycleError, MisuseError, explain
+from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError
 from vescale_fsdp.layout.group_layout import ModelLayout
 from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
@@ -23,7 +24,7 @@ from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_fsdp2
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 __all__ = [
     "FSDPModule",
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
+
+
+class UnpicklableModuleError(MisuseError, pickle.PicklingError):
+    """A sharded module was to be pickled; also what picklers raise, for those who catch that."""
 
 
 class FSDPModule(_Base):
@@ -69,6 +74,15 @@ class FSDPModule(_Base):
             expected="deepcopy before fully_shard",
             got=f"deepcopy of {type(self).__name__}",
             todo="copy the module first, or build a second one and load this one's state dict",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnpicklableModuleError(
+            "A sharded module cannot be pickled or copied: each rank has pieces of it, and its class is made here.",
+            expected="its state to be saved",
+            got=f"torch.save, pickle or copy.copy of {type(self).__name__}",
+            todo="vescale_fsdp.checkpoint.save(path, {'model': model}); for one file of full tensors, torch.save on "
+            "rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns on all",
         )
 
     def _state(self) -> FSDPState:
@@ -209,7 +223,7 @@ class FSDPModule(_Base):
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """torch's."""
         if not recurse:
-            refuse_fsdp2(f"a {type(self).__name__} inside the module")
+            refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -230,12 +244,10 @@ class FSDPModule(_Base):
             ValueError: unless a bool is given.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                explain(
-                    "reshard_after_forward can be switched on or off, not resized.",
-                    expected="True or False",
-                    got=repr(reshard_after_forward),
-                )
+            raise ArgumentError(
+                "reshard_after_forward can be switched on or off, not resized.",
+                expected="True or False",
+                got=repr(reshard_after_forward),
             )
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
@@ -302,9 +314,9 @@ class FSDPModule(_Base):
             ValueError: if it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+            raise _no_buffers("an int", max_input_buffers)
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+            raise _no_buffers("at least 1", max_input_buffers)
         for state in self._states(recurse):
             state.limit_reductions(max_input_buffers)
 
@@ -327,13 +339,11 @@ class FSDPModule(_Base):
         """
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
-            raise ValueError(
-                explain(
-                    "An all-reduce hook has no stream of its own where replicas are all-reduced.",
-                    expected="stream=None, or a mesh without a replicating axis",
-                    got=stream,
-                    where=type(self).__name__,
-                )
+            raise ArgumentError(
+                "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                expected="stream=None, or a mesh without a replicating axis",
+                got=stream,
+                where=type(self).__name__,
             )
 
         def run(shard: torch.Tensor) -> None:
@@ -406,7 +416,12 @@ class FSDPModule(_Base):
             ValueError: for another backend than NCCL, too.
         """
         if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm: expected backend='NCCL', got {backend!r}")
+            raise ArgumentError(
+                "Symmetric memory is NCCL's.",
+                expected="backend='NCCL'",
+                got=repr(backend),
+                where="set_symm_mem_for_comm",
+            )
         method = "set_symm_mem_for_comm"
         put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
 
@@ -421,14 +436,12 @@ class FSDPModule(_Base):
         groups = self._state().groups
         meshes = list(dict.fromkeys(group.data.mesh for group in groups))
         if len(meshes) > 1:
-            raise ValueError(
-                explain(
-                    f"{method} is for modules whose parameters share one mesh.",
-                    expected="one mesh",
-                    got=meshes,
-                    where=type(self).__name__,
-                    todo="shard the parameters with a mesh of their own in a module of their own",
-                )
+            raise ArgumentError(
+                f"{method} is for modules whose parameters share one mesh.",
+                expected="one mesh",
+                got=meshes,
+                where=type(self).__name__,
+                todo="shard the parameters with a mesh of their own in a module of their own",
             )
         return groups
 
@@ -466,11 +479,15 @@ class FSDPModule(_Base):
         return result
 
 
+def _no_buffers(expected: str, got: object) -> ArgumentError:
+    return ArgumentError("max_input_buffers is a number of reductions.", expected=expected, got=repr(got))
+
+
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
-        raise ValueError(explain("This needs sharded modules.", expected="by fully_shard", got=got))
+        raise ArgumentError("This needs sharded modules.", expected="by fully_shard", got=got)
     return states
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import ArgumentError, LifecycleError
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
@@ -534,12 +534,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if method is None:
-        raise ValueError(
-            explain(
-                "The module has no such method.",
-                expected=f"a method of {type(module).__name__}",
-                got=repr(method_name),
-            )
+        raise ArgumentError(
+            "The module has no such method.",
+            expected=f"a method of {type(module).__name__}",
+            got=repr(method_name),
         )
 
     @functools.wraps(method)

