@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "all_reduce_at_once",
     "all_reduce_in_place",
     "all_to_all_into",
+    "break_group",
     "broadcast_in_place",
     "gathered",
     "new_group",
@@ -96,6 +99,7 @@ _ALIGN_NUMEL = (
     64  # pieces start at multiples of so many elements, so that copies of them are as fast as of the whole
 )
 _MESSAGE_TAG = 0x5E4D  # of single messages
+_BREAK_TAG = 0xB4EA  # of a message that nobody sends
 _SLICE_TAG = 0x51CE  # of slices sent between two ranks, apart from a user's messages in the same group
 
 
@@ -225,8 +229,12 @@ _BACKENDS = {"gloo": _Gloo(), "nccl": _Coalescing()}
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> _Native:
     """The backend that moves tensors of a device; those that are not listed are asked as NCCL is."""
-    config = dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
-    return _BACKENDS.get(config.get(device_type, ""), _OTHER)
+    return _BACKENDS.get(_backends_of(group).get(device_type, ""), _OTHER)
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """By type of device."""
+    return dict(pair.partition(":")[::2] for pair in dist.get_backend_config(group).split(","))
 
 
 def _trade(
@@ -413,6 +421,22 @@ def send_async(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.
 def receive_async(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work | None:
     """Fill a contiguous tensor with what a rank of the group sends; of one rank in the order in which it sends."""
     return dist.irecv(_movable(tensor), group=group, group_src=source, tag=_MESSAGE_TAG)
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """End what waits in a group: its collectives raise, on this rank and on those that wait for it, then and later."""
+    if group.size() == 1:
+        return
+    backends = set(_backends_of(group).values())
+    if "gloo" in backends:
+        # gloo's abort ends nothing (torch 2.13); a message that is not waited for closes all connections.
+        room = torch.empty(1, dtype=torch.uint8)
+        with suppress(RuntimeError):  # also where they are closed already
+            work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+    if backends - {"gloo"}:
+        group.abort()
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from vescale_fsdp.collectives import all_gather_each, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.comm.group_state import GroupState
+from vescale_fsdp.runtime.comm.order_watch import OrderWatch, can_watch
 from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
 from vescale_fsdp.runtime.param_group import ParamGroup
@@ -82,6 +85,7 @@ class CommContext:
         self._behind: Event | None = None  # what shards are read behind
         self._brought: deque[_InUse] = deque()  # shards from the host, that the gather stream reads
         self._all_reducing: deque[_InUse] = deque()  # reduced shards, that the replicas' stream reads
+        self.watches: dict[DeviceMesh, OrderWatch] = {}
 
     def set_limit(self, unit: object, limit: int) -> None:
         """Note how many reductions the unit allows in flight."""
@@ -145,6 +149,25 @@ class CommContext:
         if self.streams is not None and self.gather_stream is not None:
             self.gather_stream.wait_stream(self.streams.current())
 
+    # -- order ----------------------------------------------------------------------------------------
+
+    def watch(self, comm: GroupComm) -> None:
+        """Compare with other ranks in which order collectives of a group are started."""
+        if comm.mesh.size() > 1 and can_watch(comm.shard_group):
+            if comm.mesh not in self.watches:
+                self.watches[comm.mesh] = OrderWatch(comm.mesh)
+            comm.watch = self.watches[comm.mesh]
+            comm.watch.over.add(comm)
+
+    def explain(self, failure: RuntimeError) -> None:
+        """Raise what a collective failed of, if ranks have started other ones.
+
+        Raises:
+            LifecycleError: naming them.
+        """
+        for watch in self.watches.values():
+            watch.explain(failure)
+
     # -- gather ---------------------------------------------------------------------------------------
 
     def gather(self, groups: Sequence[ParamGroup], *, lasting: bool = False) -> None:
@@ -166,6 +189,7 @@ class CommContext:
         with self._on(self.gather_stream), outside_modes():
             for group in groups:
                 if group.state.is_sharded:
+                    group.note_start("gather")
                     self._ahead.add(group)
                     settle(group)
             brought = self._bring(groups)
@@ -274,6 +298,7 @@ class CommContext:
 
     def adopt(self, group: ParamGroup) -> None:
         """Let a group share gradient buffers with those of equal layout: the layers of a model."""
+        self.watch(group.comm)
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
         if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
@@ -320,6 +345,9 @@ class CommContext:
     def reduce(self, group: ParamGroup) -> None:
         """Start a reduction."""
         self.make_way()
+        if group.comm.watch is not None:
+            group.comm.watch.settle()
+        group.note_start("reduction")
         source = group.complete_grads()
         self._let_go()  # nobody took it: the root's gradients, for one, have their memory since the loss
         owner = self.streams.current() if self.streams is not None else None
@@ -338,11 +366,15 @@ class CommContext:
         """Finish the oldest reduction in flight, for the streams: the host goes on at once."""
         reduction = self.in_flight.pop(0)
         group, reduced = reduction.group, reduction.reduced
-        stream = self._wait_until_reduced(reduction)
-        self._recycle(group, reduced.source)
-        kept = [reduced.shard, *group.unreplicated_sums()]
-        with self._on(stream):
-            group.finish_reduce(reduced)
+        try:
+            stream = self._wait_until_reduced(reduction)
+            self._recycle(group, reduced.source)
+            kept = [reduced.shard, *group.unreplicated_sums()]
+            with self._on(stream):
+                group.finish_reduce(reduced)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
         if stream is not None and stream is not self.reduce_stream:
             self._all_reducing.append(_InUse(kept, stream.record_event()))
         self._note_host_copy(stream, [group])
@@ -446,6 +478,13 @@ class GradientReductionHandle:
 
     def wait(self) -> None:
         """After this the sharded gradients may be read."""
+        try:
+            self._finish()
+        except RuntimeError as error:
+            self._comm.explain(error)
+            raise
+
+    def _finish(self) -> None:
         self._comm.finish_reductions()
         while self._told:
             flags, groups = self._told.pop(0)

@@ -6,10 +6,9 @@
     post-backward   reshard, reduce the gradients (an autograd node on the inputs runs it)
     end of backward reduce what no node reached (a root whose inputs need no gradient), wait for it all
 
-A unit reduces once its last outstanding post-backward has run, so several forwards before one backward cost
-one reduction; at the backward's end, if some use of it had no node (an embedding in one unit with the head).
-Every unit that took part in a forward with gradients is reduced, with zeros where a rank left parameters
-unused: no rank waits for another that never comes.
+A unit reduces once the backward is past all its calls, so several forwards before one backward cost one reduction.
+Every unit that took part in a forward with gradients is gathered and reduced, with zeros where a rank left parameters
+unused, in the same order on all ranks (`vescale_fsdp.runtime.schedule`): no rank waits for another that never comes.
 
 A unit made of a list of modules gathers before the first of them runs and reshards after the last, or, where a
 forward runs only some, when the root's forward ends. What runs outside a root's forward (the head of a chunked
@@ -41,7 +40,7 @@ from vescale_fsdp.runtime.nested_tensors import (
     tensors_of,
 )
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.schedule import Schedule
+from vescale_fsdp.runtime.schedule import Moment, Schedule
 from vescale_fsdp.runtime.sharding_log import log_sharding
 from vescale_fsdp.runtime.takeover import gives_own, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
@@ -102,10 +101,9 @@ class FSDPState:
         self.is_last_backward = True  # as said before the first forward; the root's schedule takes both over
         self.finalizes_by_hand = False
         self.post_optim_event: Event | None = None
-        self._outstanding = 0  # post-backward nodes of this forward that have not run
+        self._outstanding = 0  # calls of its forward that the backward is not past
         self._took_part = False  # in a forward with gradients since the last reduction
         self._was_reduced = False  # in this backward
-        self._is_unwatched = False  # some use of it has no such node: only the backward's end ends it
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
         self._loads_own = False  # in this load_state_dict, something that is half loaded
         self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
@@ -276,17 +274,20 @@ class FSDPState:
         if not torch.is_grad_enabled():
             return args, kwargs
         # A unit without trainable parameters is gathered in the backward as well, so it needs the node to reshard.
-        self._took_part = self._took_part or self._trains
+        trains, schedule = self._trains, self._schedule()
+        self._took_part = self._took_part or trains
         # A recomputed forward whose first run left its node in the graph must not add a second one.
-        if self._schedule().in_backward and self._outstanding:
+        if schedule.in_backward and self._outstanding:
             return args, kwargs
         watched = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
-        if not watched:
-            self._is_unwatched = self._is_unwatched or self._trains
+        if not watched and not trains:
             return args, kwargs
         self._outstanding += 1
+        begin = schedule.note(self._leave_backward)
+        if not watched:  # no node: the backward is past it once it comes by something earlier, or ends
+            return args, kwargs
         node = PostBackwardInTransform if in_functorch() else PostBackward
-        passed = iter(node.apply(self.post_backward, *watched))
+        passed = iter(node.apply(functools.partial(self._post_backward, begin), *watched))
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, (args, kwargs))
 
     @_eager
@@ -348,36 +349,43 @@ class FSDPState:
     def _watch_outputs(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                if is_view(tensor):
-                    warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
-                tensor.register_hook(self._pre_backward)
-        return map_tensors(self._watch_in_transform, output) if in_functorch() else output
-
-    def _watch_in_transform(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Inside ``torch.func`` an output may not say that it needs a gradient outside."""
-        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
-            return tensor
-        return PreBackward.apply(self._pre_backward, tensor)  # type: ignore[no-any-return]
+        watched = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        is_transformed = in_functorch()
+        if not watched and not is_transformed:
+            return output
+        before = functools.partial(self._pre_backward, self._schedule().note(self._enter_backward))
+        for tensor in watched:
+            if is_view(tensor):
+                warnings.warn(_VIEW_WARNING.format(type(self.modules[0]).__name__), stacklevel=3)
+            tensor.register_hook(before)
+        if not is_transformed:
+            return output
+        return map_tensors(functools.partial(_watch_in_transform, before), output)
 
     # -- backward -------------------------------------------------------------------------------------
 
     @_eager
-    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
-        with profiled("FSDP::pre_backward ", self.shown):
-            self._schedule().enter_backward(self)
+    def _pre_backward(self, end: Moment, grad: torch.Tensor) -> torch.Tensor:
+        self._schedule().pass_by(end)
+        self._enter_backward()
         return grad
 
+    def _enter_backward(self) -> None:
+        with profiled("FSDP::pre_backward ", self.shown):
+            self._schedule().enter_backward(self)
+
     @_eager
-    def post_backward(self) -> None:
-        """One use of the unit has gone through its backward; after the last one, reshard and reduce."""
+    def _post_backward(self, begin: Moment) -> None:
+        self._schedule().pass_by(begin)
+        self._leave_backward()
+
+    def _leave_backward(self) -> None:
+        """The backward is past one call of the unit; after the last one, reshard and reduce."""
         self._outstanding = max(0, self._outstanding - 1)
         if self._outstanding == 0:
             self._reshard_in_backward()
             self._schedule().leave_backward(self)
-            if not self._is_unwatched:  # else gradients are to come, as an embedding's beside the head
-                self._reduce()
+            self._reduce()
 
     def end_backward(self, *, is_last: bool) -> None:
         """The backward is over: reduce what no post-backward node reached.
@@ -397,7 +405,6 @@ class FSDPState:
             self._reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
-        self._is_unwatched = self._is_unwatched and not is_last
         self._was_reduced = False
 
     def finalize_backward(self) -> None:
@@ -431,16 +438,20 @@ class FSDPState:
                 group.write_grads()
             return
         self._took_part, self._was_reduced = False, True
-        with profiled("FSDP::post_backward_rs_wait ", self.shown):
-            self.comm.make_way()
-        with profiled("FSDP::post_backward_reduce ", self.shown):
-            for group in trained:
-                self.comm.reduce(group)
+        try:
+            with profiled("FSDP::post_backward_rs_wait ", self.shown):
+                self.comm.make_way()
+            with profiled("FSDP::post_backward_reduce ", self.shown):
+                for group in trained:
+                    self.comm.reduce(group)
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
 
     def forget_iteration(self) -> None:
         """After an exception in a forward or backward: nothing of it is to come."""
         self._outstanding = self._methods_running = 0
-        self._took_part = self._is_unwatched = self._was_reduced = False
+        self._took_part = self._was_reduced = False
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------
@@ -473,6 +484,13 @@ class FSDPState:
         """See `rebind`."""
         for group in self.groups:
             rebind(group, is_whole=is_whole)
+
+
+def _watch_in_transform(before: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Inside ``torch.func`` an output may not say that it needs a gradient outside."""
+    if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return PreBackward.apply(before, tensor)  # type: ignore[no-any-return]
 
 
 def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -42,7 +42,7 @@ from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm
 from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory
 from vescale_fsdp.runtime.comm.reduction import ReducedShard
-from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.settings import AllGather, GroupSettings, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
@@ -101,6 +101,7 @@ class ParamGroup:
         self._doubtful: dict[str, torch.Tensor] = {}  # reduced pieces of what this rank has not used
         first = next(iter(plan.params.values()))
         self.shard = self._new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
+        self._noted: dict[str, tuple[GroupSettings, str]] = {}  # by kind, what is logged of a start
         self.was_gathered = False
         self.taken_over: list[str] = []  # parameters that modules got from others, before the first gather
         self.params = [
@@ -204,6 +205,17 @@ class ParamGroup:
         return any(param.sharded.requires_grad for param in self.params)
 
     # -- gather ---------------------------------------------------------------------------------------
+
+    def note_start(self, kind: str) -> None:
+        """A gather or a reduction is about to start: see `OrderWatch`."""
+        watch, settings = self.comm.watch, self.comm.settings
+        if watch is None:
+            return
+        noted = self._noted.get(kind)
+        if noted is None or noted[0] is not settings:
+            text = f"{kind} of {self.label[1:-1]} ({self.params[0].slot.fqn}, ..){settings.changes}"
+            noted = self._noted[kind] = settings, text
+        watch.note(noted[1])
 
     def unshard(self) -> None:
         """Start the all-gather on the current stream; `finish_gather` and `hand_over` end it."""

@@ -13,11 +13,20 @@ Replicas' all-reduces have a stream of their own beside r, copies of offloaded s
 The next unit is gathered while the current one computes: in the forward the one that followed it in the last forward
 that had both (or the user's list), in the backward the one whose forward ended before its own did. Of units inside
 units that is the inner one, which the forward began later. How streams wait for each other is `CommContext`'s affair.
+
+Ranks may differ in which outputs their losses use, and still have to issue the same collectives in the same order. So a
+forward leaves a `Trace`: where units began and ended. Autograd comes by these moments in reverse order; those that it
+skips on this rank are made up for when it comes by an earlier one, or ends: the unit is gathered and reduces zeros at
+the place where other ranks gather it and reduce what they have::
+
+    forward                           begin A  end A  begin B  end B  begin C  end C
+    backward where B is used          C: gather, reduce | B: gather, reduce | A: gather, reduce
+    backward where B is not used      C: gather, reduce | A is reached: B: gather, reduce zeros | A: gather, reduce
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
@@ -44,6 +53,7 @@ class Unit(Protocol):
     forward_prefetch: list[Any] | None
     backward_prefetch: list[Any] | None
     unshard_in_backward: bool
+    requires_gradient_sync: bool
 
     @property
     def stays_gathered(self) -> bool:
@@ -54,6 +64,48 @@ class Unit(Protocol):
 
     def end_backward(self, *, is_last: bool) -> None:
         """Called when the whole backward pass is over."""
+
+
+class Moment:
+    """Where a call of a unit's forward began or ended.
+
+    Args:
+        trace: of the root's forward around it.
+        place: in the trace.
+        make_up: what the backward does there.
+    """
+
+    __slots__ = ("is_passed", "make_up", "place", "trace")
+
+    def __init__(self, trace: Trace, place: int, make_up: Callable[[], None]) -> None:
+        self.trace, self.place, self.make_up = trace, place, make_up
+        self.is_passed = False  # by a backward
+
+
+class Trace:
+    """The moments of one forward of the root, and of calls behind it. Args: number, growing from forward to forward."""
+
+    __slots__ = ("_moments", "_num_noted", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._moments: list[Moment] = []  # in order; the last ones go once the backward is past them
+        self._num_noted = 0
+
+    def note(self, make_up: Callable[[], None]) -> Moment:
+        """Another moment."""
+        moment = Moment(self, self._num_noted, make_up)
+        self._moments.append(moment)
+        self._num_noted += 1
+        return moment
+
+    def make_up(self, behind: int = -1) -> None:
+        """Do, last first, what the backward has skipped of the moments behind a place."""
+        while self._moments and self._moments[-1].place > behind:
+            moment = self._moments.pop()
+            if not moment.is_passed:
+                moment.is_passed = True
+                moment.make_up()
 
 
 class Schedule:
@@ -76,21 +128,31 @@ class Schedule:
         self._successors: dict[Unit, Unit] = {}  # what began next in the last forward that had the unit
         self._guessed: set[Unit] = set()  # gathered because they are successors
         self._left: set[Unit] = set()  # gathered by forwards without gradients
+        self._trace = Trace(0)  # of the last forward
+        self._reached: dict[Trace, None] = {}  # by this backward
 
     def gather(self, unit: Unit) -> bool:
         """Start the all-gathers of a unit; False if they are under way or done."""
         if not any(group.state.is_sharded for group in unit.groups):
             return False
-        with profiled("FSDP::all_gather ", unit.shown):
-            self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
+        try:
+            with profiled("FSDP::all_gather ", unit.shown):
+                self.comm.gather(unit.groups, lasting=unit.stays_gathered and not self.in_backward)
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
         return True
 
     def wait(self, unit: Unit) -> None:
         """Wait for the all-gathers of a unit; its modules then hold full parameters."""
-        with profiled(
-            "FSDP::all_gather_copy_out ", unit.shown
-        ):  # the name trace tools know; nothing is copied
-            self.comm.wait(unit.groups)
+        try:
+            with profiled(
+                "FSDP::all_gather_copy_out ", unit.shown
+            ):  # the name trace tools know; nothing is copied
+                self.comm.wait(unit.groups)
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -110,6 +172,7 @@ class Schedule:
                 self.comm.reshard(unit.groups)
             self._left.clear()
         self._forget_order()
+        self._trace = Trace(self._trace.number + 1)
 
     def _forget_order(self) -> None:
         """This forward is a past one, of which remains what followed what."""
@@ -151,6 +214,16 @@ class Schedule:
         self.comm.settle([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
             self._end_forward_without_grads()
+            return
+        for watch in self.comm.watches.values():
+            watch.note(self._what_follows())
+            watch.end_step(then_reduces=True)
+
+    def _what_follows(self) -> str:
+        """What decides over the backward of this forward, and has to be alike on all ranks."""
+        run = ", ".join([unit.label for unit in self._order])
+        unsynced = ", ".join([unit.label for unit in self.units if not unit.requires_gradient_sync])
+        return f"forward of {run}; without gradient sync: {unsynced}; last backward: {self.is_last_backward}"
 
     def _end_forward_without_grads(self) -> None:
         """No backward will reshard what this forward leaves gathered, and an optimizer may change it before it is used.
@@ -173,7 +246,24 @@ class Schedule:
             return ()
         return (following,)
 
+    def note(self, make_up: Callable[[], None]) -> Moment:
+        """A call of a unit begins or ends; ``make_up`` is done where a backward skips it. A recomputed one is apart."""
+        return (Trace(self._trace.number) if self.in_backward else self._trace).note(make_up)
+
     # -- backward -------------------------------------------------------------------------------------
+
+    def pass_by(self, moment: Moment) -> None:
+        """The backward comes by a moment of a forward."""
+        moment.is_passed = True
+        self._reached[moment.trace] = None
+        if self.is_last_backward:
+            self._make_up(trace for trace in self._reached if trace.number > moment.trace.number)
+            moment.trace.make_up(behind=moment.place)
+
+    def _make_up(self, traces: Iterable[Trace]) -> None:
+        """Make up for all that was skipped of forwards, the last one first."""
+        for trace in sorted(traces, key=lambda trace: -trace.number):
+            trace.make_up()
 
     def enter_backward(self, unit: Unit) -> None:
         """A unit's outputs have gradients: gather it, and the unit whose turn comes next."""
@@ -222,6 +312,9 @@ class Schedule:
         self.finalizes_by_hand = enabled
 
     def _end_backward(self) -> None:
+        if self.is_last_backward and not self.finalizes_by_hand:
+            self._make_up(self._reached)
+        self._reached.clear()
         self.in_backward = False
         self._begun.clear()
         self._unfinalized = self.finalizes_by_hand
@@ -243,7 +336,14 @@ class Schedule:
         if is_last:
             self._forget_order()
         self._unfinalized = False
-        return GradientReductionHandle(self.comm, self._tell_used())
+        for watch in self.comm.watches.values():
+            watch.end_step()
+        try:
+            told = self._tell_used()
+        except RuntimeError as error:
+            self.comm.explain(error)
+            raise
+        return GradientReductionHandle(self.comm, told)
 
     def _tell_used(self) -> list[tuple[UsedFlags, list[ParamGroup]]]:
         """Send the other ranks which parameters of what was reduced this one has used."""
@@ -271,3 +371,5 @@ class Schedule:
         self._begun.clear()
         self._guessed.clear()
         self._left.clear()
+        self._reached.clear()
+        self._trace = Trace(self._trace.number + 1)

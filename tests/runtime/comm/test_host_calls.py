@@ -17,7 +17,7 @@ from tests.support.faults.nan_memory import NAN_MEMORY
 from vescale_fsdp import fully_shard
 from vescale_fsdp.runtime import param_group
 
-MOST_CALLS = 700  # of Python's functions and of C's, per unit of four parameters; 688 with torch 2.13
+MOST_CALLS = 735  # of Python's functions and of C's, per unit of four parameters; 717 with torch 2.13
 
 
 def chain(function: Any, num_units: int) -> nn.Module:
@@ -61,4 +61,4 @@ def test_host_calls_of_a_unit() -> None:
     """Little more than half of what FSDP2 calls; and the bound is near enough to see a context per gradient."""
     for ours, theirs, control in run_ranks(1, calls_of_a_unit):
         assert 0 < ours <= MOST_CALLS < control
-        assert ours <= 0.55 * theirs
+        assert ours <= 0.56 * theirs

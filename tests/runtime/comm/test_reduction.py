@@ -6,13 +6,18 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import RaggedDTensor, fully_shard
+from vescale_fsdp.errors import LifecycleError
+from vescale_fsdp.runtime.comm import order_watch
 from vescale_fsdp.runtime.comm.reduction import UsedFlags
 
 
@@ -220,3 +225,205 @@ def test_hooks_do_not_fire_again_for_what_no_rank_used() -> None:
     both = [*always, "once.bias", "once.weight"]
     for rounds in run_ranks(2, rounds_with_hooks):
         assert rounds == [both, always, both]
+
+
+class Row(nn.Module):
+    """Units in a row, all of which run; of each the output is used where a call says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(5, 6)
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+        self.recomputes = False
+
+    def forward(self, x: torch.Tensor, uses: str) -> torch.Tensor:
+        x = self.embed(x)
+        for number, unit in enumerate(self.units):
+            y = checkpoint(unit, x, use_reentrant=False) if self.recomputes else unit(x)
+            x = x + torch.tanh(y) if str(number) in uses else x
+        y = self.units[1](x.detach())  # a second call, whose input needs no gradient
+        return self.head(x + y if "e" in uses else x)
+
+
+# What the even ranks use and what the odd ones do, in each of two micro-batches.
+USES = (
+    (("0123", "0123"), ("023", "0123")),
+    (("0123", "123"), ("012", "0123")),
+    (("13", "02"), ("01", "")),
+    (("0e", "3"), ("023", "0e")),
+    (("02", "02"), ("0", "02")),
+)
+
+
+def _each(row: Row) -> list[Any]:
+    return list(row.units)
+
+
+KINDS: dict[str, tuple[Callable[[Row], list[Any]], dict[str, Any]]] = {
+    "plain": (_each, {}),
+    "kept": (_each, {"reshard_after_forward": False}),
+    "in parts": (_each, {"reshard_after_forward": 2}),
+    "bf16": (_each, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    "lists": (lambda row: [row.units[0], [row.units[1], row.units[3]], row.units[2]], {}),
+    "nested": (lambda row: [row.units[0][1], *row.units], {}),
+    "recomputed": (_each, {}),
+    "own communicator": (_each, {}),
+    "zeros": (_each, {}),
+    "inputs": (_each, {}),
+}
+
+
+def unevenly_used(kind: str, mesh_shape: tuple[int, ...], way: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", mesh_shape)
+    units, options = KINDS[kind]
+    model: Any = Row()
+    for unit in [*units(model), model]:
+        fully_shard(unit, mesh=mesh, **options)
+    model.recomputes = kind == "recomputed"
+    model.set_reduce_scatter_unused_params(kind == "zeros")
+    if kind == "own communicator":
+        model.set_separate_reduce_scatter_group()
+    is_odd = [other == world - 1 for other in range(world)]
+    for step, (first, second) in enumerate(USES):
+        plain = Row()
+        x = [[batch_of(10 * step + micro, other) for other in range(world)] for micro in range(2)]
+        if kind == "inputs":
+            x[0][rank].requires_grad_(is_odd[rank])
+        mine = first[is_odd[rank]], second[is_odd[rank]]
+        if way == "one graph":
+            (model(x[0][rank], mine[0]).sum() + model(x[1][rank], mine[1]).pow(2).sum()).backward()
+        else:
+            model.set_requires_gradient_sync(way != "no sync")
+            model(x[0][rank], mine[0]).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model(x[1][rank], mine[1]).pow(2).sum().backward()
+        for other in range(world):
+            both = plain(x[0][other].detach(), first[is_odd[other]]).sum()
+            both = both + plain(x[1][other].detach(), second[is_odd[other]]).pow(2).sum()
+            (both / world).backward()
+        for name, param in model.named_parameters():
+            expected = plain.get_parameter(name).grad
+            if expected is None and kind != "zeros":
+                assert param.grad is None, (step, name)
+                continue
+            expected = torch.zeros(param.shape) if expected is None else expected
+            close = {"rtol": 0.1, "atol": 0.1} if kind == "bf16" else {"rtol": 1e-4, "atol": 1e-5}
+            torch.testing.assert_close(param.grad.full_tensor(), expected, **close, msg=f"{step} {name}")
+        model.zero_grad()
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def in_each_way(kind: str, mesh_shape: tuple[int, ...]) -> None:
+    for way in ("each", "no sync", "one graph"):
+        unevenly_used(kind, mesh_shape, way)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in parts"])
+def test_units_whose_output_only_some_ranks_use(kind: str) -> None:
+    """They train as in plain data parallelism: ranks that skip a unit gather and reduce it where others do."""
+    run_ranks(2, in_each_way, kind, (2,), timeout_s=60.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "kept", "lists"])
+def test_units_whose_output_only_some_ranks_use_with_replicas(kind: str) -> None:
+    """The same over shards and replicas, where one rank of four differs."""
+    run_ranks(4, in_each_way, kind, (2, 2), timeout_s=60.0)
+
+
+def test_units_whose_output_only_some_ranks_use_in_parts() -> None:
+    """The same where full parameters are kept over smaller groups."""
+    run_ranks(4, in_each_way, "in parts", (4,), timeout_s=60.0)
+
+
+class TwoUnits(nn.Module):
+    """Two units of equal sizes, which run in the order that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, order: str = "01") -> torch.Tensor:
+        for number in order:
+            x = torch.tanh(self.units[int(number)](x))
+        return x
+
+
+def _swapped(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model(x, "10" if is_odd else "01").sum().backward()
+
+
+def _left_out(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model(x, "1" if is_odd else "01").sum().backward()
+
+
+def _not_synced(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model.units[1].set_requires_gradient_sync(not is_odd)
+    model(x).sum().backward()
+
+
+def _not_summed_over_replicas(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model.units[1].set_requires_all_reduce(not is_odd)
+    model(x).sum().backward()
+
+
+def _other_factor(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    model.units[1].set_gradient_divide_factor(3.0 if is_odd else 2.0)
+    model(x).sum().backward()
+
+
+def _deadlocked(model: Any, x: torch.Tensor, is_odd: bool) -> None:
+    """Set after the forward was compared: one rank reduces a unit, the other one gathers the next."""
+    out = model(x)
+    model.units[1].set_requires_gradient_sync(not is_odd)
+    out.sum().backward()
+
+
+ODD_WAYS: dict[str, Callable[[Any, torch.Tensor, bool], None]] = {
+    "swapped": _swapped,
+    "left out": _left_out,
+    "not synced": _not_synced,
+    "not summed": _not_summed_over_replicas,
+    "other factor": _other_factor,
+    "deadlocked": _deadlocked,
+}
+
+
+def odd_way(way: str, shape: tuple[int, ...]) -> tuple[str, str] | None:
+    """What a rank hears of a last rank that goes another way in the second step."""
+    with mock.patch.object(order_watch, "BOUND_S", 1.0):
+        model: Any = TwoUnits()
+        mesh = dist.init_device_mesh("cpu", shape)
+        for module in (*model.units, model):
+            fully_shard(module, mesh=mesh)
+        if way == "deadlocked":
+            model.set_separate_reduce_scatter_group()
+        x, is_odd = torch.ones(2, 6), dist.get_rank() == dist.get_world_size() - 1
+        model(x).sum().backward()
+        try:
+            ODD_WAYS[way](model, x, is_odd)
+            for _ in range(4):
+                model(x).sum().backward()
+        except LifecycleError as error:
+            return str(error.expected), str(error.got)
+        return None
+
+
+@pytest.mark.parametrize(
+    ("way", "shape"),
+    [(way, (2, 2)) for way in ODD_WAYS if way != "deadlocked"]
+    + [("swapped", (2,)), ("not synced", (2,)), ("deadlocked", (2,))],
+)
+def test_every_rank_hears_of_another_order(way: str, shape: tuple[int, ...]) -> None:
+    """Orders that cannot be reconciled raise on all ranks, within a bound, and name units and ranks."""
+    world = 2 if len(shape) == 1 else 4
+    for found in run_ranks(world, odd_way, way, shape, timeout_s=30.0):
+        assert found is not None, "this rank has heard of nothing"
+        expected, got = found
+        assert "units." in expected + got
+        assert f"ranks {list(range(world - 1))} " in expected and f"ranks [{world - 1}] " in got

@@ -17,18 +17,19 @@ CURED = {
         reshard=False,
         optimizer="adamw",
     ),
-}
-
-# What only some ranks use: ranks gather or reduce another number of times, or in another order.
-WRONG = {
     "a unit whose output needs a gradient on one rank only is gathered there alone in the backward": Program(
         blocks=(Block(frozen="base", spare="some ranks"), Block()), frozen_ends=True, reshard=True
     ),
+}
+
+# Forwards that only some ranks run: other gathers, which cannot be made up for. `OrderWatch` raises on all ranks, later
+# than a program is waited for.
+WRONG = {
     "of a list of modules one rank runs fewer, two forwards before their backwards": Program(
         blocks=(Block(unit="pair"), Block(runs="some ranks")),
         steps=(Step((Micro(forwards=2, apart=True),)),),
     ),
-    "a unit whose output one rank throws away": Program(
+    "a unit whose forward one rank leaves out": Program(
         blocks=(Block(), Block(runs="some ranks"), Block()),
     ),
 }

@@ -34,6 +34,7 @@ from vescale_fsdp.collectives import (
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory, pool_of
+from vescale_fsdp.runtime.comm.order_watch import OrderWatch
 from vescale_fsdp.runtime.comm.settings import GroupSettings
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_as_patient_as
@@ -80,6 +81,7 @@ class GroupComm:
         self.shard_group = mesh.get_group(self.shard_axis)
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         self.settings = GroupSettings()
+        self.watch: OrderWatch | None = None  # of the order in which ranks start collectives
         self.memory: CommMemory | None = None  # the communication library's own
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = (
             None  # gathers that the caller will start
@@ -93,6 +95,12 @@ class GroupComm:
     def change(self, **settings: Any) -> None:
         """Change some of the settings."""
         self.settings = replace(self.settings, **settings)
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """All that its collectives use."""
+        parts = None if self._part_mesh is None else self._part_mesh.get_group(1)
+        used = (self.shard_group, self.replicate_group, self.reduce_group, parts)
+        return [group for group in used if group is not None]
 
     @property
     def part_rank(self) -> int:

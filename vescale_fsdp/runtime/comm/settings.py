@@ -8,7 +8,7 @@ memory, which belong to ranks, are made again from it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
@@ -102,7 +102,13 @@ class GroupSettings:
 
     def __str__(self) -> str:
         """What ranks compare."""
-        return ", ".join(
-            f"{each.metadata['method']} {each.metadata['shown'](getattr(self, each.name))}"
-            for each in fields(self)
-        )
+        return ", ".join(self._shown(each) for each in fields(self))
+
+    @property
+    def changes(self) -> str:
+        """What ranks compare of fields that were set, each behind a comma."""
+        changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
+        return "".join(f", {self._shown(each)}" for each in changed)
+
+    def _shown(self, each: Field[Any]) -> str:
+        return f"{each.metadata['method']} {each.metadata['shown'](getattr(self, each.name))}"
