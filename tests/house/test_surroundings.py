@@ -277,6 +277,13 @@ CHILDREN: dict[str, Callable[[], object]] = {
 }
 
 
+# Where a call may also end in an error that says why.
+REFUSED = {
+    "no room on the disk": ("OSError", "CheckpointError", "ConversionError"),
+    "a thread": ("ArgumentError: Signals can be heard in the main thread only",),
+}
+
+
 @contextmanager
 def _after(prepare: Callable[[], object]) -> Iterator[None]:
     prepare()
@@ -318,11 +325,9 @@ def _processes(folder: Path) -> list[str]:
             name: _in_child(recipe, folder / recipe.__name__ / name, do) for name, do in CHILDREN.items()
         }
         found["a thread"] = _in_thread(recipe, folder / recipe.__name__ / "thread")
-        refused = found.get("no room on the disk")
-        if isinstance(refused, str) and refused.startswith(("OSError", "CheckpointError", "ConversionError")):
-            del found[
-                "no room on the disk"
-            ]  # an error that says so, and nothing half done, as is looked at below
+        for name, errors in REFUSED.items():  # with nothing half done, as is looked at below
+            if isinstance(found[name], str) and found[name].startswith(errors):
+                del found[name]
         odd += [
             f"{recipe.__name__} in {name}: {str(got)[:300]}" for name, got in found.items() if got != plain
         ]
