@@ -249,18 +249,28 @@ class _Matcher:
         else:
             self.found.unexpected += self._leaves(node, name, items_of_node)
 
-    def _fresh(self, node: Json, name: str) -> Finish:
-        """What a node stands for, made anew; tensors that were one when they were saved are one again."""
-        if has_tensors(node):
-            decode(node, lambda leaf: self._shared(leaf, name))
-        return lambda: decode(node, lambda leaf: self._shared(leaf, name))
+    def _fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
+        """What a node stands for, made anew; tensors that were one when they were saved are one again.
 
-    def _shared(self, leaf: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        Args:
+            owner: the optimizer and the parameter whose state the node is, if it is one's.
+        """
+        if has_tensors(node):
+            decode(node, lambda leaf: self._shared(leaf, name, owner))
+        return lambda: decode(node, lambda leaf: self._shared(leaf, name, owner))
+
+    def _shared(
+        self, leaf: Mapping[str, Any], name: str, owner: tuple[NamedOptimizer, str] | None
+    ) -> torch.Tensor | None:
         if leaf["$"] != "tensor":
             return None
         place = int(leaf["i"])
         if place not in self._shared_new:
-            self._shared_new[place] = self._new(NewTensor(name, place))
+            new = NewTensor(name, place)
+            if owner is not None:
+                named, fqn = owner
+                new = NewTensor(name, place, named.params[fqn], optimizer=named.optimizer)
+            self._shared_new[place] = self._new(new)
         return self._shared_new[place].value
 
     def _new(self, tensor: NewTensor) -> NewTensor:
@@ -399,7 +409,7 @@ class _Matcher:
             elif isinstance(value, Mapping):
                 kept[kind] = self.visit(value, item, inner, True)
             else:
-                kept[kind] = self._fresh(item, inner)
+                kept[kind] = self._fresh(item, inner, (named, fqn))
         return _ParameterState(kept, is_changed or not own)
 
     def _options(

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError
 from vescale_fsdp.layout.group_layout import ModelLayout
-from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
+from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import require_uncompared
@@ -148,7 +148,7 @@ class FSDPModule(_Base):
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
-                group.requires_all_reduce = requires_gradient_sync
+                group.comm.change(requires_all_reduce=requires_gradient_sync)
                 group.sums_grads |= not requires_gradient_sync
                 if SUMS_HALVES_AS_REDUCED:  # pipelines say it before every half of a backward
                     group.collect_grads()
@@ -158,7 +158,7 @@ class FSDPModule(_Base):
         """Backwards inside add up gradients without communication; the next one outside reduces them all."""
         states = list(self._states())
         before = [(state, state.requires_gradient_sync) for state in states]
-        reduced = [(group, group.requires_all_reduce) for group in self._groups(True)]
+        reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -166,7 +166,7 @@ class FSDPModule(_Base):
             for state, value in before:
                 state.requires_gradient_sync = value
             for group, value in reduced:
-                group.requires_all_reduce = value
+                group.comm.change(requires_all_reduce=value)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one of this forward's.
@@ -276,7 +276,7 @@ class FSDPModule(_Base):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
         for group in self._state().groups:
-            group.comm.divide_factor = factor
+            group.comm.change(divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """torch's older name of `set_gradient_divide_factor`."""
@@ -286,7 +286,7 @@ class FSDPModule(_Base):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit with SUM and divide afterwards."""
         for group in self._state().groups:
-            group.comm.force_sum = enable
+            group.comm.change(force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether gradients wait and travel in the dtype they were computed in, where they are summed in a wider one.
@@ -302,7 +302,7 @@ class FSDPModule(_Base):
         """
         require_uncompared(self._states(recurse), "set_narrow_reduction")
         for group in self._groups(recurse):
-            group.comm.narrow = enable
+            group.comm.change(narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight (their gradient buffers stay alive that long).
@@ -323,7 +323,7 @@ class FSDPModule(_Base):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
         for group in self._groups(recurse):
-            group.requires_all_reduce = requires_all_reduce
+            group.comm.change(requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
         self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
@@ -350,7 +350,7 @@ class FSDPModule(_Base):
             state.comm.run_beside(stream, lambda: hook(shard))
 
         for group in groups:
-            group.all_reduce_hook = run
+            group.comm.change(all_reduce_hook=run)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Use this object for the gathers of this module, and for their buffers.
@@ -372,17 +372,13 @@ class FSDPModule(_Base):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reductions a communicator of their own. A collective call: all ranks, same order."""
-        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        for group in self._groups(recurse):
-            if not enable:
-                group.comm.reduce_group = None
-                continue
-            shared = group.comm.shard_group
-            if shared not in made:
-                group.comm.separate_reductions()
-                assert group.comm.reduce_group is not None
-                made[shared] = group.comm.reduce_group
-            group.comm.reduce_group = made[shared]
+        comms = [group.comm for group in self._groups(recurse)]
+        if enable:
+            separate_reductions(comms)
+            return
+        for comm in comms:
+            comm.reduce_group = None
+            comm.change(separate_reductions=False)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -393,7 +389,7 @@ class FSDPModule(_Base):
         them: nothing hangs.
         """
         for group in self._groups(recurse):
-            group.zeros_unused = reduce_scatter_unused_params
+            group.comm.change(zeros_unused=reduce_scatter_unused_params)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether the memory of full parameters stays where it is between uses, at the price of its size.
@@ -401,7 +397,7 @@ class FSDPModule(_Base):
         For CUDA graphs, which remember addresses (torch 2.15's).
         """
         for group in self._groups(recurse):
-            group.keeps_full = keep
+            group.comm.change(keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether gathered parameters and gradient buffers lie in memory of the process group's allocator.

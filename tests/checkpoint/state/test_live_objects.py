@@ -119,6 +119,7 @@ def _sharded(
 ) -> tuple[list[float], float]:
     make = {
         **OPTIMIZERS,
+        "LBFGS": PLAIN_ONLY["LBFGS"],
         "Muon": lambda m: Muon(
             [p for p in m.parameters() if p.ndim == 2], adamw_params=[p for p in m.parameters() if p.ndim < 2]
         ),
@@ -140,17 +141,21 @@ def _sharded(
     for step in steps:
         if step == 3 and not restore:
             async_save(path, state).wait()
-        loss = models.loss_of(model, torch.cat([models.batch(step, part, rows=2) for part in range(6)]))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        batch = torch.cat([models.batch(step, part, rows=2) for part in range(6)])
+
+        def loss_of(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = models.loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(loss_of).item())
         scheduler.step()
-        losses.append(loss.item())
     return losses, sum(param.to_local().numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize(
-    "kind", ["AdamW tensor lr", "SGD dampening", "ASGD", "Flat", "AdamW8bit", "Muon", "Shampoo"]
+    "kind", ["AdamW tensor lr", "SGD dampening", "ASGD", "Flat", "AdamW8bit", "Muon", "Shampoo", "LBFGS"]
 )
 def test_other_ranks_go_on(kind: str, tmp_path: Path) -> None:
     """Sharded state of live objects is loaded on another number of ranks, in other shards."""

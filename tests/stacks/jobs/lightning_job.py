@@ -126,7 +126,7 @@ def compare_fabric(out: Path) -> dict[str, Any]:
 
 def steps_of_adam(optimizer: torch.optim.Optimizer) -> list[float]:
     """The numbers of steps that the parameters' states count."""
-    return sorted({state["step"].item() for state in optimizer.state.values()})
+    return sorted({float(int(state["step"])) for state in optimizer.state.values()})
 
 
 def keep_whole(model: nn.Module, path: Path) -> None:

@@ -23,7 +23,15 @@ import torch.distributed as dist
 from vescale_fsdp.errors import ArgumentError, UnsupportedOpError, allows_untried
 from vescale_fsdp.torch_modes import meet_over, process_group_pool, symmetric_pool
 
-__all__ = ["CommMemory", "PooledComm", "ProcessGroupMemory", "SymmetricMemory", "pool_of", "put_in_memory"]
+__all__ = [
+    "CommMemory",
+    "PooledComm",
+    "ProcessGroupMemory",
+    "SymmetricMemory",
+    "pool_of",
+    "put_in_memory",
+    "take_memory",
+]
 
 FEATURE = "memory_pools"
 
@@ -114,7 +122,9 @@ def put_in_memory(
             got=method,
             todo="leave it out, or try it and compare losses with a run without it",
         )
-    if any(group.comm.custom_all_gather or group.comm.custom_reduce_scatter for group in groups):
+    if any(
+        group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
+    ):
         raise ArgumentError(
             "Custom collectives bring memory of their own.",
             expected="none of them on the module",
@@ -122,6 +132,14 @@ def put_in_memory(
             where=method,
             todo="leave one of the two out",
         )
+    take_memory(groups, kind)
+
+
+def take_memory(
+    groups: Sequence[Buffered], kind: Callable[[dist.ProcessGroup, torch.device], CommMemory] | None
+) -> None:
+    """`put_in_memory` without its checks."""
     memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
     for group in groups:
+        group.comm.change(memory=kind)
         group.use_memory(memory)
