@@ -7,8 +7,10 @@ Torch keeps most of these names to itself; beside `torch_private` this is the on
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,16 @@ __all__ = [
     "meet_over",
     "outside_fake_mode",
     "outside_modes",
+    "plainly",
     "process_group_pool",
     "profiled",
     "symmetric_pool",
+    "without_autocast",
     "without_grad",
 ]
+
+Given = ParamSpec("Given")
+T = TypeVar("T")
 
 AS_IT_IS = nullcontext()  # may be entered again inside itself: one for all uses, of which a step has many
 
@@ -72,6 +79,31 @@ def outside_modes() -> AbstractContextManager[Any]:
 def without_grad() -> AbstractContextManager[Any]:
     """``torch.no_grad()`` where autograd records: entering it costs microseconds, and hooks run where it does not."""
     return torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Compute what is inside in the dtypes of its tensors."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    left = ExitStack()
+    for kind in kinds:
+        if torch.is_autocast_enabled(kind):
+            left.enter_context(torch.autocast(kind, enabled=False))
+    return left
+
+
+def plainly(function: Callable[Given, T]) -> Callable[Given, T]:
+    """A function that runs without gradients, and outside the caller's transforms, inference mode and autocast.
+
+    Tensors that it makes and keeps are used later, elsewhere and by other threads, which know nothing of such modes.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> T:
+        with outside_modes(), torch.no_grad(), without_autocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def profiled(label: str, name: str) -> AbstractContextManager[Any]:

@@ -147,9 +147,10 @@ class ReshardableSampler(Sampler[int]):
         count, epoch_seed = self._settings["num_samples"], self._settings["seed"] * 1_000_003 + self.epoch
         if not -(2**63) <= epoch_seed < 2**64:  # what a generator takes; torch.initial_seed() has 64 bits
             epoch_seed %= 2**64
-        order = torch.arange(count)
+        order = torch.arange(count, dtype=torch.int64, device="cpu")
         if self._settings["shuffle"]:
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch_seed))
+            generator = torch.Generator("cpu").manual_seed(epoch_seed)
+            order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
         for taken in self._stages:
             order = order[_left(count=len(order), taken=taken)]
         stop = len(order) // self.world_size * self.world_size if self._settings["drop_last"] else len(order)
@@ -240,7 +241,7 @@ def _taken_of(epoch: int, stages: Sequence[Sequence[int]], state: Mapping[str, A
 
 def _left(*, count: int, taken: Sequence[int]) -> torch.Tensor:
     """Which places of an order are left when ranks that take turns have taken so many each; 1D, bool."""
-    is_left = torch.ones(count, dtype=torch.bool)
+    is_left = torch.ones(count, dtype=torch.bool, device="cpu")
     for rank, number in enumerate(taken):
         is_left[rank :: len(taken)][:number] = False
     return is_left

@@ -41,6 +41,7 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, some
+from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
 __all__ = ["LoadReport", "Loader", "Read", "Supply", "Verify", "load", "prove_choices"]
@@ -187,7 +188,7 @@ class Loader:
             return False  # memory of other nodes, which brings each file to a node once
         return self.read == "once" or (self.read == "auto" and self.storage.is_shared)
 
-    @torch.no_grad()
+    @plainly
     def load(self, state: Any, *, strict: Strict, include: tuple[str, ...] | None) -> LoadReport:
         """All steps in turn. ``strict="missing"`` lets the checkpoint hold more than the state."""
         start_s = time.monotonic()

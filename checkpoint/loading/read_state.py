@@ -151,7 +151,7 @@ class CheckpointTensor:
         """
         wanted = whole_region(self.shape) if box is None else Region(box, FlatRange(0, box.numel))
         self._check(wanted.box, out)
-        result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype)
+        result = out if out is not None else torch.empty(wanted.box.sizes, dtype=self.dtype, device="cpu")
         self.reader.fill([(self.place, wanted, result)], verify=verify)
         return result
 
@@ -160,7 +160,7 @@ class CheckpointTensor:
         whole = whole_region(self.shape)
         if not 0 <= start <= stop <= whole.numel:
             raise self._misfit(f"a range inside [0, {whole.numel})", f"[{start}, {stop})")
-        result = torch.empty(stop - start, dtype=self.dtype)
+        result = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         self.reader.fill([(self.place, Region(whole.box, FlatRange(start, stop)), result)], verify=verify)
         return result
 

@@ -149,7 +149,7 @@ def exchange_stripes(
     rank, attempts, num_bytes = coordinator.rank, _Attempts(), 0
 
     def brought(turn: SharedStripes) -> torch.Tensor:
-        room = torch.zeros(size_of(turn) + 1, dtype=torch.uint8)
+        room = torch.zeros(size_of(turn) + 1, dtype=torch.uint8, device="cpu")
         room[-1] = attempts.do(lambda: read(turn, _data_in(room)))
         return room
 
@@ -168,7 +168,7 @@ def exchange_stripes(
                     ahead.extend(pool.submit(brought, following) for following in islice(own, 1))
                     outgoing += [(room, receiver) for receiver in turn.receivers]
                 elif rank in turn.receivers:
-                    room = torch.empty(size_of(turn) + 1, dtype=torch.uint8)
+                    room = torch.empty(size_of(turn) + 1, dtype=torch.uint8, device="cpu")
                     incoming.append((room, turn.reader))
                     num_bytes += len(room) - 1
                 else:

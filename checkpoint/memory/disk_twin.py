@@ -60,7 +60,7 @@ class DiskTwin:
         wanted = []
         for piece in file.pieces:
             entry = manifest.entries[piece.place]
-            tensor = torch.empty(piece.region.numel, dtype=dtype_named(entry.dtype))
+            tensor = torch.empty(piece.region.numel, dtype=dtype_named(entry.dtype), device="cpu")
             locals_by_name[entry.name] = tensor
             wanted.append((piece.place, piece.region, tensor))
         reader.fill(wanted, verify=True)

@@ -317,7 +317,7 @@ class GroupCoordinator(Coordinator):
         Args:
             first_doing: at what ranks meet, where that is the first meeting of a call.
         """
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self._reaching("meeting"):
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
             self._wait_for(work, first_doing)
@@ -334,7 +334,7 @@ class GroupCoordinator(Coordinator):
             self._roll_call.meet(work, first_doing)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
-        mine = torch.tensor([len(structure.document), *words], dtype=torch.int64)
+        mine = torch.tensor([len(structure.document), *words], dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._reaching("comparing structures"):
             dist.all_gather(rows, mine, group=self.group)
@@ -345,7 +345,7 @@ class GroupCoordinator(Coordinator):
             documents = [
                 torch.frombuffer(bytearray(structure.document), dtype=torch.uint8)
                 if self.rank == ranks[0]
-                else torch.empty(length, dtype=torch.uint8)
+                else torch.empty(length, dtype=torch.uint8, device="cpu")
                 for (length, *_), ranks in owners.items()
             ]
         with self._reaching("exchanging structures"):
@@ -430,7 +430,7 @@ class GroupCoordinator(Coordinator):
     def _begin_reduction(
         self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType, first_doing: str | None = None
     ) -> Callable[[], list[int]]:
-        tensor = torch.tensor(numbers, dtype=torch.int64)
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         with self._reaching("comparing numbers"):
             work = dist.all_reduce(tensor, op, group=self.group, async_op=True)
         assert work is not None  # this rank is in the group
@@ -468,9 +468,11 @@ class GroupCoordinator(Coordinator):
     def _documents(self, item: Json, doing: str) -> list[Json]:
         """A JSON value of each rank."""
         data = torch.frombuffer(bytearray(self._seal(json.dumps(item).encode())), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         with self._reaching(doing):
-            dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.group)
+            dist.all_gather(
+                sizes, torch.tensor([data.numel()], dtype=torch.int64, device="cpu"), group=self.group
+            )
         lengths = [int(size) for size in sizes]
         if not 0 < min(lengths) <= max(lengths) <= _DOCUMENT_BYTES:
             raise CheckpointError(
@@ -478,7 +480,7 @@ class GroupCoordinator(Coordinator):
                 expected=f"1 to {_DOCUMENT_BYTES} bytes from each rank",
                 got=lengths[:16],
             )
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         rows = [torch.empty_like(padded) for _ in lengths]
         with self._reaching(doing):

@@ -110,7 +110,9 @@ class _End:
     @cached_property
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         nbytes = min(_PIECE_BYTES, self.num_bytes)
-        return torch.empty(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu"), torch.empty(
+            nbytes, dtype=torch.uint8, device="cpu"
+        )
 
     def _memory(self, number: int) -> torch.Tensor:
         return self._buffers[number % 2][: self.num_bytes - number * _PIECE_BYTES]
@@ -147,7 +149,7 @@ class _Sender(_End):
 
     def size(self) -> torch.Tensor:
         self.attempt(self._open)
-        return torch.tensor([self.num_bytes])
+        return torch.tensor([self.num_bytes], dtype=torch.int64, device="cpu")
 
     def piece(self, number: int) -> torch.Tensor:
         memory = self._memory(number)
@@ -156,7 +158,7 @@ class _Sender(_End):
         return memory
 
     def verdict(self) -> torch.Tensor:
-        return torch.tensor([self.error is None])
+        return torch.tensor([self.error is None], dtype=torch.bool, device="cpu")
 
     def close(self, verdict: torch.Tensor | None) -> None:
         if self._file is not None:
@@ -175,7 +177,7 @@ class _Receiver(_End):
         self._file = self.storage.create(self._working_name, self.num_bytes)
 
     def size(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def began(self, size: torch.Tensor) -> None:
         self.num_bytes = int(size)
@@ -187,7 +189,7 @@ class _Receiver(_End):
             self.attempt(lambda: file.write_at(number * _PIECE_BYTES, [memory]))
 
     def verdict(self) -> torch.Tensor:
-        return torch.zeros(1, dtype=torch.bool)
+        return torch.zeros(1, dtype=torch.bool, device="cpu")
 
     def close(self, verdict: torch.Tensor | None) -> None:
         is_whole = verdict is not None and bool(verdict)

@@ -47,6 +47,7 @@ from vescale_fsdp.checkpoint.state.host_copies import DeferredCopy, memory_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
+from vescale_fsdp.torch_modes import plainly
 
 __all__ = ["AsyncSaver", "SaveHandle", "async_save"]
 
@@ -118,6 +119,7 @@ class AsyncSaver:
         self._stager = Stager()
         self._last: Job | None = None
 
+    @plainly
     def start(
         self,
         path: str | os.PathLike[str] | Storage,
@@ -158,8 +160,7 @@ class AsyncSaver:
             )
             savers = [saver(storage, overwrite=overwrite, format=format)]
             savers += [saver(place, overwrite=True, format=form) for place, form in copies]
-            with torch.no_grad():
-                taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
+            taken = self._stage(take_state(state, rank_of=self._coordinator.rank_of), savers, optimizer)
             user = plain_json(user)
         except BaseException as caught:  # noqa: BLE001  all ranks must hear of it, in the worker
             error = caught

@@ -137,7 +137,7 @@ def _copied(tensor: torch.Tensor, start_bytes: int, stop_bytes: int, room: torch
     itemsize = tensor.dtype.itemsize
     first, last = start_bytes // itemsize, -(-stop_bytes // itemsize)
     if room is None:
-        out = torch.empty(last - first, dtype=tensor.dtype)
+        out = torch.empty(last - first, dtype=tensor.dtype, device="cpu")
     else:
         out = room[: (last - first) * itemsize].view(tensor.dtype)
     if tensor.is_contiguous():

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
@@ -50,6 +49,7 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
+from vescale_fsdp.torch_modes import plainly
 
 __all__ = ["Format", "Saved", "Saver", "form_of", "plain_json", "save"]
 
@@ -178,7 +178,7 @@ class Saver:
             _log.info("saved %s: %d bytes in %.3f s, %.2f GB/s", where, *saved[:2], rate)
         return saved
 
-    @torch.no_grad()
+    @plainly
     def write_uncommitted(self, take: TakeState, user: Json, held: ExitStack) -> Commit:
         """Agree and write what is this rank's; what is returned is yet to be run, by rank 0.
 

@@ -41,7 +41,7 @@ class Stager:
         stream_of: Callable[[torch.device], CopyStream | None] = copy_stream_of,
     ) -> None:
         self._allocate, self._stream_of = allocate, stream_of
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._kinds: list[_Kind] = []  # of the last call, for which the places were made
         self._places: list[torch.Tensor] = []  # views of the buffer
 
@@ -89,7 +89,9 @@ class Stager:
         starts = [0, *accumulate(-(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for nbytes in sizes)]
         if self._buffer.numel() < starts[-1]:
             self._kinds, self._places = [], []
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before more is asked for
+            self._buffer = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # given back before more is asked for
             self._buffer = self._allocate(starts[-1])
         return [
             self._buffer[start : start + nbytes].view(dtype).view(shape)

@@ -114,7 +114,7 @@ class ArrayWriter:
         ]
         # Taken now: a rank that lacks memory later must still be able to answer.
         nbytes = [holder.numel * step.dtype.itemsize for step in self._steps for holder in step.holders]
-        self._travelling = torch.empty(max(nbytes, default=0), dtype=torch.uint8)
+        self._travelling = torch.empty(max(nbytes, default=0), dtype=torch.uint8, device="cpu")
 
     def write(self) -> None:
         """Write everything; durable on return.
@@ -176,7 +176,7 @@ class ArrayWriter:
 
 def _empty_chunk(step: _Step) -> torch.Tensor:
     """Zeros, also for what lies beyond the tensor's edges; 1D."""
-    return torch.zeros(step.chunk.box.numel, dtype=step.dtype)
+    return torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
 
 
 def _folders(names: Iterable[str]) -> list[str]:

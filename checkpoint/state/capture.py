@@ -192,7 +192,7 @@ class _LeafTaker(TreeSink):
 
     def tensor(self, name: str, tensor: torch.Tensor) -> Json:
         local = Describer().describe(name, tensor).local
-        self.tensors.append(torch.empty(0) if local is None else local)
+        self.tensors.append(torch.empty(0, dtype=torch.float32, device="cpu") if local is None else local)
         return {"$": "tensor", "i": len(self.tensors) - 1}
 
     def per_rank(self, name: str, value: PerRank) -> Json:

@@ -80,8 +80,8 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu and num_bytes and allows_untried("exact_pinning"):
-        return _pinned_as_it_is(torch.zeros(num_bytes, dtype=torch.uint8))
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=has_gpu)
+        return _pinned_as_it_is(torch.zeros(num_bytes, dtype=torch.uint8, device="cpu"))
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=has_gpu, device="cpu")
 
 
 def _pinned_as_it_is(memory: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class PinnedSlots(threading.local):
 
     def __init__(self) -> None:
         self._slots: list[tuple[torch.Tensor, CopyEvent | None]] = [
-            (torch.empty(0, dtype=torch.uint8), None)
+            (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
         ] * 2
 
     def lend(self, num_bytes: int) -> torch.Tensor:
@@ -107,7 +107,9 @@ class PinnedSlots(threading.local):
         if busy is not None:
             busy.synchronize()
         if slot.numel() < num_bytes:
-            slot = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            slot = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available(), device="cpu"
+            )
         self._slots.append((slot, None))
         return slot[:num_bytes]
 

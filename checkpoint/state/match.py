@@ -39,6 +39,7 @@ from vescale_fsdp.checkpoint.state.stored_optimizer import (
     stored_optimizer,
 )
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.torch_modes import AS_IT_IS
 
 __all__ = ["Match", "TensorRead", "match"]
 
@@ -554,8 +555,11 @@ def _no_room(name: str, kind: str, has_room: bool) -> CheckpointError:
 
 def _give(target: Any, state: Any, name: str) -> Any:
     """An object that has taken its state."""
+    # What was made in inference mode is written in it.
+    is_inference = isinstance(target, nn.Module) and any(part.is_inference() for part in target.parameters())
     try:
-        target.load_state_dict(state)
+        with torch.inference_mode() if is_inference else AS_IT_IS:
+            target.load_state_dict(state)
     except Exception as error:
         raise CheckpointError(
             "An object did not take the state that was stored for it.",

@@ -133,7 +133,7 @@ def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.
     """A tensor of its own memory, of these bytes."""
     if min(shape, default=0) < 0 or numel_of(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for a tensor of {dtype}, {shape}")
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     # Filled, not viewed: an array of 0 bytes has stride 0, which no wider dtype can view.
     bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor

@@ -50,7 +50,7 @@ class CutBlocks:
         if not self.total:
             return
         # As integers the order of magnitudes is the same, and a NaN is the largest of them.
-        largest = torch.zeros(self.total, dtype=torch.int32)
+        largest = torch.zeros(self.total, dtype=torch.int32, device="cpu")
         own: list[tuple[CodedTensor, list[int], list[int]]] = []
         start = 0
         for key, blocks in self.blocks.items():
@@ -135,7 +135,7 @@ class CodedTensor:
         self._first_band = min((band.start for band in bands), default=0)
         num_bands = max((band.stop for band in bands), default=0) - self._first_band
         per_band = -(-self._grid.line_numel // self._grid.cols)
-        self.amax = torch.zeros(num_bands, per_band, device=local.device)
+        self.amax = torch.zeros(num_bands, per_band, dtype=torch.float32, device=local.device)
         for box in self._boxes:
             for slab in self._slabs(box):
                 self._measure(box, slab)
@@ -233,7 +233,9 @@ class CodedTensor:
         factors = self._factors_and_scales[0]
         first = (box.col + col) // self._grid.cols
         block_of = (
-            torch.arange(box.col + col, box.col + col + cols, device=out.device) // self._grid.cols - first
+            torch.arange(box.col + col, box.col + col + cols, dtype=torch.int64, device=out.device)
+            // self._grid.cols
+            - first
         )
         strips = MatrixBox(box.row + row, rows, box.col + col, cols, 0)
         for slab in self._slabs(strips):

@@ -51,6 +51,7 @@ from vescale_fsdp.checkpoint.transfer.planning.message_order import messages_of
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
+from vescale_fsdp.torch_modes import plainly
 
 __all__ = ["Transfer", "TransferHandle", "describe_states"]
 
@@ -264,7 +265,7 @@ class Transfer:
                 todo="wait for its handle, or make a second Transfer",
             )
 
-    @torch.no_grad()
+    @plainly
     def _taken(self, state: Any | None, *, snapshot: bool) -> _SourceRead:
         """What this rank reads, as it is now: on the caller's thread, before the caller can change it.
 
@@ -279,7 +280,7 @@ class Transfer:
         except Exception as error:  # noqa: BLE001  raised in the first meeting
             return _SourceRead({}, None, error)
 
-    @torch.no_grad()
+    @plainly
     def _run(self, taken: _SourceRead, into: Any | None, version: int | None) -> None:
         own = self._coordinator
         self._num_runs += 1

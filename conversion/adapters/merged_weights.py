@@ -165,7 +165,7 @@ def _read(view: TensorView) -> torch.Tensor:
     import torch
 
     info = view.info
-    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype.required_torch_name))
+    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype.required_torch_name), device="cpu")
     view.read_into(whole_box(info.shape), tensor.view(_raw_type(tensor)).numpy())
     return tensor
 

@@ -105,7 +105,7 @@ class HeldShards:
         if len(shares) == 1 and isinstance(shares[0], SharedRun) and shares[0].numel == box.numel:
             return shares[0].source_view(self._items(place)).numpy().reshape(box.sizes)
         carrier = carrier_of(dtype_named(self.manifest.entries[place].dtype))
-        found = torch.zeros(box.numel, dtype=carrier)
+        found = torch.zeros(box.numel, dtype=carrier, device="cpu")
         for share in shares:
             share.target_view(found).copy_(share.source_view(self._items(place)))
         return found.numpy().reshape(box.sizes)
@@ -183,7 +183,7 @@ class HeldShards:
 
     def number_box(self, place: int, box: Box, turn: int) -> np.ndarray:
         """`numbers` of a box of a stored tensor."""
-        found = torch.zeros(box.numel, dtype=torch.int32)
+        found = torch.zeros(box.numel, dtype=torch.int32, device="cpu")
         for rank, region in self._brought(place, box, turn):
             for share in overlaps(region, _region_of(box)):
                 share.target_view(found).fill_(rank + 1)

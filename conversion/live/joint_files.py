@@ -141,9 +141,9 @@ class JointFiles:
         # Taken now: a rank that lacks memory later must still be able to answer.
         meets = any(not segment.is_solo for segment in self._segments)
         size = self._segment_bytes if meets else 0
-        self._incoming = torch.empty(size, dtype=torch.uint8)
+        self._incoming = torch.empty(size, dtype=torch.uint8, device="cpu")
         for _ in range(_ROOMS - 1):
-            self._rooms.put(torch.empty(size, dtype=torch.uint8))
+            self._rooms.put(torch.empty(size, dtype=torch.uint8, device="cpu"))
 
     def _is_mine(self, number: int) -> bool:
         """Whether this rank makes a file, and writes what is no tensor."""
@@ -263,7 +263,7 @@ class JointFiles:
 
     def _send(self, packed: np.ndarray | None, to_rank: int) -> None:
         nbytes = _FAILED if packed is None else packed.nbytes
-        self.coordinator.send(torch.tensor([nbytes]), to_rank)
+        self.coordinator.send(torch.tensor([nbytes], dtype=torch.int64, device="cpu"), to_rank)
         if packed is not None and nbytes:
             self.coordinator.send(torch.from_numpy(packed), to_rank)
 
@@ -271,7 +271,7 @@ class JointFiles:
         self, data: np.ndarray, segment: FileSegment, numbers: np.ndarray | None, from_rank: int
     ) -> None:
         """Take what a rank brings, to where it belongs; nothing of one that has failed, which will say so."""
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.coordinator.receive(size, from_rank)
         nbytes = int(size)
         if nbytes > 0:

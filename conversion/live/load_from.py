@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
@@ -36,6 +35,7 @@ from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, ma
 from vescale_fsdp.conversion.source.checked_ranges import SeenPieces
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import CheckpointError, some
+from vescale_fsdp.torch_modes import plainly
 
 __all__ = ["LoadFromReport", "load_from"]
 
@@ -135,7 +135,7 @@ class _LoadFrom:
     options: LiveOptions
     coordinator: Coordinator
 
-    @torch.no_grad()
+    @plainly
     def run(self, state: Any) -> LoadFromReport:
         alike = self.options.to_json()
         with self._together("planning", alike), gc_paused():

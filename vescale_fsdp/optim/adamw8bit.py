@@ -106,7 +106,7 @@ class AdamW8bit(BatchedOptimizer):
                 got=group["state_bits"],
                 todo="correct the param group",
             )
-        state = {"step": torch.zeros((), dtype=torch.float32)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         if not _is_8bit(tuple(param.shape), group["state_bits"], group["min_8bit_numel"]):
             return state | {name: torch.zeros_like(param, dtype=torch.float32) for name in _MOMENTS}
         grid, pieces = self._grid(param), contiguous_pieces_of(param, "state_bits=32 in its param group")
@@ -138,7 +138,9 @@ class AdamW8bit(BatchedOptimizer):
         exp_avg_sq = _load(batch, "exp_avg_sq").lerp(grad.square(), 1 - beta2)
         values = _joined([each.laid_out(local.float()) for each, local in zip(batch, locals_, strict=True)])
         # fp32 like everything else here, so that the rounding is the same for a float and for a tensor.
-        lr = torch.as_tensor(group["lr"], dtype=torch.float32)
+        lr = group["lr"]
+        home = lr.device if isinstance(lr, torch.Tensor) else "cpu"
+        lr = torch.as_tensor(lr, dtype=torch.float32, device=home)
         decayed = values - lr * group["weight_decay"] * values
         denominator = (exp_avg_sq.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
         _write(batch, locals_, decayed - lr * (exp_avg / (1 - beta1**step)) / denominator)

@@ -28,7 +28,9 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     """The 256 values in ascending order, fp32."""
     values = [0.0, 1.0]
     for decade in range(_DECADES):
-        points = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+        points = torch.linspace(
+            0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=torch.float32, device="cpu"
+        )
         middles = (10.0 ** (decade - _DECADES + 1) * ((points[:-1] + points[1:]) / 2)).tolist()
         values += middles + ([-value for value in middles] if signed else [])
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
@@ -43,7 +45,7 @@ def _thresholds(signed: bool, device: torch.device) -> torch.Tensor:
     """
     table = dynamic_map(signed, torch.device("cpu"))
     low, high = table[:-1], table[1:]
-    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    up, down = torch.tensor([torch.inf, -torch.inf], dtype=torch.float32, device="cpu")
 
     def rounds_up(x: torch.Tensor) -> torch.Tensor:
         return x - low >= (high - low) * 0.5

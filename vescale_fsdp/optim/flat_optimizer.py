@@ -128,7 +128,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._histories: dict[torch.Tensor, int] = {}  # which parameters were left out together
         given = list(params)
-        super().__init__(given, kind([torch.zeros(1)], **options).defaults)
+        super().__init__(given, kind([torch.zeros(1, dtype=torch.float32, device="cpu")], **options).defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kind": self._kind, "_options": self._options}

@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.errors import CheckpointError, LayoutError
 from vescale_fsdp.optim.state_loading import Held, check_parts, check_state, copy_state
+from vescale_fsdp.torch_modes import plainly
 
 __all__ = [
     "AdamWOptions",
@@ -166,7 +167,7 @@ class StructuredOptimizer(torch.optim.Optimizer, ABC):
             What the closure returned, or None.
         """
         loss = evaluated(closure)
-        self._step_groups([g for g in self.param_groups if g["algorithm"] == self.algorithm])
+        plainly(self._step_groups)([g for g in self.param_groups if g["algorithm"] == self.algorithm])
         return loss
 
     def _step_adamw(self) -> None:
@@ -344,4 +345,4 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 
 def _adamw_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
     moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), dtype=torch.float32), **moments}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}

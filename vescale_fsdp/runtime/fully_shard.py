@@ -29,7 +29,7 @@ from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan, PlanRules, mark_taken, plan_groups
 from vescale_fsdp.runtime.setup.policies import check_policies
-from vescale_fsdp.torch_modes import fake_mode_of
+from vescale_fsdp.torch_modes import fake_mode_of, outside_modes
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 
 __all__ = ["fully_shard"]
@@ -139,10 +139,11 @@ def fully_shard(
     rules = PlanRules(
         ignored, reshard_after_forward, shard_placement_fn, granularity, padding_policy, mp_policy
     )
-    plans = plan_groups(managed, data, rules)
-    # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
-    groups = [_group(plan, mp_policy, offload_policy, device) for plan in plans]
-    buffers = _moved_buffers(managed, device)
+    with outside_modes():
+        plans = plan_groups(managed, data, rules)
+        # Nothing has changed so far. What can still fail is memory: it is asked for before anything is changed.
+        groups = [_group(plan, mp_policy, offload_policy, device) for plan in plans]
+        buffers = _moved_buffers(managed, device)
     classes = [_sharded_class(type(each)) for each in modules]
     for owner, name, buffer in buffers:
         owner._buffers[name] = buffer

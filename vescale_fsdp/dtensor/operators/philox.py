@@ -83,8 +83,8 @@ def _pick(
 def _address(
     group: list[FlatRange], per_counter: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = torch.tensor([span.start for span in group], device=device)
-    stops = torch.tensor([span.stop for span in group], device=device)
+    starts = torch.tensor([span.start for span in group], dtype=torch.int64, device=device)
+    stops = torch.tensor([span.stop for span in group], dtype=torch.int64, device=device)
     first, last = starts // per_counter, (stops + per_counter - 1) // per_counter
     counts, lengths = last - first, stops - starts
     before = counts.cumsum(0) - counts  # counters of the spans before this one
@@ -96,7 +96,7 @@ def _ramp(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """starts[0], starts[0] + 1, .. (lengths[0] values), starts[1], .. in one tensor."""
     offsets = starts - (lengths.cumsum(0) - lengths)
     spread = offsets.repeat_interleave(lengths)
-    return spread + torch.arange(spread.numel(), device=spread.device)
+    return spread + torch.arange(spread.numel(), dtype=torch.int64, device=spread.device)
 
 
 def uniforms(

@@ -84,7 +84,7 @@ def set_rng_state(state: tuple[int | None, int]) -> None:
 
 
 def _agreed_seed(mesh: DeviceMesh) -> int:
-    seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, device=mesh.device_type)
+    seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):
         wait_for(broadcast_in_place(seed, mesh.get_group(axis), 0))
     return int(seed.item())

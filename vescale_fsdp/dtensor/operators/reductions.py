@@ -353,5 +353,5 @@ def all_close(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     if is_partial(like):
         raise refuse(func, like._spec, "its sums are not done")
     same = func(localise(func, left, like), localise(func, right, like), *rest, **kwargs)
-    verdict = torch.tensor(int(same), device=like._local_tensor.device)
+    verdict = torch.tensor(int(same), dtype=torch.int64, device=like._local_tensor.device)
     return bool(_gather_answers(verdict, like).all().item())

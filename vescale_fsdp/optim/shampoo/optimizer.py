@@ -139,7 +139,7 @@ class Shampoo(BatchedOptimizer):
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
         pieces = contiguous_pieces_of(param, "adamw_params=[...]")
         bands = pieces.count_in_blocks(grid.period, lambda piece: len(grid.bands_in(piece)))
-        state = {"step": torch.zeros((), dtype=torch.float32)}
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         if group["grafting"] == "adam":
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
