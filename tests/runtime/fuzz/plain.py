@@ -27,16 +27,18 @@ from vescale_fsdp.torch_private import REDUCES_AS_STORED
 __all__ = ["check"]
 
 
-def check(program: Program, ranks: Sequence[Sequence[Seen]]) -> list[str]:
-    """What is wrong with what the ranks have seen; the first place in a program that is, since more follow from it."""
-    told = [[(seen.what, seen.where) for seen in each] for each in ranks]
-    if any(each != told[0] for each in told):
-        return [f"ranks have seen different things: {told}"]
+def check(program: Program, parts: Sequence[Sequence[Sequence[Seen]]]) -> list[str]:
+    """What is wrong with what the ranks of each part have seen: the first place that is, since more follow from it."""
     reference = _Plain(program)
-    for number, everyone in enumerate(zip(*ranks, strict=True)):
-        wrong = list(reference.wrong(everyone))
-        if wrong:
-            return [f"{everyone[0].what} at {everyone[0].where} (event {number}): {each}" for each in wrong]
+    for (part, _), ranks in zip(program.parts, parts, strict=True):
+        reference.begin(part)
+        told = [[(seen.what, seen.where) for seen in each] for each in ranks]
+        if any(each != told[0] for each in told):
+            return [f"ranks have seen different things: {told}"]
+        for everyone in zip(*ranks, strict=True):
+            wrong = list(reference.wrong(everyone))
+            if wrong:
+                return [f"{everyone[0].what} at {everyone[0].where}: {each}" for each in wrong]
     return []
 
 
@@ -44,19 +46,24 @@ class _Plain:
     """The reference's training loop, led through what the ranks have seen."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
         self.stored = getattr(torch, program.stored)
         self.computes = getattr(torch, program.params) if program.params else None
         self.reduces = getattr(torch, program.reduces) if program.reduces else None
         if self.reduces is None and not REDUCES_AS_STORED:
             self.reduces = self.computes
+        self.program = program
         self.model = build(program)  # whose weights and gradients are those of the ranks
         self.optimizers = optimizers_of(program, trained(self.model), plain=True)
-        self.pending: list[list[Values]] = [[] for _ in range(program.replicas)]  # not reduced, by rank
-        self.unreplicated: list[list[Values]] = [[] for _ in range(program.replicas)]
         self.place = (0, 0)  # step, micro-batch
         self.ran: set[int] = set()  # blocks, on any rank, with gradients or without
-        self.has_started = False
+
+    def begin(self, program: Program) -> None:
+        """Go on on the ranks of a part, which have weights and optimizers of the one before, and no gradients."""
+        self.program = program
+        self.pending: list[list[Values]] = [[] for _ in range(program.replicas)]  # not reduced, by rank
+        self.unreplicated: list[list[Values]] = [[] for _ in range(program.replicas)]
+        self.ran.clear()
+        self.model.zero_grad()
 
     @property
     def _eps(self) -> float:
@@ -205,10 +212,15 @@ class _Plain:
                 yield from _apart(name, found[name], param.grad, bound)
         self._take_grads(found)
 
+    def _start_errors(self, found: Values) -> Iterator[str]:
+        own = dict(self.model.named_parameters())
+        assert own.keys() == found.keys()
+        for name, param in own.items():
+            yield from _apart(name, found[name], param, 0.0)
+
     def _weights_errors(self, found: Values) -> Iterator[str]:
-        for optimizer in self.optimizers if self.has_started else []:
+        for optimizer in self.optimizers:
             optimizer.step()
-        self.has_started = True
         own = dict(self.model.named_parameters())
         assert own.keys() == found.keys()
         with torch.no_grad():

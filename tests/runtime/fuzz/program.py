@@ -102,6 +102,7 @@ class Program(_Printed):
         granularity: text as `fully_shard` takes it; "8bit" AdamW8bit's.
         optimizer: "sgd", "adamw", "foreach", "flat" (FlatOptimizer of AdamW), "muon", "8bit".
         switches: names of `sharded.SWITCHES`.
+        moves: the mesh from the second step on, on which a checkpoint of the first one is loaded; () without.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -119,6 +120,17 @@ class Program(_Printed):
     offload: bool = False
     optimizer: str = "sgd"
     switches: tuple[str, ...] = ()
+    moves: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> list[tuple[Program, range]]:
+        """What runs on ranks of its own: the program there, and which steps."""
+        if not self.moves:
+            return [(self, range(len(self.steps)))]
+        return [
+            (replace(self, moves=()), range(1)),
+            (replace(self, mesh=self.moves, moves=()), range(1, len(self.steps))),
+        ]
 
     @property
     def world(self) -> int:
@@ -210,7 +222,10 @@ def draw(seed: int) -> Program:
         optimizer=optimizer,
         switches=tuple(name for name, often in _SWITCHES.items() if dice.random() < often),
     )
-    return program if program.is_alike else replace(program, frozen_ends=False)
+    if not tp and program.reshard in (None, True, False) and dice.random() < 0.25:
+        program = replace(program, moves=dice.choice(_MESHES))
+    is_alike = all(part.is_alike for part, _ in program.parts)
+    return program if is_alike else replace(program, frozen_ends=False)
 
 
 _MESHES = [(1,), (2,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]

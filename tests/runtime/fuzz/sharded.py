@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from tests.runtime.fuzz.model import batch, build, ways
 from tests.runtime.fuzz.program import Program
 from tests.support.optim_cases import full_value
 from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon
 from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext
@@ -30,7 +32,7 @@ Values = dict[str, torch.Tensor]
 
 
 class Seen(NamedTuple):
-    """What a rank has seen: "loss", "output", "grads", "norm", "clipped", "weights" or "state", and where."""
+    """What a rank has seen: "start", "loss", "output", "grads", "norm", "clipped", "weights" or "state", and where."""
 
     what: str
     where: str
@@ -187,14 +189,19 @@ def optimizers_of(program: Program, params: dict[str, nn.Parameter], *, plain: b
     return [torch.optim.AdamW(given, lr=LR, foreach=program.optimizer == "foreach")]
 
 
-def run(program: Program) -> list[Seen]:
-    """The loop on one rank."""
+def run(program: Program, part: range, folder: Path) -> list[Seen]:
+    """Some steps of the loop on one rank; the ones before and behind them by way of a checkpoint."""
     model, replica = shard(program)
     params = dict(model.named_parameters())  # the sharded ones, whatever the modules hold later
     optimizers = optimizers_of(program, trained(model), plain=False)
-    seen = [Seen("weights", "start", _values(params))]
-    for number in range(len(program.steps)):
+    state = {"model": model, "optimizers": optimizers}
+    if part.start > 0:
+        load(folder / "saved", state)
+    seen = [Seen("start", f"step {part.start}", _values(params))]
+    for number in part:
         seen += _step(program, model, params, optimizers, number, replica)
+    if part.stop < len(program.steps):
+        save(folder / "saved", state)
     return seen
 
 
