@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.runtime.fuzz.model import batch, build, ways
+from tests.runtime.fuzz.model import Broken, batch, build, thaw, ways
 from tests.runtime.fuzz.program import Program
 from tests.support.optim_cases import full_value
 from vescale_fsdp import fully_shard
@@ -222,6 +223,8 @@ def _step(
     replica: int,
 ) -> Iterator[Seen]:
     step = program.steps[number]
+    if step.thaws:
+        thaw(model)
     if step.evaluates and not step.late:
         yield _evaluation(program, model, number, replica)
     for micro in range(len(step.micros)):
@@ -248,6 +251,8 @@ def _step(
     if step.zeros != "keep":
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step.zeros == "none")
+    if step.thaws:
+        thaw(model)
 
 
 def _evaluation(program: Program, model: Any, number: int, replica: int) -> Seen:
@@ -264,6 +269,10 @@ def _micro(program: Program, model: Any, number: int, micro: int, replica: int) 
         model.set_requires_all_reduce(False)
     if "stays_after_backward" in program.switches:
         model.set_reshard_after_backward(micro == len(program.steps[number].micros) - 1)
+    if plan.breaks:
+        with contextlib.suppress(Broken):
+            model(batch(number, 6, 0, replica), ways(program, number, replica)._replace(breaks=True))
+        model.reset_iter_state()
     losses = []
     for forward in range(plan.forwards):
         if "unshards_ahead" in program.switches:
