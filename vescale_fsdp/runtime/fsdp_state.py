@@ -399,7 +399,7 @@ class FSDPState:
             group.collect_grads()
         # Without the unit's own forward, or by way of inputs that need no gradient.
         late = any(group.grads for group in self.groups)
-        if late or (is_last and (self._took_part or self._wants_zeros)):
+        if late or (is_last and (self._took_part or self._wants_zeros or self._is_owed)):
             self._outstanding = 0
             self._reshard_in_backward()
             self._reduce()
@@ -416,6 +416,11 @@ class FSDPState:
         if self.reshard_after_backward:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether it rests in a backward that is to reduce over replicas what earlier ones have left of it."""
+        return not self._was_reduced and any(group.owes_replicas for group in self.groups)
 
     @property
     def _wants_zeros(self) -> bool:

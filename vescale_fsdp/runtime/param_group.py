@@ -449,6 +449,11 @@ class ParamGroup:
         listens = self.comm.settings.on_delivery is not None or post_accumulate_grad_hooks(param.sharded)
         return param.sharded.grad is not None and not listens
 
+    @property
+    def owes_replicas(self) -> bool:
+        """Whether what earlier reductions have left is to be reduced over replicas by the next one."""
+        return self._unreplicated is not None and self._delivers
+
     def unreplicated_sums(self) -> list[torch.Tensor]:
         """What earlier reductions have left and the next one adds to."""
         return [] if self._unreplicated is None else [self._unreplicated.shard]

@@ -7,6 +7,12 @@ from tests.runtime.fuzz.program import Block, Micro, Program, Step
 __all__ = ["CURED", "WRONG"]
 
 CURED = {
+    "what was reduced over shards alone was not delivered while its unit rested": Program(
+        mesh=(2, 2),
+        blocks=(Block(runs="odd steps"), Block(spare="odd steps")),
+        steps=(Step(), Step((Micro(sync="no_all_reduce"),)), Step(), Step()),
+        optimizer="adamw",
+    ),
     "weights of an evaluation between backward and optimizer stayed for the next forward": Program(
         blocks=(Block(), Block(frozen="all")),
         steps=(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.fuzz.program import Block, Program
 
-__all__ = ["Model", "Ways", "batch", "build", "ways"]
+__all__ = ["Broken", "Model", "Ways", "batch", "build", "thaw", "ways"]
 
 WIDTH, HIDDEN, ROWS = 7, 10, 3  # nothing but HIDDEN is divided by the ranks of tensor parallelism
 
@@ -20,6 +20,11 @@ class Ways(NamedTuple):
 
     runs: tuple[bool, ...]
     spares: tuple[bool, ...]
+    breaks: bool = False
+
+
+class Broken(Exception):
+    """What a forward ends in that breaks."""
 
 
 class BlockModule(nn.Module):
@@ -82,6 +87,8 @@ class Model(nn.Module):
                     y = module(x, spare)
                 y = y["y"] if isinstance(y, dict) else y
                 x = x if block.drops else y
+        if ways.breaks:
+            raise Broken
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -104,6 +111,13 @@ def _trains(name: str, program: Program) -> bool:
     frozen = program.blocks[int(name.split(".")[1])].frozen
     is_base = not any(part in name for part in (".low", ".spare"))
     return frozen == "no" or (frozen == "base" and not is_base)
+
+
+def thaw(model: nn.Module) -> None:
+    """Train what is frozen of the first block, and freeze what is trained; a second time: back."""
+    for name, param in model.named_parameters():
+        if name.startswith("blocks.0."):
+            param.requires_grad_(not param.requires_grad)
 
 
 def batch(step: int, micro: int, forward: int, replica: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -11,7 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from tests.runtime.fuzz import sharded
 from tests.runtime.fuzz.program import Block, Micro, Program, Step
+from vescale_fsdp.checkpoint import load
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
 from vescale_fsdp.runtime.comm.reduction import UsedFlags
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
@@ -83,6 +86,12 @@ def _overwrite(grads: UnshardedGrads, slot: Any, grad: torch.Tensor) -> None:
     grads._written.discard(slot.fqn)
 
 
+def _load_without_moments(path: Path, state: dict[str, Any]) -> None:
+    load(path, state)
+    for optimizer in state["optimizers"]:
+        optimizer.state.clear()
+
+
 _TWO = Program(blocks=(Block(), Block()))
 MUTANTS = {
     "a sum that is not divided": Mutant(
@@ -107,6 +116,10 @@ MUTANTS = {
     "what one rank used is lost": Mutant(
         lambda: mock.patch.object(UsedFlags, "anywhere", lambda self: list(self._used)),
         Program(blocks=(Block(spare="some ranks"),)),
+    ),
+    "a checkpoint without moments": Mutant(
+        lambda: mock.patch.object(sharded, "load", _load_without_moments),
+        Program(optimizer="adamw", moves=(3,)),
     ),
     "an evaluation's weights": Mutant(
         lambda: mock.patch.object(Schedule, "_end_forward_without_grads"),

@@ -19,24 +19,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from tests.runtime.fuzz.model import WIDTH, Model, batch, build, ways
-from tests.runtime.fuzz.program import Block, Micro, Program
+from tests.runtime.fuzz.model import WIDTH, Model, batch, build, thaw, ways
+from tests.runtime.fuzz.program import Block, Program
 from tests.runtime.fuzz.sharded import CLIP, DIVIDE_BY, LR, Seen, Values, optimizers_of, trained
 from vescale_fsdp.torch_private import REDUCES_AS_STORED
 
 __all__ = ["check"]
 
 
-def check(program: Program, ranks: Sequence[Sequence[Seen]]) -> list[str]:
-    """What is wrong with what the ranks have seen; the first place in a program that is, since more follow from it."""
-    told = [[(seen.what, seen.where) for seen in each] for each in ranks]
-    if any(each != told[0] for each in told):
-        return [f"ranks have seen different things: {told}"]
+def check(program: Program, parts: Sequence[Sequence[Sequence[Seen]]]) -> list[str]:
+    """What is wrong with what the ranks of each part have seen: the first place that is, since more follow from it."""
     reference = _Plain(program)
-    for number, everyone in enumerate(zip(*ranks, strict=True)):
-        wrong = list(reference.wrong(everyone))
-        if wrong:
-            return [f"{everyone[0].what} at {everyone[0].where} (event {number}): {each}" for each in wrong]
+    for (part, _), ranks in zip(program.parts, parts, strict=True):
+        reference.begin(part)
+        told = [[(seen.what, seen.where) for seen in each] for each in ranks]
+        if any(each != told[0] for each in told):
+            return [f"ranks have seen different things: {told}"]
+        for everyone in zip(*ranks, strict=True):
+            wrong = list(reference.wrong(everyone))
+            if wrong:
+                return [f"{everyone[0].what} at {everyone[0].where}: {each}" for each in wrong]
     return []
 
 
@@ -44,19 +46,25 @@ class _Plain:
     """The reference's training loop, led through what the ranks have seen."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
         self.stored = getattr(torch, program.stored)
         self.computes = getattr(torch, program.params) if program.params else None
         self.reduces = getattr(torch, program.reduces) if program.reduces else None
         if self.reduces is None and not REDUCES_AS_STORED:
             self.reduces = self.computes
+        self.program = program
         self.model = build(program)  # whose weights and gradients are those of the ranks
         self.optimizers = optimizers_of(program, trained(self.model), plain=True)
+        self.place = (0, 0)  # step, micro-batch
+        self.is_thawed = False
+        self.ran: set[int] = set()  # blocks, on any rank, with gradients or without
+
+    def begin(self, program: Program) -> None:
+        """Go on on the ranks of a part, which have weights and optimizers of the one before, and no gradients."""
+        self.program = program
         self.pending: list[list[Values]] = [[] for _ in range(program.replicas)]  # not reduced, by rank
         self.unreplicated: list[list[Values]] = [[] for _ in range(program.replicas)]
-        self.place = (0, 0)  # step, micro-batch
-        self.ran: set[int] = set()  # blocks, on any rank, with gradients or without
-        self.has_started = False
+        self.ran.clear()
+        self.model.zero_grad()
 
     @property
     def _eps(self) -> float:
@@ -64,7 +72,10 @@ class _Plain:
 
     def wrong(self, everyone: tuple[Seen, ...]) -> Iterator[str]:
         """What is wrong with one thing that all ranks have seen."""
-        kind = everyone[0].what
+        kind, step = everyone[0].what, int(everyone[0].where.removeprefix("step ").split(".")[0])
+        if kind != "start" and self.program.steps[step].thaws != self.is_thawed:
+            thaw(self.model)
+            self.is_thawed = not self.is_thawed
         if kind in ("loss", "output"):
             expected = self._losses(everyone[0].where) if kind == "loss" else self._outputs(everyone[0].where)
             tp = self.program.world // self.program.replicas
@@ -88,6 +99,7 @@ class _Plain:
         with torch.no_grad():
             for param, own in zip(replica.parameters(), self.model.parameters(), strict=True):
                 param.copy_(own)
+                param.requires_grad_(own.requires_grad)
         return replica if self.computes is None else replica.to(self.computes)
 
     def _outputs(self, where: str) -> list[Values]:
@@ -107,6 +119,9 @@ class _Plain:
         """Losses of all ranks; their gradients wait for the reduction."""
         step, micro = self.place = tuple(map(int, where.removeprefix("step ").split(".")))  # type: ignore[assignment]
         plan, found = self.program.steps[step].micros[micro], []
+        if plan.breaks:  # what is not reduced is forgotten
+            self.pending = [[] for _ in self.pending]
+            self.unreplicated = [[] for _ in self.unreplicated]
         for rank in range(self.program.replicas):
             replica = self._replica()
             losses = []
@@ -132,17 +147,17 @@ class _Plain:
             yield from _apart(name, seen.values[name], value, depth * WIDTH * eps * float(value.abs().max()))
 
     def _grads_errors(self, found: Values) -> Iterator[str]:
-        plan = self._micro
-        params = trained(self.model)
+        sync = self._sync
+        params = dict(self.model.named_parameters())
         expected = {name: (param.grad, 0.0) for name, param in params.items() if param.grad is not None}
-        if plan.sync != "no_sync":
+        if sync != "no_sync":
             for rank, waiting in enumerate(self.pending):
                 self.unreplicated[rank] += waiting
             self.pending = [[] for _ in self.pending]
-        if plan.sync == "sync":
+        if sync == "sync":
             for name, param in params.items():
                 terms = [grads[name] for rank in self.unreplicated for grads in rank if name in grads]
-                if terms or self._gets_zeros(name):
+                if terms or (param.requires_grad and self._gets_zeros(name)):
                     expected[name] = self._reduced(param, terms)
             self.unreplicated = [[] for _ in self.unreplicated]
         if found.keys() != expected.keys():
@@ -154,9 +169,12 @@ class _Plain:
         self._take_grads(found)
 
     @property
-    def _micro(self) -> Micro:
+    def _sync(self) -> str:
+        """What a micro-batch reduces; without replicas there is nothing to leave out."""
         step, micro = self.place
-        return self.program.steps[step].micros[micro]
+        sync = self.program.steps[step].micros[micro].sync
+        is_hybrid = len(self.program.mesh) - self.program.tp == 2
+        return sync if is_hybrid or sync == "no_sync" else "sync"
 
     def _reduced(self, param: nn.Parameter, terms: list[torch.Tensor]) -> tuple[torch.Tensor, float]:
         """The mean of what ranks and micro-batches have made, on top of what is there; and its bound."""
@@ -188,27 +206,32 @@ class _Plain:
         return any(each in self.ran for each in range(first, last + 1))
 
     def _take_grads(self, found: Values) -> None:
-        for name, param in trained(self.model).items():
+        for name, param in self.model.named_parameters():
             param.grad = found[name].clone() if name in found else None
 
     # -- the step -----------------------------------------------------------------------------------------
 
     def _norm_errors(self, found: Values) -> Iterator[str]:
-        params = trained(self.model)
-        norm = nn.utils.clip_grad_norm_(params.values(), CLIP)
+        params = list(self.model.parameters())
+        norm = nn.utils.clip_grad_norm_(params, CLIP)
         yield from _apart("norm", found[""], norm, self._eps * (len(params) + 8) * float(norm))
 
     def _clipped_errors(self, found: Values) -> Iterator[str]:
-        for name, param in trained(self.model).items():
+        for name, param in self.model.named_parameters():
             if param.grad is not None:
                 bound = self._eps * (len(found) + 8) * float(param.grad.abs().max())
                 yield from _apart(name, found[name], param.grad, bound)
         self._take_grads(found)
 
+    def _start_errors(self, found: Values) -> Iterator[str]:
+        own = dict(self.model.named_parameters())
+        assert own.keys() == found.keys()
+        for name, param in own.items():
+            yield from _apart(name, found[name], param, 0.0)
+
     def _weights_errors(self, found: Values) -> Iterator[str]:
-        for optimizer in self.optimizers if self.has_started else []:
+        for optimizer in self.optimizers:
             optimizer.step()
-        self.has_started = True
         own = dict(self.model.named_parameters())
         assert own.keys() == found.keys()
         with torch.no_grad():
@@ -226,7 +249,7 @@ class _Plain:
     def _state_errors(self, found: Values) -> Iterator[str]:
         expected = {
             f"{name}/{key}": torch.as_tensor(value)
-            for name, param in trained(self.model).items()
+            for name, param in self.model.named_parameters()
             for optimizer in self.optimizers
             for key, value in optimizer.state.get(param, {}).items()
         }

@@ -62,12 +62,14 @@ class Micro(_Printed):
         apart: each has a backward of its own, behind all of the forwards; else one of their sum.
         sync: "sync", "no_sync", "no_all_reduce" (over replicas).
         watched: whether inputs need a gradient.
+        breaks: before it a forward ends in an exception, and the iteration is reset.
     """
 
     forwards: int = 1
     apart: bool = False
     sync: str = "sync"
     watched: bool = False
+    breaks: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,6 +82,7 @@ class Step(_Printed):
         zeros: what follows the optimizer: "none", "zero" (in place), "keep" (gradients add up).
         evaluates: a forward without gradients: "", "no_grad", "inference".
         late: it is between backward and optimizer, not before the step.
+        thaws: in this step the first block's frozen parameters are trained, and its trained ones frozen.
     """
 
     micros: tuple[Micro, ...] = (Micro(),)
@@ -87,6 +90,7 @@ class Step(_Printed):
     zeros: str = "none"
     evaluates: str = ""
     late: bool = False
+    thaws: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,6 +106,7 @@ class Program(_Printed):
         granularity: text as `fully_shard` takes it; "8bit" AdamW8bit's.
         optimizer: "sgd", "adamw", "foreach", "flat" (FlatOptimizer of AdamW), "muon", "8bit".
         switches: names of `sharded.SWITCHES`.
+        moves: the mesh from the second step on, on which a checkpoint of the first one is loaded; () without.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -119,6 +124,17 @@ class Program(_Printed):
     offload: bool = False
     optimizer: str = "sgd"
     switches: tuple[str, ...] = ()
+    moves: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> list[tuple[Program, range]]:
+        """What runs on ranks of its own: the program there, and which steps."""
+        if not self.moves:
+            return [(self, range(len(self.steps)))]
+        return [
+            (replace(self, moves=()), range(1)),
+            (replace(self, mesh=self.moves, moves=()), range(1, len(self.steps))),
+        ]
 
     @property
     def world(self) -> int:
@@ -158,7 +174,8 @@ class Program(_Printed):
         """Whether in every step the backwards of all ranks come by the same units, and there is one."""
         ranks = range(self.replicas)
         steps = [[self.with_grads(step, rank) for rank in ranks] for step in range(len(self.steps))]
-        return all(needs == step[0] and needs[-1] for step in steps for needs in step)
+        is_same = all(needs == step[0] and needs[-1] for step in steps for needs in step)
+        return is_same and not (self.frozen_ends and any(step.thaws for step in self.steps))
 
     def __str__(self) -> str:
         """As it is pasted, over a few lines."""
@@ -210,7 +227,16 @@ def draw(seed: int) -> Program:
         optimizer=optimizer,
         switches=tuple(name for name, often in _SWITCHES.items() if dice.random() < often),
     )
-    return program if program.is_alike else replace(program, frozen_ends=False)
+    if "zeros_unused" in program.switches:  # what is gathered ahead for nothing counts as used there
+        program = replace(program, switches=tuple(name for name in program.switches if name != "prefetch"))
+    if not tp and program.reshard in (None, True, False) and dice.random() < 0.25:
+        program = replace(program, moves=dice.choice(_MESHES))
+    if any(
+        step.micros[-1].sync != "sync" for step in program.steps
+    ):  # what waits is of those that were trained
+        program = replace(program, steps=tuple(replace(step, thaws=False) for step in program.steps))
+    is_alike = all(part.is_alike for part, _ in program.parts)
+    return program if is_alike else replace(program, frozen_ends=False)
 
 
 _MESHES = [(1,), (2,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]
@@ -287,17 +313,18 @@ def _step(dice: random.Random, hybrid: bool) -> Step:
                 apart=forwards > 1 and dice.random() < 0.4,
                 sync=dice.choice(quiet),
                 watched=dice.random() < 0.2,
+                breaks=dice.random() < 0.08,
             )
         )
     if dice.random() < 0.95:  # else what is not reduced yet waits for the next step
-        last = micros[-1]
-        micros[-1] = Micro(last.forwards, last.apart, "sync", last.watched)
+        micros[-1] = replace(micros[-1], sync="sync")
     return Step(
         micros=tuple(micros),
         clips=dice.random() < 0.4,
         zeros=_chosen(dice, {"none": 0.7, "zero": 0.2, "keep": 0.1}),
         evaluates=_chosen(dice, {"": 0.7, "no_grad": 0.2, "inference": 0.1}),
         late=dice.random() < 0.5,
+        thaws=dice.random() < 0.12,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.runtime.fuzz.model import batch, build, ways
+from tests.runtime.fuzz.model import Broken, batch, build, thaw, ways
 from tests.runtime.fuzz.program import Program
 from tests.support.optim_cases import full_value
 from vescale_fsdp import fully_shard
+from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon
 from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext
@@ -30,7 +33,7 @@ Values = dict[str, torch.Tensor]
 
 
 class Seen(NamedTuple):
-    """What a rank has seen: "loss", "output", "grads", "norm", "clipped", "weights" or "state", and where."""
+    """What a rank has seen: "start", "loss", "output", "grads", "norm", "clipped", "weights" or "state", and where."""
 
     what: str
     where: str
@@ -187,14 +190,19 @@ def optimizers_of(program: Program, params: dict[str, nn.Parameter], *, plain: b
     return [torch.optim.AdamW(given, lr=LR, foreach=program.optimizer == "foreach")]
 
 
-def run(program: Program) -> list[Seen]:
-    """The loop on one rank."""
+def run(program: Program, part: range, folder: Path) -> list[Seen]:
+    """Some steps of the loop on one rank; the ones before and behind them by way of a checkpoint."""
     model, replica = shard(program)
     params = dict(model.named_parameters())  # the sharded ones, whatever the modules hold later
     optimizers = optimizers_of(program, trained(model), plain=False)
-    seen = [Seen("weights", "start", _values(params))]
-    for number in range(len(program.steps)):
+    state = {"model": model, "optimizers": optimizers}
+    if part.start > 0:
+        load(folder / "saved", state)
+    seen = [Seen("start", f"step {part.start}", _values(params))]
+    for number in part:
         seen += _step(program, model, params, optimizers, number, replica)
+    if part.stop < len(program.steps):
+        save(folder / "saved", state)
     return seen
 
 
@@ -215,6 +223,8 @@ def _step(
     replica: int,
 ) -> Iterator[Seen]:
     step = program.steps[number]
+    if step.thaws:
+        thaw(model)
     if step.evaluates and not step.late:
         yield _evaluation(program, model, number, replica)
     for micro in range(len(step.micros)):
@@ -241,6 +251,8 @@ def _step(
     if step.zeros != "keep":
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step.zeros == "none")
+    if step.thaws:
+        thaw(model)
 
 
 def _evaluation(program: Program, model: Any, number: int, replica: int) -> Seen:
@@ -257,6 +269,10 @@ def _micro(program: Program, model: Any, number: int, micro: int, replica: int) 
         model.set_requires_all_reduce(False)
     if "stays_after_backward" in program.switches:
         model.set_reshard_after_backward(micro == len(program.steps[number].micros) - 1)
+    if plan.breaks:
+        with contextlib.suppress(Broken):
+            model(batch(number, 6, 0, replica), ways(program, number, replica)._replace(breaks=True))
+        model.reset_iter_state()
     losses = []
     for forward in range(plan.forwards):
         if "unshards_ahead" in program.switches:

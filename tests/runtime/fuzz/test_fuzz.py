@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
@@ -49,9 +51,14 @@ def nan_buffers() -> Iterator[None]:
         yield
 
 
-def wrongs(program: Program, timeout_s: float = 60.0) -> list[str]:
-    with nan_buffers():
-        seen = run_threads(program.world, run, program, timeout_s=timeout_s)
+def wrongs(
+    program: Program, timeout_s: float = 60.0, mistake: AbstractContextManager[object] | None = None
+) -> list[str]:
+    with TemporaryDirectory() as folder, nan_buffers(), mistake or nullcontext():
+        seen = [
+            run_threads(part.world, run, part, steps, Path(folder), timeout_s=timeout_s)
+            for part, steps in program.parts
+        ]
     return check(program, seen)
 
 
@@ -84,11 +91,10 @@ def test_a_mistake_is_found(mutant: Mutant) -> None:
     """Negative control: the program is right, and with the mistake it is wrong or does not come through."""
     assert wrongs(mutant.program) == []
     try:
-        with mutant.patch():
-            seen = run_threads(mutant.program.world, run, mutant.program)
+        found = wrongs(mutant.program, mistake=mutant.patch())
     except RankError:
         return
-    assert check(mutant.program, seen) != []
+    assert found != []
 
 
 def test_programs_are_all_different_and_meet_everything() -> None:
