@@ -67,12 +67,7 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
-from vescale_fsdp.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    PartialLoadError,
-    explain,
-)
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, PartialLoadError
 
 __all__ = ["CheckpointManager", "Restored"]
 
@@ -162,38 +157,32 @@ class CheckpointManager:
         limits["export_every"] = export_every
         for name, value in limits.items():
             if value is not None and value < 1:
-                raise ValueError(
-                    explain(f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root))
+                raise ArgumentError(
+                    f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root)
                 )
         if not patience_s >= 0:
-            raise ValueError(
-                explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
-            )
+            raise ArgumentError("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
         check_choice(check_replicas)
         check_exit_timeout(exit_timeout_s)
         self._exit_timeout_s = exit_timeout_s
         self._check_replicas: CheckReplicas = check_replicas
         if save_policy is not None and save_interval != 1:
-            raise ValueError(
-                explain(
-                    "A manager takes an interval or a policy.",
-                    expected="save_interval or save_policy",
-                    got=f"save_interval={save_interval} and {save_policy!r}",
-                    where=str(root),
-                    todo=f"pass save_policy=EverySteps({save_interval}) | ..",
-                )
+            raise ArgumentError(
+                "A manager takes an interval or a policy.",
+                expected="save_interval or save_policy",
+                got=f"save_interval={save_interval} and {save_policy!r}",
+                where=str(root),
+                todo=f"pass save_policy=EverySteps({save_interval}) | ..",
             )
         policy = check_policy(EverySteps(save_interval) if save_policy is None else save_policy)
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
         if not isinstance(keep_best, BestOf | None):
-            raise TypeError(
-                explain(
-                    "keep_best is no BestOf.",
-                    expected="such as BestOf(3)",
-                    got=repr(keep_best),
-                    where=str(root),
-                )
+            raise ArgumentError(
+                "keep_best is no BestOf.",
+                expected="such as BestOf(3)",
+                got=repr(keep_best),
+                where=str(root),
             )
         best = dict.fromkeys(rule for rule in (keep_best, *leaves_of(policy)) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
@@ -343,10 +332,8 @@ class CheckpointManager:
         try:
             step = operator.index(step)
             if step < 0:
-                raise ValueError(
-                    explain(
-                        "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
-                    )
+                raise ArgumentError(
+                    "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
                 )
             metric = None if metric is None else float(metric)
         except Exception:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from vescale_fsdp.errors import explain
+from vescale_fsdp.errors import ArgumentError
 
 __all__ = [
     "AllOf",
@@ -299,14 +299,12 @@ def check_policy(policy: object) -> SavePolicy:
         TypeError: for what is none.
     """
     if not isinstance(policy, SavePolicy):
-        raise TypeError(
-            explain(
-                "This is no policy of when to save.",
-                expected="a SavePolicy, such as EverySteps(n)",
-                got=repr(policy),
-                where="the argument `save_policy`",
-                todo="combine several with | and &; a policy of your own subclasses SavePolicy",
-            )
+        raise ArgumentError(
+            "This is no policy of when to save.",
+            expected="a SavePolicy, such as EverySteps(n)",
+            got=repr(policy),
+            where="the argument `save_policy`",
+            todo="combine several with | and &; a policy of your own subclasses SavePolicy",
         )
     return policy
 
@@ -330,4 +328,4 @@ def shape_of(policy: SavePolicy) -> str:
 
 def _check(is_true: bool, problem: str, expected: str, got: object) -> None:
     if not is_true:
-        raise ValueError(explain(problem, expected=expected, got=got))
+        raise ArgumentError(problem, expected=expected, got=got)

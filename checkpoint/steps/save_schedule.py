@@ -34,7 +34,7 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
     leaves_of,
 )
 from vescale_fsdp.checkpoint.steps.signal_watch import SignalWatch
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 __all__ = ["Decision", "SaveSchedule"]
 
@@ -300,16 +300,14 @@ class SaveSchedule:
             raise _no_bool(error.got, f"should_save, step {ride.step}, rank {rank}") from None
 
 
-def _no_bool(got: object, where: str) -> TypeError:
+def _no_bool(got: object, where: str) -> ArgumentError:
     """The error for an answer that is none."""
-    return TypeError(
-        explain(
-            "A save policy answered with something else than a bool.",
-            expected="True or False",
-            got=got,
-            where=where,
-            todo="return a bool, such as bool(value); nothing of this step was saved",
-        )
+    return ArgumentError(
+        "A save policy answered with something else than a bool.",
+        expected="True or False",
+        got=got,
+        where=where,
+        todo="return a bool, such as bool(value); nothing of this step was saved",
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from vescale_fsdp.errors import explain
+from vescale_fsdp.errors import ArgumentError
 
 __all__ = ["SignalWatch"]
 
@@ -38,12 +38,10 @@ class SignalWatch:
         self._before: dict[int, Any] = {}
         self._is_closed = False
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                explain(
-                    "Signals can be heard in the main thread only.",
-                    expected="a manager with OnSignal() to be made there",
-                    got=f"thread {threading.current_thread().name}",
-                )
+            raise ArgumentError(
+                "Signals can be heard in the main thread only.",
+                expected="a manager with OnSignal() to be made there",
+                got=f"thread {threading.current_thread().name}",
             )
         for name in names:
             number = signal.Signals[name]

@@ -33,7 +33,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
 from vescale_fsdp.checkpoint.steps.save_policy import check_policy
 from vescale_fsdp.checkpoint.steps.save_schedule import SaveSchedule
 from vescale_fsdp.checkpoint.steps.step_records import StepRecord
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -353,9 +353,9 @@ def test_ranks_agree_on_policies_of_ones_own(tmp_path: Path) -> None:
             found["unlike"][0] is CheckpointError
             and "True on ranks [1]; False on ranks [0]" in found["unlike"][1]
         )
-        assert found["no bool"][::2] == (TypeError, 2)
+        assert found["no bool"][::2] == (ArgumentError, 2)
         assert all(part in found["no bool"][1] for part in ("expected:", "got:", "where:", "what to do:"))
-        assert found["no bool behind"][0] is TypeError
+        assert found["no bool behind"][0] is ArgumentError
         assert found["shapes"][0] is CheckpointError
     assert first["raises"][::2] == (CheckpointError, 2) and "ValueError: own" in first["raises"][1]
     assert second["raises"][::2] == (ValueError, 2) == second["raises behind"][::2]
