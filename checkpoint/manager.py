@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.loading.load import Read, Verify, prove_choices
 from vescale_fsdp.checkpoint.loading.partial_load import partial_load
+from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_timeout
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.first_error import noting
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, is_of_storage
+from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
@@ -220,23 +222,25 @@ class CheckpointManager:
             warnings.warn(f"steps can be restored, but not saved: {problem}", stacklevel=4)
 
     def clean(self, *, older_than_s: float | None = None) -> list[str]:
-        """Remove what killed jobs have left under the root; a collective. The first save to disk does so too.
+        """Remove what killed jobs have left under the root, and in memory; a collective. The first save does so too.
 
-        Torn steps, unfinished exports, temporary files, and open S3 uploads. What another job holds locked stays.
+        Torn steps, data of overwrites that were not committed, unfinished exports, temporary files, and open S3
+        uploads. What another job holds locked stays.
 
         Args:
             older_than_s: what has changed within so many seconds stays. Default: a minute, and a day on object stores,
                 which have no locks. Pass 0 only if no other job saves under this root.
 
         Returns:
-            Names of what was removed, the same on all ranks.
+            Names of what was removed, the same on all ranks; in memory, paths.
         """
         self._wait_together()
         removed: list[str] = []
         with self._coordinator.together(f"cleaning {self._root.where}", alike={"older_than_s": older_than_s}):
             if self._coordinator.rank == 0:
                 removed = remove_leftovers(self._root, _EXPORTS, older_than_s)
-        return self._coordinator.everyone(removed)[0]
+        removed = self._coordinator.everyone(removed)[0]
+        return removed + (self._ram.clean(self._coordinator, older_than_s) if self._ram is not None else [])
 
     def _sweep(self) -> None:
         """Once, before this manager writes for the first time; what cannot be removed does not stop a save."""
@@ -371,21 +375,36 @@ class CheckpointManager:
         to_ram = self._ram is not None and (force or self._ram.is_due(step)) and not decision.is_final
         if (to_ram or decision.is_due) and not self._has_begun:
             self._begin_branch()
+        save_to_ram: Callable[[], bool] | None = None
+        is_in_ram = False
         if to_ram:
             assert self._ram is not None and self._run is not None
-            save_id = self._ram.save(
+            save_id, is_copying = self._ram.begin(self._coordinator, self._run)
+            save_to_ram = partial(
+                self._ram.save,
                 self._coordinator,
                 step,
                 state,
                 user,
+                save_id=save_id,
                 run=self._run,
                 behind=self._copying,
                 check_replicas=self._check_replicas,
             )
+            if not (is_copying and targets):  # else the disk does not wait for what is sent between memories
+                is_in_ram, save_to_ram = save_to_ram(), None
         if not targets:
             return None
         self._sweep()
-        self._save_to(targets, decision, state, user, save_id)
+        also = f"step {step} is saved in memory, from where restore takes it" if is_in_ram else None
+        try:
+            self._save_to(targets, decision, state, user, save_id, also)
+        except Exception as error:
+            if save_to_ram is not None and is_of_storage(error) and save_to_ram():
+                error.add_note(f"step {step} is saved in memory, from where restore takes it")
+            raise
+        if save_to_ram is not None:
+            save_to_ram()
         if decision.is_due:
             self._schedule.saved(decision)
         return self._handle
@@ -451,8 +470,13 @@ class CheckpointManager:
         state: Any,
         user: Json,
         save_id: str | None,
+        also: str | None,
     ) -> None:
-        """Write a step to disk, in each of its forms."""
+        """Write a step to disk, in each of its forms.
+
+        Args:
+            also: where it is saved besides, for the message of an error.
+        """
         if self._async is None or decision.is_final:
             with self._wait_before(decision):
                 for storage, form in targets:
@@ -466,11 +490,12 @@ class CheckpointManager:
                         meter=meter,
                         check_replicas=self._check_replicas,
                     )
-                    saved = saver.save(state, user)
+                    with telling(also):
+                        saved = saver.save(state, user)
                     if decision.is_due and storage is targets[0][0]:
                         self._conclude(decision, self._coordinator, saved)
             return
-        self._wait_together()
+        self._wait_for_disk_together()
         (storage, form), *copies = targets
         self._handle = self._async.start(
             storage,
@@ -482,6 +507,7 @@ class CheckpointManager:
             copies=copies,
             progress=self._progress,
             save_id=save_id,
+            also=also,
             optimizer=self._optimizer,
             check_replicas=self._check_replicas,
             exit_timeout_s=self._exit_timeout_s,
@@ -492,7 +518,7 @@ class CheckpointManager:
         """Wait for the save before. Its error waits for the final save, which counts more: none comes after it."""
         error: Exception | None = None
         try:
-            self._wait_together()
+            self._wait_for_disk_together()
         except Exception as caught:
             if not decision.is_final:
                 raise
@@ -529,16 +555,21 @@ class CheckpointManager:
         return self._coordinator.everyone(found)[0]
 
     def wait(self) -> None:
-        """Return when no save is in flight, and copies in memory have been made.
+        """Return when no save is in flight, and copies in memory have been made; copies that failed are a warning.
 
         Raises:
-            CheckpointError: if the last asynchronous save failed, or a copy; raised once.
+            CheckpointError: if the last asynchronous save failed; raised once.
         """
+        try:
+            self._wait_for_disk()
+        finally:
+            if self._ram is not None:
+                self._ram.wait()
+
+    def _wait_for_disk(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
-        if self._ram is not None:
-            self._ram.wait()
 
     def close(self) -> None:
         """Wait, and give signals back to whoever listened before."""
@@ -558,6 +589,10 @@ class CheckpointManager:
             handle.error()
         if self._ram is not None:
             self._ram.abandon()
+
+    def _wait_for_disk_together(self) -> None:
+        with self._coordinator.together("waiting for the save before", is_first=True):
+            self._wait_for_disk()
 
     def _wait_together(self) -> None:
         with self._coordinator.together("waiting for the save before", is_first=True):
@@ -625,6 +660,8 @@ class CheckpointManager:
                 self._prove_none(search, wanted)
             elif not read_only:
                 self._note_restored(restored.step, is_rollback=bool(wanted is not None or restored.skipped))
+                if restored.tier == "ram" and self._ram is not None and self._ram.replicas:
+                    self._renew_copies(self._ram, restored.step)
             return restored
         except PartialLoadError:
             raise
@@ -632,6 +669,15 @@ class CheckpointManager:
             if not load.overwritten:
                 raise
             raise partial_load(error, load.overwritten) from error
+
+    def _renew_copies(self, ram: RamTier, step: int) -> None:
+        """Begin to make the copies anew that a lost or damaged memory has cost."""
+        manifest: Manifest | None = None
+        doing = f"reading the manifest of step {step} in memory"
+        with self._coordinator.together(doing, f"step {step} is restored"):
+            manifest = read_manifest(ram.step_storage(step))
+        assert manifest is not None
+        ram.begin_renewal(self._coordinator, self._copying, step, manifest)
 
     def _note_restored(self, step: int, *, is_rollback: bool) -> None:
         """Note from where the run goes on, and on rank 0 which later steps there are now."""

@@ -82,7 +82,8 @@ def first_good(search: StepSearch, load: Callable[[Candidate], LoadReport]) -> R
         except NoCheckpointError:
             search.vanished()
         except CorruptCheckpointError as error:
-            search.pass_over(stored, error)
+            if not search.mended(found, error):
+                search.pass_over(stored, error)
         except Exception as error:
             error.add_note(
                 f"step {stored.number} ({stored.tier}) was not restored; older ones were not tried, since this is "

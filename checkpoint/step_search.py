@@ -17,9 +17,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
+from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.memory.disk_twin import DiskTwin
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, PeerMemory, is_whole
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
@@ -97,6 +100,7 @@ class StepSearch:
         self._has_warned = False
         self._to_say: list[str] = []
         self._passed: dict[StoredStep, str] = {}
+        self._mended: set[StoredStep] = set()
         self.damaged: list[StoredStep] = []
         self.num_vanished = 0
 
@@ -137,7 +141,8 @@ class StepSearch:
         now_s = time.monotonic()
         steps = sorted({*on_disk, *held} - self._passed.keys())
         is_late = now_s - self._last_try_s >= self._patience_s
-        return _View(frozenset(steps), held, node, is_late, now_s - self._start_s >= self._patience_s)
+        is_over = now_s - self._start_s >= self._patience_s
+        return _View(frozenset(steps), held, node, is_late, is_over)
 
     def _candidate(self, step: StoredStep, views: Sequence[_View]) -> Candidate:
         disk = self._root.child(step_name(step.number))
@@ -154,6 +159,29 @@ class StepSearch:
         self.damaged.append(step)
         self._passed[step] = str(error)
         self._to_say.append(f"step {step.number} ({step.tier}) is damaged and was skipped: {error}")
+
+    def mended(self, found: Candidate, error: Exception) -> bool:
+        """Whether a damaged step is worth another try: damaged files in memory are deleted, once, so that their
+        copies on other nodes are taken, or the same step on disk."""
+        step = found.step
+        if self._ram is None or found.supply is None or step in self._mended:
+            return False
+        self._mended.add(step)
+        manifest: Manifest | None = None
+        doing = f"reading the manifest of {found.storage.where}"
+        with self._coordinator.together(doing), suppress(CheckpointError):  # no node may have a good one
+            manifest = read_manifest(found.storage)
+        if not all(self._coordinator.everyone(manifest is not None)):
+            return False
+        assert manifest is not None
+        dropped = self._ram.drop_damaged(self._coordinator, found.storage, manifest)
+        if dropped:
+            self._last_try_s = time.monotonic()
+            self._to_say.append(
+                f"step {step.number} (ram) is damaged: {error}. Damaged files were deleted, and their copies are "
+                f"taken: {'; '.join(dropped[:4])}"
+            )
+        return bool(dropped)
 
     def lost(self, step: StoredStep, error: Exception) -> None:
         """A step in memory has turned out to lack a part: no damage, and nothing to wait for."""

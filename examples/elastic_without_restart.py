@@ -61,7 +61,7 @@ def rank(options: argparse.Namespace) -> None:
         return Training(trainers[0].model, trainers[0].optimizer)
 
     def checkpoints(num_ranks: int) -> CheckpointManager:
-        ram = RamTier("job", replicas=min(1, num_ranks - 1), folder=options.memory)
+        ram = RamTier("job", replicas=1, folder=options.memory)
         return CheckpointManager(options.out / "steps", save_interval=50, keep_last=2, async_=True, ram=ram)
 
     def train_step(job: ElasticJob, step: int) -> None:

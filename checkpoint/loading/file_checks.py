@@ -24,7 +24,7 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import VescaleError
 
-__all__ = ["Check", "check_files"]
+__all__ = ["Check", "check_files", "rank_file_problem"]
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
 
@@ -60,6 +60,12 @@ def check_files(
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
         for _ in pool.map(check_part, range(manifest.world_size * parts)):
             pass
+
+
+def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | None:
+    """What is wrong with a rank's file, whose bytes are all hashed; None if nothing is."""
+    problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _rank_file_checks(

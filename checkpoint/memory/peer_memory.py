@@ -22,7 +22,15 @@ from vescale_fsdp.checkpoint.ranks.partners import ranks_by_node
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["HeldPart", "LostPartError", "PeerMemory", "is_whole", "plan_makers", "plan_moves"]
+__all__ = [
+    "HeldPart",
+    "LostPartError",
+    "PeerMemory",
+    "is_whole",
+    "plan_copies",
+    "plan_makers",
+    "plan_moves",
+]
 
 _ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
 
@@ -193,5 +201,36 @@ def plan_moves(wanted: Sequence[set[str]], held: Sequence[set[str]], nodes: Sequ
             receiver = min(ranks, key=lambda rank: (received[rank], rank))
             sent[sender] += 1
             received[receiver] += 1
+            moves.append(FileMove(name, sender, receiver))
+    return moves
+
+
+def plan_copies(
+    names: Sequence[str], held: Sequence[Sequence[str]], nodes: Sequence[str], num_copies: int
+) -> list[FileMove]:
+    """Moves after which ``num_copies + 1`` nodes hold each file that any holds: those that hold the fewest get it.
+
+    Args:
+        names: of files.
+        held: by rank, those that lie on its node.
+        nodes: by rank, the name of its node.
+    """
+    by_node = ranks_by_node(nodes)
+    lies_on = {
+        name: {number for number, ranks in enumerate(by_node) if name in held[ranks[0]]} for name in names
+    }
+    num_held = Counter(number for numbers in lies_on.values() for number in numbers)
+    sent, received = Counter[int](), Counter[int]()
+    moves = []
+    for name, holders in lies_on.items():
+        senders = [rank for number in sorted(holders) for rank in by_node[number]]
+        others = [number for number in range(len(by_node)) if number not in holders]
+        lacking = num_copies + 1 - len(holders) if holders else 0
+        for number in sorted(others, key=lambda number: (num_held[number], number))[: max(0, lacking)]:
+            sender = min(senders, key=lambda rank: (sent[rank], rank))
+            receiver = min(by_node[number], key=lambda rank: (received[rank], rank))
+            sent[sender] += 1
+            received[receiver] += 1
+            num_held[number] += 1
             moves.append(FileMove(name, sender, receiver))
     return moves

@@ -11,7 +11,10 @@ steps of another run, or of a branch that a rollback has left, are never restore
 
 On other nodes, or on fewer or more of them, what a rank needs comes from the nodes that hold it (see `peer_memory`).
 What none of them holds any more comes from disk, if the same step was saved there too (see `disk_twin`); else the step
-is passed over.
+is passed over. A damaged file is deleted, and counts as lost from its node alone; what was lost is copied again as soon
+as a step has been restored.
+
+Memory that cannot take a step, or a copy, is a warning: it never stops a save to disk.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import warnings
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +33,21 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.checkpoint.loading.file_checks import rank_file_problem
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import parse_rank_file_name, step_name
-from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart
+from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
+from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import (
     StepFolder,
@@ -47,11 +56,13 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
     remove_step,
     retire,
 )
-from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 __all__ = ["RamTier"]
+
+_NO_COPIES = "copies of a step in memory could not be made; the loss of a node may lose it"
 
 
 class RamTier:
@@ -63,7 +74,8 @@ class RamTier:
         interval: steps between two saves to memory.
         keep_last: steps to keep, at least 1; while a step is written or copied, one more is held.
         replicas: other nodes that hold a copy of each node's part, sent in the background. Nodes are told apart by
-            their memory file systems, and keep each other's copies in cliques of ``replicas + 1``.
+            their memory file systems, and keep each other's copies in cliques of ``replicas + 1``. Fewer nodes hold
+            fewer copies, with a warning.
         mesh: one dimension of a mesh whose ranks keep each other's copies instead, such as ``mesh["replicate"]``;
             neighbours along it lie on different nodes.
         folder: a memory file system. Steps lie in a folder of it that only this user can enter; one that another user
@@ -111,12 +123,33 @@ class RamTier:
         self._root = LocalStorage(self._folder / f"vescale-{name}", durable=False, private=True)
         self._copier = BackgroundThread("checkpoint-copies")
         self._copies: SaveHandle | None = None
-        self._leads_node: bool | None = None  # whether this rank is its node's first; not known before a save
+        self._seen: weakref.ref[Coordinator] | None = None  # whose ranks the next three are of
+        self._nodes: list[str] = []  # by rank
+        self._leads_node = False  # whether this rank is its node's first
         self._partners: list[list[int]] = []  # by rank, those that keep copies of its files
+        self._tells = True  # whether this rank warns of what another one met
+        self._copied_step = -1  # the newest of which all copies are there, as far as this process knows
+        self._is_swept = False
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be saved."""
         return step % self._interval == 0
+
+    def begin(self, coordinator: Coordinator, run: RunFile) -> tuple[str, bool]:
+        """Before a save; a collective, which waits for no copies.
+
+        Returns:
+            The step's save_id, for a save of the same state to disk; and whether copies of an earlier step are still
+            on their way.
+        """
+        # Rank 0 draws the attempt's number, which all ranks learn by the same meeting.
+        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0
+        is_copying = self._copies is not None and not self._copies.done()
+        doing = "looking for copies of the step before"
+        attempt, is_copying_anywhere = coordinator.raise_together(
+            None, doing, numbers=[attempt, int(is_copying)]
+        )
+        return f"{run.branch}{attempt:08x}", bool(is_copying_anywhere)
 
     def save(
         self,
@@ -125,68 +158,132 @@ class RamTier:
         state: Any,
         user: Json,
         *,
+        save_id: str,
         run: RunFile,
-        behind: Coordinator | None = None,
+        behind: Coordinator,
         check_replicas: CheckReplicas = "sample",
-    ) -> str:
-        """Save a step and forget older ones; a collective.
+    ) -> bool:
+        """Save a step and forget older ones; a collective. Waits for the copies of the step before.
 
         Args:
+            save_id: as `begin` gave it.
             run: to which the step belongs, the same on all ranks.
             behind: the same ranks as ``coordinator``, with a group that serves nothing but copies; where there are
                 replicas. It is they who forget older steps then, when the copies are there.
             check_replicas: as for `vescale_fsdp.checkpoint.save`.
 
         Returns:
-            The step's save_id, for a save of the same state to disk.
+            Whether memory has taken it, the same on all ranks. If not, a warning says on which rank, and why.
+
+        Raises:
+            CheckpointError: for what is wrong with the state, and would stop a save to disk as well.
         """
-        error: BaseException | None = None
+        self._finish_copies(coordinator)
         try:
-            self.wait()
-        except BaseException as caught:  # noqa: BLE001  all ranks must hear of it
-            error = caught
-        # Rank 0 draws the attempt's number, which all ranks learn by the same meeting.
-        attempt = secrets.randbits(32) if coordinator.rank == 0 else 0
-        doing = "waiting for the copies of the step before"
-        (attempt,) = coordinator.raise_together(error, doing, numbers=[attempt])
-        if self._leads_node is None:
-            self._look_around(coordinator)
-        saver = Saver(
-            self.step_storage(step),
-            coordinator,
-            overwrite=True,
-            save_id=f"{run.branch}{attempt:08x}",
-            every_node=True,
-            leads_node=bool(self._leads_node),
-            check_replicas=check_replicas,
-        )
-        saved = saver.save(state, user)
-        if self.replicas:
-            assert behind is not None
-            what = f"copying {saver.storage.where} to other nodes"
+            self._write(coordinator, step, state, user, save_id, check_replicas)
+        except Exception as error:
+            if not is_of_storage(error):
+                raise
+            self._clear_away(step, save_id)
+            self._warn(coordinator, f"step {step} is not saved in memory ({self._root.where})", error)
+            return False
+        if any(self._partners):
+            what = f"copying {self.step_storage(step).where} to other nodes"
             job = self._copier.submit(partial(self._copy, behind, step, run), what, is_needed=False)
             self._copies = SaveHandle(job)
         else:
             self._retire(coordinator, step, run)
-        return saved.save_id
+        return True
+
+    def _write(
+        self,
+        coordinator: Coordinator,
+        step: int,
+        state: Any,
+        user: Json,
+        save_id: str,
+        check_replicas: CheckReplicas,
+    ) -> None:
+        self._look_around(coordinator)
+        storage = self.step_storage(step)
+        with ExitStack() as held:
+            with coordinator.together(f"locking {storage.where}"):
+                self._sweep()
+                if self._leads_node and coordinator.rank:  # the save itself locks rank 0's
+                    with told_if_busy(storage):
+                        held.enter_context(storage.lock())
+            saver = Saver(
+                storage,
+                coordinator,
+                overwrite=True,
+                save_id=save_id,
+                every_node=True,
+                leads_node=self._leads_node,
+                check_replicas=check_replicas,
+            )
+            saver.save(state, user)
+
+    def _sweep(self) -> None:
+        """Before this process writes for the first time: what killed jobs left on this node."""
+        if self._leads_node and not self._is_swept:
+            remove_leftovers(self._root)
+        self._is_swept = True
+
+    def _clear_away(self, step: int, save_id: str) -> None:
+        """Give back this node's memory after an attempt that failed on any."""
+        if self._leads_node:
+            storage, name = self.step_storage(step), f"data-{save_id}"
+            with suppress(OSError, CheckpointError):  # the error that is warned of says it too
+                is_committed = storage.exists(MANIFEST_NAME) and read_manifest(storage).save_id == save_id
+                if name in storage.list_folder("") and not is_committed:
+                    storage.remove(name)
+
+    def _warn(self, coordinator: Coordinator, problem: str, error: BaseException | None) -> None:
+        """Warn on rank 0, and where the error was met; a warning may be an error, which all ranks must hear of."""
+        with coordinator.together(f"warning that {problem}", "the disk is not concerned"):
+            if error is not None and (self._tells or not isinstance(error, CheckpointError)):
+                warnings.warn(f"{problem}: {_text_of(error)}", stacklevel=5)
+
+    def _finish_copies(self, coordinator: Coordinator) -> None:
+        """Wait for all copies; a collective, which warns of those that could not be made."""
+        error = self._copy_error()
+        doing = "waiting for the copies of the step before"
+        (has_failed,) = coordinator.raise_together(None, doing, numbers=[int(error is not None)])
+        if has_failed:
+            self._warn(coordinator, _NO_COPIES, error)
+
+    def _copy_error(self) -> BaseException | None:
+        """Wait for all copies; what went wrong, on any rank. Ctrl-C is raised, on all."""
+        copies, self._copies = self._copies, None
+        error = None if copies is None else copies.error()
+        if error is not None and is_interrupt(error):
+            raise error
+        return error
 
     def wait(self) -> None:
-        """Return when all copies have been made.
-
-        Raises:
-            CheckpointError: if one could not be; raised once. The step itself is good, but may lack copies.
-        """
-        copies, self._copies = self._copies, None
-        if copies is not None:
-            copies.wait()
+        """Return when all copies have been made; warns of those that could not be."""
+        error = self._copy_error()
+        if error is not None and (self._tells or not isinstance(error, CheckpointError)):
+            warnings.warn(f"{_NO_COPIES}: {_text_of(error)}", stacklevel=3)
 
     def remove(self, coordinator: Coordinator, step: int) -> None:
         """Forget a step; a collective."""
-        if self._leads_node is None:
-            self._look_around(coordinator)
+        self._look_around(coordinator)
         with coordinator.together(f"removing step {step} from {self._root.where}", "see what is left of it"):
-            if coordinator.rank == 0 or self._leads_node:
-                remove_step(self._root, step)
+            if self._leads_node:
+                problem = remove_step(self._root, step)
+                if problem is not None:
+                    raise StorageError("A step could not be removed.", got=problem, where=self._root.where)
+
+    def clean(self, coordinator: Coordinator, older_than_s: float | None) -> list[str]:
+        """Remove what killed jobs have left, on every node; a collective. Returns their paths, of all nodes."""
+        self._look_around(coordinator)
+        removed: list[str] = []
+        with coordinator.together(f"cleaning {self._root.where}"):
+            if self._leads_node:
+                removed = remove_leftovers(self._root, older_than_s=older_than_s)
+        found = {name for names in coordinator.everyone(removed) for name in names}
+        return [f"{self._root.where}/{name}" for name in sorted(found)]
 
     def abandon(self) -> None:
         """Return when no copy is in flight any more, however it has ended."""
@@ -199,36 +296,122 @@ class RamTier:
         return self._root.child(step_name(step))
 
     def _look_around(self, coordinator: Coordinator) -> None:
-        """Find out who shares this rank's node, and who keeps copies of whose files; a collective."""
+        """Find out who shares this rank's node, and who keeps copies of whose files: once for each coordinator, since
+        a job that goes on has other nodes. A collective."""
+        if self._seen is not None and self._seen() is coordinator:
+            return
+        node = ""
         with coordinator.together(f"looking at {self._folder}"):
             node = self.node
         nodes = coordinator.everyone(node)
-        if self.replicas and self._mesh is None:
-            self._partners = partners_in_cliques(nodes, self.replicas)
-        elif self._mesh is not None:
+        partners: list[list[int]] = [[] for _ in nodes]
+        if self._mesh is not None:
             ranks = dist.get_process_group_ranks(self._mesh.get_group())
             rank_of = coordinator.rank_of
             rings = coordinator.everyone([rank if rank_of is None else rank_of[rank] for rank in ranks])
-            self._partners = partners_in_rings(rings, nodes, self.replicas)
-        self._leads_node = nodes.index(node) == coordinator.rank
+            partners = partners_in_rings(rings, nodes, self.replicas)
+        elif self.replicas:
+            partners = partners_in_cliques(nodes, self.replicas)
+        self._nodes, self._partners = nodes, partners
+        self._leads_node, self._tells = nodes.index(node) == coordinator.rank, coordinator.rank == 0
+        if self.num_copies < self.replicas:
+            with coordinator.together("warning of too few nodes"):
+                if self._tells:
+                    warnings.warn(
+                        f"RamTier(replicas={self.replicas}) keeps {self.num_copies} copies, since there are only "
+                        f"{len(set(nodes))} nodes, told apart by their memory file systems",
+                        stacklevel=5,
+                    )
+        self._seen = weakref.ref(coordinator)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of each part on other nodes, as many as the nodes allow; known from the first save on."""
+        return min(self.replicas, len(set(self._nodes)) - 1)
 
     def _copy(self, coordinator: Coordinator, step: int, run: RunFile) -> None:
         """Send this rank's file to its partners, and keep theirs."""
         storage = self.step_storage(step)
-        with coordinator.together(f"copying {storage.where} to other nodes"):
-            manifest = read_manifest(storage)
-        moves = [
-            FileMove(manifest.file_name(rank), rank, keeper)
-            for number in range(self.replicas)
-            for rank, keepers in enumerate(self._partners)
-            for keeper in keepers[number : number + 1]
-        ]
-        move_files(coordinator, storage, moves, f"copying {storage.where} to other nodes")
+        doing = f"copying {storage.where} to other nodes"
+        try:
+            with coordinator.together(doing):
+                manifest = read_manifest(storage)
+            moves = [
+                FileMove(manifest.file_name(rank), rank, keeper)
+                for number in range(self.replicas)
+                for rank, keepers in enumerate(self._partners)
+                for keeper in keepers[number : number + 1]
+            ]
+            move_files(coordinator, storage, moves, doing)
+            self._copied_step = step
+        except Exception as error:
+            if is_of_storage(error):  # some memory is full: this step has no copies, the next one may
+                self._retire(coordinator, step, run)
+            raise
         self._retire(coordinator, step, run)
+
+    def begin_renewal(
+        self, coordinator: Coordinator, behind: Coordinator, step: int, manifest: Manifest
+    ) -> None:
+        """After a restore from memory: let every file have its copies again, behind training; a collective.
+
+        Args:
+            behind: as for `save`.
+        """
+        self._look_around(coordinator)
+        if any(self._partners):
+            what = f"renewing the copies of {self.step_storage(step).where}"
+            job = self._copier.submit(partial(self._renew, behind, step, manifest), what, is_needed=False)
+            self._copies = SaveHandle(job)
+
+    def _renew(self, coordinator: Coordinator, step: int, manifest: Manifest) -> None:
+        """Verify what nodes hold of a step, and copy what too few of them hold."""
+        storage = self.step_storage(step)
+        doing = f"renewing the copies of {storage.where}"
+        if not self._missing_copies(coordinator, storage, manifest):
+            return
+        self.drop_damaged(coordinator, storage, manifest)
+        moves = self._missing_copies(coordinator, storage, manifest)
+        move_files(coordinator, storage, moves, doing)
+        with coordinator.together(doing):
+            for move in moves:
+                if move.receiver == coordinator.rank:
+                    problem = rank_file_problem(storage, manifest, _rank_of(move.name))
+                    if problem is not None:
+                        storage.remove(move.name)
+                        raise StorageError("A copy is not what was sent.", got=problem, where=storage.where)
+        self._copied_step = step
+
+    def _missing_copies(
+        self, coordinator: Coordinator, storage: Storage, manifest: Manifest
+    ) -> list[FileMove]:
+        """Moves after which as many nodes as can be hold each file that any node holds; a collective."""
+        held: list[str] = []
+        with coordinator.together(f"looking at {storage.where}"):
+            held = [name for name in _files_of(manifest) if storage.exists(name)]
+        return plan_copies(_files_of(manifest), coordinator.everyone(held), self._nodes, self.num_copies)
+
+    def drop_damaged(self, coordinator: Coordinator, storage: Storage, manifest: Manifest) -> list[str]:
+        """Verify all files that nodes hold of a step, and delete damaged ones; a collective.
+
+        Returns:
+            What was deleted: the file and what was wrong with it, the same on all ranks.
+        """
+        self._look_around(coordinator)
+        here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[coordinator.rank]]
+        dropped: list[str] = []
+        with coordinator.together(f"verifying {storage.where}"):
+            files = [name for name in _files_of(manifest) if storage.exists(name)]
+            for name in files[here.index(coordinator.rank) :: len(here)]:
+                problem = rank_file_problem(storage, manifest, _rank_of(name))
+                if problem is not None:
+                    storage.remove(name)
+                    dropped.append(f"rank {coordinator.rank}: {problem.splitlines()[0]} ({name})")
+        return [text for texts in coordinator.everyone(dropped) for text in texts]
 
     def _retire(self, coordinator: Coordinator, saved: int, run: RunFile) -> None:
         with coordinator.together(f"removing older steps from {self._root.where}", f"step {saved} is saved"):
-            if coordinator.rank == 0 or self._leads_node:
+            if self._leads_node:
                 retire(self._root, lambda found: self._no_longer_kept(found, saved, run))
 
     def _no_longer_kept(self, found: Sequence[StepFolder], saved: int, run: RunFile) -> list[int]:
@@ -239,7 +422,9 @@ class RamTier:
             if is_committed and not any(run.includes(step, save_id) for save_id in self._save_ids(step))
         ]
         own = [folder for folder in found if folder[0] not in foreign]
-        return [*foreign, *no_longer_kept(own, saved, keep_last=self._keep_last)]
+        too_many = no_longer_kept(own, saved, keep_last=self._keep_last)
+        # Where copies could not be made, an older step that has them outlives the loss of a node.
+        return [*foreign, *(step for step in too_many if step != self._copied_step)]
 
     def _save_ids(self, step: int) -> list[str]:
         """Of the attempts at a step whose data lies in this node's memory."""
@@ -264,17 +449,39 @@ class RamTier:
             except NoCheckpointError:
                 continue
             except CheckpointError:
-                if not any(run.includes(number, save_id) for save_id in self._save_ids(number)):
-                    continue
-                found[number, ""] = HeldPart(node)  # damaged: tried last, and said if no node has a good one
+                # Damaged: another node may have a good one, and the files here are those of their folder.
+                for save_id in self._save_ids(number):
+                    if run.includes(number, save_id):
+                        found[number, save_id] = HeldPart(node, self._ranks_held(storage, save_id))
                 continue
             if not run.includes(number, manifest.save_id):
                 continue
-            ranks = map(parse_rank_file_name, storage.list_folder(f"data-{manifest.save_id}"))
-            held = tuple(rank for rank in ranks if rank is not None)
+            held = self._ranks_held(storage, manifest.save_id)
             found[number, manifest.save_id] = HeldPart(node, held, manifest.world_size)
         return found
+
+    def _ranks_held(self, storage: Storage, save_id: str) -> tuple[int, ...]:
+        """Whose files lie in a step's folder."""
+        ranks = map(parse_rank_file_name, storage.list_folder(f"data-{save_id}"))
+        return tuple(rank for rank in ranks if rank is not None)
 
     def clear(self) -> None:
         """Give the memory back."""
         self._root.remove("")
+
+
+def _files_of(manifest: Manifest) -> list[str]:
+    """The ranks' files of a step, in the order of ranks."""
+    return [manifest.file_name(rank) for rank in range(manifest.world_size)]
+
+
+def _rank_of(name: str) -> int:
+    rank = parse_rank_file_name(name.rpartition("/")[2])
+    assert rank is not None, name
+    return rank
+
+
+def _text_of(error: BaseException) -> str:
+    """An error in a warning, with its notes, which name the rank."""
+    notes: list[str] = error.__dict__.get("__notes__", [])  # PEP 678
+    return "; ".join([f"{type(error).__name__}: {error}", *notes])

@@ -35,6 +35,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
 from vescale_fsdp.checkpoint.ranks.bounded_store import BoundedStore, within
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
+from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.collectives import new_group
 from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, VescaleError
 from vescale_fsdp.layout.foreign_json import parse_json
@@ -48,15 +49,19 @@ __all__ = [
     "GroupCoordinator",
     "SoloCoordinator",
     "coordinator_for",
+    "is_interrupt",
+    "is_of_storage",
     "solo_coordinator",
 ]
 
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 _NOTHING: Alike = {}
 
-_FAILURE, _DAMAGE, _ABSENCE, _FOREIGN = 1, 2, 3, 4
+_FAILURE, _DAMAGE, _ABSENCE, _STORAGE, _FOREIGN, _INTERRUPT = 1, 2, 3, 4, 5, 6
 _KINDS = {_DAMAGE: CorruptCheckpointError, _ABSENCE: NoCheckpointError}
+_WORST = "_worst"  # an attribute of errors that have ended a block on all ranks
 _DOCUMENT_BYTES = 64 << 20  # 64 MiB
 COMMIT, ABORT = "commit", "abort"
 _READERS_S = 5.0  # a rank that has not read a decision by then is lost, or finds the store lost
@@ -73,8 +78,29 @@ def _severity(error: BaseException | None) -> int:
     for severity, kind in _KINDS.items():
         if isinstance(error, kind):
             return severity
+    if isinstance(error, OSError | StorageError):
+        return _STORAGE
     # Whoever meets what is not ours raises it and is gone: the others must not go on with an older checkpoint.
-    return _FAILURE if isinstance(error, VescaleError) else _FOREIGN
+    if isinstance(error, VescaleError):
+        return _FAILURE
+    return _FOREIGN if isinstance(error, Exception) else _INTERRUPT
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether an error that has ended a block on all ranks says that a rank could not use its storage, and nothing
+    worse of any rank. The same on all ranks."""
+    return error.__dict__.get(_WORST) == _STORAGE
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """The same for Ctrl-C, or an exit, on any rank."""
+    return error.__dict__.get(_WORST) == _INTERRUPT
+
+
+def _marked(error: E, worst: int) -> E:
+    """An error that tells how bad it is for the worst rank."""
+    error.__dict__[_WORST] = worst
+    return error
 
 
 def _told(error: BaseException) -> str:
@@ -165,7 +191,7 @@ class Coordinator:
                 the others' kind.
         """
         if error is not None:
-            raise error
+            raise _marked(error, _severity(error))
         return list(numbers)
 
     @contextmanager
@@ -380,17 +406,18 @@ class GroupCoordinator(Coordinator):
     def _raise_gathered(self, error: BaseException | None, worst: int, doing: str, outcome: str) -> NoReturn:
         texts = self._documents(None if error is None else _told(error), doing)
         failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-        if error is not None and _severity(error) in (worst, _FOREIGN):
+        if error is not None and _severity(error) in (worst, _STORAGE, _FOREIGN, _INTERRUPT):
             error.add_note(f"rank {self.rank} met this while {doing}; {outcome}")
-            raise error
+            raise _marked(error, worst)
         shown = "\n".join(f"rank {rank}: {text}" for rank, text in list(failed.items())[:4])
-        raise _KINDS.get(worst, CheckpointError)(
+        told = _KINDS.get(worst, CheckpointError)(
             f"{len(failed)} of {self.world_size} ranks failed while {doing}.",
             expected="all ranks to succeed",
             got=shown,
             where=f"ranks {sorted(failed)[:16]}",
             todo=f"see the errors above; {outcome}",
-        ) from error
+        )
+        raise _marked(told, worst) from error
 
     @contextmanager
     def _reaching(self, doing: str) -> Iterator[None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["FirstError", "noting"]
+__all__ = ["FirstError", "noting", "telling"]
 
 T = TypeVar("T")
 
@@ -41,3 +41,14 @@ def noting(error: BaseException | None) -> Iterator[None]:
         if error is None:
             raise
         error.add_note(f"{type(second).__name__} met after that: {second}")
+
+
+@contextmanager
+def telling(note: str | None) -> Iterator[None]:
+    """Around what may fail: its error gets a note."""
+    try:
+        yield
+    except BaseException as error:
+        if note is not None:
+            error.add_note(note)
+        raise

@@ -50,21 +50,10 @@ def partners_in_cliques(nodes: Sequence[str], replicas: int) -> list[list[int]]:
 
     Args:
         nodes: by rank, the name of its node.
-        replicas: copies of each part beside the node's own.
-
-    Raises:
-        CheckpointError: if there are too few nodes.
+        replicas: copies of each part beside the node's own; as many as there are other nodes, if these are fewer.
     """
     by_node = ranks_by_node(nodes)
-    if len(by_node) <= replicas:
-        raise CheckpointError(
-            "There are too few nodes for the copies asked for.",
-            expected=f"at least {replicas + 1} nodes, for replicas={replicas}",
-            got=f"{len(by_node)}, told apart by their memory file systems",
-            where="RamTier",
-            todo="start on more nodes, or pass fewer replicas",
-        )
-    size = replicas + 1
+    size = min(replicas + 1, len(by_node))
     found: list[list[int]] = [[] for _ in nodes]
     num_cliques = len(by_node) // size
     for number in range(num_cliques):
@@ -83,12 +72,13 @@ def partners_in_rings(rings: Sequence[Sequence[int]], nodes: Sequence[str], repl
     Args:
         rings: by rank, the ranks of its ring, in order.
         nodes: by rank, the name of its node.
-        replicas: copies of each part beside the node's own.
+        replicas: copies of each part beside the node's own; as many as there are other nodes, if these are fewer.
 
     Raises:
         CheckpointError: if a ring is too short, or a copy would lie on the node whose loss it is for.
     """
     found = []
+    replicas = min(replicas, len(set(nodes)) - 1)
     for rank, ring in enumerate(rings):
         place = ring.index(rank)
         keepers = [ring[(place + step) % len(ring)] for step in range(1, replicas + 1)]

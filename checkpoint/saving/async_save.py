@@ -37,7 +37,7 @@ from vescale_fsdp.checkpoint.ranks.background import (
     check_exit_timeout,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, SoloCoordinator, coordinator_for
-from vescale_fsdp.checkpoint.ranks.first_error import noting
+from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, plain_json
@@ -132,6 +132,7 @@ class AsyncSaver:
         copies: Sequence[tuple[Storage, Format]] = (),
         progress: Tell = False,
         save_id: str | None = None,
+        also: str | None = None,
         optimizer: Optimizers = (),
         check_replicas: CheckReplicas = "sample",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
@@ -139,6 +140,7 @@ class AsyncSaver:
         """Copy the state and return; the save goes on.
 
         Args:
+            also: where else the state is saved, for the message of an error.
             optimizer: see `async_save`.
             after: called when it is committed.
             exit_timeout_s: see `async_save`.
@@ -184,7 +186,8 @@ class AsyncSaver:
                 self._coordinator.agree(None, 0, error)
                 return
             for number, saver in enumerate(savers):
-                saved = saver.write(take, user)
+                with telling(also):
+                    saved = saver.write(take, user)
                 if number == 0 and after is not None:
                     after(saved)
 

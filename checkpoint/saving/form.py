@@ -20,9 +20,8 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.storage.base import Storage
+from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.progress import Meter
-from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["Commit", "Form", "RankShare", "told_if_busy"]
 
@@ -70,7 +69,7 @@ class RankShare(NamedTuple):
             needed_bytes: of a storage that all ranks share, of all of them, which then decide alike; else of this one.
         """
         if self.free_bytes is not None and needed_bytes > self.free_bytes:
-            raise CheckpointError(
+            raise StorageError(
                 "There is no room for this checkpoint.",
                 expected=f"{needed_bytes} bytes free",
                 got=f"{self.free_bytes}",
@@ -125,7 +124,7 @@ def told_if_busy(storage: Storage) -> Iterator[None]:
     try:
         yield
     except BlockingIOError as busy:
-        raise CheckpointError(
+        raise StorageError(
             "Another job is saving to this path.",
             expected="one job per path",
             got=f"a lock held by another process: {busy}",

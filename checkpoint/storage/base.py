@@ -33,6 +33,7 @@ __all__ = [
     "SourceError",
     "StagedFile",
     "Storage",
+    "StorageError",
     "StoragePath",
     "bad_root",
     "reading_source",
@@ -54,6 +55,10 @@ class FileInfo(NamedTuple):
 
     size_bytes: int
     stamp: str
+
+
+class StorageError(CheckpointError):
+    """A storage that cannot be used: it has no room, refuses access, or another job holds it. As an OSError is."""
 
 
 def bad_root(where: str, problem: str, cure: str) -> CheckpointError:

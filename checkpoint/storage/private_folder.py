@@ -11,6 +11,7 @@ import os
 import stat
 from pathlib import Path
 
+from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.errors import CheckpointError
 
 __all__ = ["check_not_planted", "make_private"]
@@ -20,7 +21,7 @@ def make_private(folder: Path) -> None:
     """Make a folder that only this user can enter, or verify one that is there.
 
     Raises:
-        CheckpointError: if it is a link, belongs to another user, others may enter it, or may replace it.
+        StorageError: if it is a link, belongs to another user, others may enter it, or may replace it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -36,7 +37,7 @@ def make_private(folder: Path) -> None:
     elif around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
         problem = f"a folder in {folder.parent}, where every user may replace it (no sticky bit)"
     if problem is not None:
-        raise CheckpointError(
+        raise StorageError(
             "A private folder cannot be trusted.",
             expected=f"a folder of user {os.geteuid()} with mode 0700",
             got=problem,

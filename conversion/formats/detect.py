@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
+from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file
@@ -57,7 +58,8 @@ def open_source(
     files = folder.list_files()
     steps = steps_in(files) if kind is None or step is not None else {}
     if isinstance(step, int) or (steps and not says_which(files)):
-        url = step_url(url, steps, step)
+        own = [number for number, name in steps.items() if name == step_name(number)]
+        url = step_url(url, steps, abandoned_steps(folder, own), step)
         folder = open_store(url)
     try:
         with gc_paused():

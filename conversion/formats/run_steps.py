@@ -10,6 +10,7 @@ file ``latest`` is an answer too, since its own tools go by it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from typing import Literal
@@ -20,6 +21,7 @@ from vescale_fsdp.errors import ConversionError
 __all__ = ["says_which", "step_url", "steps_in"]
 
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
+_log = logging.getLogger(__name__)
 _MOST = 8  # that an error lists
 
 
@@ -45,18 +47,37 @@ def says_which(files: Collection[str]) -> bool:
     return "latest" in files
 
 
-def step_url(url: str, steps: Mapping[int, str], step: int | Literal["newest"] | None) -> str:
+def step_url(
+    url: str, steps: Mapping[int, str], abandoned: Collection[int], step: int | Literal["newest"] | None
+) -> str:
     """The folder of the step that is meant, of those in ``url``.
+
+    Args:
+        abandoned: steps that a rollback has left behind: never the newest, but there for who names one.
 
     Raises:
         ConversionError: if nobody says which, or there is no such step.
     """
-    wanted = max(steps) if step == "newest" and steps else step
+    # As `CheckpointManager.restore` and `latest` pick it. All abandoned: then nobody can say which is meant.
+    newest = max((number for number in steps if number not in abandoned), default=None)
+    wanted = newest if step == "newest" else step
     if isinstance(wanted, int) and wanted in steps:
+        later = [number for number in steps if number > wanted and number in abandoned]
+        if step == "newest" and later:
+            _log.warning(
+                "%s: step %d is the newest; a rollback has abandoned %s",
+                url,
+                wanted,
+                ", ".join(map(str, later)),
+            )
         return f"{url}/{steps[wanted]}"
     there = ", ".join(map(str, list(steps)[-_MOST:]))
     todo = (
-        f"pass --step {max(steps)}, which is the newest, or the folder of one checkpoint" if steps else None
+        f"pass --step {newest}, which is the newest, or the folder of one checkpoint"
+        if newest is not None
+        else "pass --step to go back to one of them: a rollback has abandoned all"
+        if steps
+        else None
     )
     raise ConversionError(
         "This folder holds the steps of a run." if wanted is None else "There is no such step.",

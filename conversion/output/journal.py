@@ -90,9 +90,17 @@ class Journal:
             raise
 
     def claim(self) -> None:
-        """Lock the journal that an earlier run left, if there is one; raises as `start`."""
+        """Lock the journal that an earlier run left, if there is one; raises as `start`.
+
+        Raises:
+            CheckpointError: if it is a link, or another user's.
+        """
+        self._check_not_planted()
         if isinstance(self.store, LocalStorage) and self.store.size(self.name) is not None:
             self._lock(0)
+
+    def _check_not_planted(self) -> None:
+        self.store.child(self.name).check_not_planted()
 
     def release(self) -> None:
         """Let other runs write to the target."""
@@ -104,7 +112,7 @@ class Journal:
         assert isinstance(self.store, LocalStorage)
         path = self.store.root / self.name
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
         except FileNotFoundError:
             return  # the run that had it has just ended
         except FileExistsError as error:
@@ -165,7 +173,9 @@ class Journal:
 
         Raises:
             ConversionError: if the earlier run was of another plan.
+            CheckpointError: as `claim`.
         """
+        self._check_not_planted()
         if self.store.size(self.name) is None:
             return False
         lines = list(_parse(self.store.read(self.name)))

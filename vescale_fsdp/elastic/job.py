@@ -96,7 +96,7 @@ class ElasticJob:
             return Training(model, torch.optim.AdamW(model.parameters()), {"data": data})
 
         def checkpoints(num_ranks):
-            ram = RamTier("run", replicas=min(1, num_ranks - 1))
+            ram = RamTier("run", replicas=1)
             return CheckpointManager(root, save_interval=100, ram=ram)
 
         def train_step(job, step):

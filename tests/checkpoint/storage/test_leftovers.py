@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.support.s3_server import Weather, bucket_client, s3_server
-from vescale_fsdp.checkpoint import CheckpointManager
+from vescale_fsdp.checkpoint import CheckpointManager, RamTier
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.remote import RemoteStorage
 
@@ -68,6 +68,31 @@ def test_clean_removes_what_killed_jobs_left(tmp_path: Path) -> None:
         ]
     )
     assert manager.steps() == [1] and manager.restore(_state()) is not None
+
+
+def test_memory_and_killed_overwrites_are_swept(tmp_path: Path) -> None:
+    """In memory as on disk: data that no manifest names and unfinished copies, unless a live job holds the step."""
+    folder = tmp_path / "shm"
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(tmp_path / "root", ram=RamTier("run", folder=folder))
+
+    with manager() as first:
+        first.save(1, _state())
+    roots = (tmp_path / "root", folder / "vescale-run")
+    names = []
+    for root in roots:
+        (data,) = root.glob("step-00000001/data-*")
+        names.append(f"step-00000001/{data.name}/.00001-of-00002.safetensors.from1.partial")
+        _make(root, (names[-1], *LEFT[:2], "step-00000001/data-0123456789abcdef/00000"), age_s=3600)
+    removed = ("step-00000001/.manifest.json.0123456789abcdef.tmp", "step-00000001/data-0123456789abcdef")
+    with LocalStorage(roots[1] / "step-00000001").lock(), manager() as second:
+        second.clean()
+        assert not _there(roots[0], (*removed, names[0], LEFT[0]))
+        assert _there(roots[1], removed[1:]) == [removed[1]], "it is held"
+    with manager() as third:
+        third.save(2, _state())  # sweeps
+        assert third.steps() == [1, 2] and not _there(roots[1], (*removed, LEFT[0]))
 
 
 def test_the_first_save_sweeps(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Each rank is a node of its own: it has a folder in memory, and is the first of i
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import threading
 import warnings
@@ -22,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.checkpoint_states import erase, mixed_state
 from tests.support.distributed import RankError, run_ranks
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, Restored
+from vescale_fsdp.checkpoint import CheckpointManager, PerRank, RamTier, Restored, verify
 from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK
 from vescale_fsdp.checkpoint.steps.run_file import RUN_FILE_NAME
 from vescale_fsdp.checkpoint.storage.base import FileReader
@@ -249,23 +248,74 @@ def test_what_is_replicated_needs_no_copies(tmp_path: Path) -> None:
     assert run_ranks(2, _replicated, tmp_path / "steps", tmp_path / "shm") == [(2, "ram")] * 2
 
 
-def test_a_damaged_copy_is_not_taken(tmp_path: Path) -> None:
-    """It is hashed like anything else that is loaded, and the step before counts."""
-    shm = tmp_path / "shm"
-    run_ranks(2, _save_steps, tmp_path / "steps", shm, {"replicas": 1, "keep_last": 2})
-    _lose(shm, 0)
-    (copy,) = (shm / "node1" / STEP.format(6)).glob("data-*/00000-*")
-    data = bytearray(copy.read_bytes())
-    data[len(data) // 2] ^= 1
-    copy.write_bytes(data)
+def _damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
 
-    for restored, _, _ in run_ranks(
-        2, _restore, tmp_path / "steps", shm, False, {"replicas": 1, "keep_last": 2}
+
+def _restore_and_heal(
+    root: Path, shm: Path, options: dict[str, Any]
+) -> tuple[Restored, list[str], list[str]]:
+    """Returns what was restored, what was said, and the files that this node holds when copies are there again."""
+    with _as_nodes(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = _state(0)
+        erase(state)
+        manager = _manager(_NoReads(root), shm, **options)
+        restored = manager.restore(state)
+        manager.wait()
+    assert restored is not None and state["model"]["w"].full_tensor().eq(restored.step).all()
+    folder = shm / f"node{dist.get_rank()}" / STEP.format(restored.step)
+    held = sorted(path.name[:5] for path in folder.glob("data-*/*") if not verify(folder).problems)
+    return restored, [str(one.message) for one in caught], held
+
+
+@pytest.mark.parametrize("kind", ["flipped", "truncated", "missing"])
+def test_a_damaged_file_comes_from_its_partner(tmp_path: Path, kind: str) -> None:
+    """The same step is restored, not an older one; the damaged file is deleted, and both nodes hold all files again."""
+    shm, options = tmp_path / "shm", {"replicas": 1, "keep_last": 2}
+    run_ranks(2, _save_steps, tmp_path / "steps", shm, options)
+    (own,) = (shm / "node0" / STEP.format(6)).glob("data-*/00000-*")
+    _damage(own, kind)
+    for rank, (restored, said, held) in enumerate(
+        run_ranks(2, _restore_and_heal, tmp_path / "steps", shm, options)
     ):
-        assert (restored.step, restored.tier) == (
-            5,
-            "ram",
-        ) and "not those that were written" in restored.skipped[0][1]
+        assert (restored.step, restored.tier, restored.skipped) == (6, "ram", ())
+        assert [(move.sender, move.receiver) for move in restored.moves] == [(1, 0)]
+        assert len(said) == (1 if rank == 0 and kind != "missing" else 0)
+        assert held == ["00000", "00001"]
+
+
+def test_copies_are_made_anew_at_once(tmp_path: Path) -> None:
+    """After a restore from a partner, before any save: a second loss costs nothing either. What is damaged and was not
+    read is found while it is copied."""
+    shm, options = tmp_path / "shm", {"replicas": 2}
+    run_ranks(3, _save_steps, tmp_path / "steps", shm, options, 2)
+    _lose(shm, 2)
+    (copy,) = (shm / "node0" / STEP.format(1)).glob("data-*/00001-*")
+    _damage(copy, "flipped")
+    for restored, said, held in run_ranks(3, _restore_and_heal, tmp_path / "steps", shm, options):
+        assert (restored.step, restored.tier, said) == (1, "ram", [])
+        assert held == ["00000", "00001", "00002"]
+
+
+def test_a_file_whose_copies_are_damaged_too(tmp_path: Path) -> None:
+    """Then the step is lost, and the one before counts; on all ranks alike."""
+    shm, options = tmp_path / "shm", {"replicas": 1, "keep_last": 2}
+    run_ranks(2, _save_steps, tmp_path / "steps", shm, options)
+    for copy in shm.glob("*/" + STEP.format(6) + "/data-*/00000-*"):
+        _damage(copy, "flipped")
+    for restored, _, _ in run_ranks(2, _restore, tmp_path / "steps", shm, True, options):
+        assert (restored.step, restored.tier) == (5, "ram")
+        assert [number for number, _ in restored.skipped] == [
+            6
+        ] and "in no node's memory" in restored.skipped[0][1]
 
 
 @pytest.mark.parametrize("damaged", [(0,), (0, 1)])
@@ -282,9 +332,8 @@ def test_a_damaged_manifest_comes_anew_from_another_node(tmp_path: Path, damaged
     ):
         if len(damaged) == 1:
             assert (restored.step, restored.tier, restored.skipped) == (6, "ram", ())
-            # which files are of this step, a node knows by the manifest alone: node 0 gets its own anew
             moves = [(move.name.rpartition("/")[2], move.sender, move.receiver) for move in restored.moves]
-            assert moves == [("manifest.json", 1, 0), ("00000-of-00002.safetensors", 1, 0)]
+            assert moves == [("manifest.json", 1, 0)]  # the files of data are those of their folder
         else:
             assert (restored.step, restored.tier) == (5, "ram")
             assert "No node can read" in restored.skipped[0][1]
@@ -302,30 +351,110 @@ class _Full(LocalStorage):
         return _Full(Path(self.where) / name, durable=False)
 
 
-def _no_room(root: Path, shm: Path) -> tuple[str, list[str]]:
-    with _as_nodes():
+def _no_room(root: Path, shm: Path) -> tuple[list[str], list[int], list[str]]:
+    with _as_nodes(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         manager = _manager(root, shm, replicas=1, keep_last=1)
         assert manager._ram is not None
         if dist.get_rank() == 1:
             manager._ram._root = _Full(shm / "node1" / "vescale-run", durable=False)
-        manager.save(1, _state(1))
-        try:
-            manager.save(2, _state(2))
-            said = "nothing"
-        except (CheckpointError, OSError) as error:
-            said = str(error)
+        for step in range(3, 6):
+            manager.save(step, _state(step))
+        manager.close()
         state = _state(0)
         restored = manager.restore(state)
-    assert restored is not None and (restored.step, restored.tier) == (1, "ram")
-    return said, sorted(path.name for path in (shm / f"node{dist.get_rank()}").rglob("*.partial"))
+    assert restored is not None and (restored.step, restored.tier) == (5, "ram")
+    node = shm / f"node{dist.get_rank()}"
+    left = sorted(path.name for path in node.rglob("*.partial")) + sorted(
+        path.name for path in node.glob("vescale-run/step-*")
+    )
+    return [str(one.message) for one in caught], manager.steps(), left
 
 
-def test_a_partner_without_room_is_heard_of_on_all_ranks(tmp_path: Path) -> None:
-    """At the next save, or when the manager is waited for; the step itself is good, and nothing is left half done."""
+def test_a_partner_without_room_is_warned_of(tmp_path: Path) -> None:
+    """Once per step, on rank 0 and on the rank that has none; the disk is not concerned, nothing is left half done, and
+    memory does not fill up with older steps."""
     first, second = run_ranks(2, _no_room, tmp_path / "steps", tmp_path / "shm")
 
-    assert "1 of 2 ranks failed" in first[0] and "rank 1: OSError: [Errno 28]" in first[0]
-    assert "No space left" in second[0] and first[1] == second[1] == []
+    assert len(first[0]) == len(second[0]) == 3
+    assert all("rank 1: OSError: [Errno 28]" in text for text in first[0])
+    assert all("No space left" in text and "rank 1" in text for text in second[0])
+    assert first[1] == second[1] == [4] and first[2] == second[2] == ["step-00000005"]
+
+
+class _Refusing(LocalStorage):
+    """A memory that refuses everything."""
+
+    def create(self, name: str, size_bytes: int) -> Any:
+        raise OSError(28, "No space left on device", name)
+
+    def child(self, name: str) -> LocalStorage:
+        return _Refusing(Path(self.where) / name, durable=False)
+
+
+def _memory_fails(
+    root: Path, shm: Path, kind: str, behind: bool
+) -> tuple[list[str], list[int], tuple[int, str]]:
+    with _as_nodes(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manager = _manager(root, shm, behind=behind, replicas=1)
+        assert manager._ram is not None
+        manager.save(3, _state(3))
+        node = shm / f"node{dist.get_rank()}"
+        if dist.get_rank() == 1:
+            if kind == "full":
+                manager._ram._root = _Refusing(node / "vescale-run", durable=False)
+            else:
+                manager.wait()
+                shutil.rmtree(node)
+                node.write_text("no folder")
+        manager.save(4, _state(4))
+        manager.save(5, _state(5))
+        manager.close()
+        left = list(node.rglob("*.safetensors")) if node.is_dir() else []
+        if kind == "gone" and dist.get_rank() == 1:
+            node.unlink()
+        restored = manager.restore(_state(0))
+    assert restored is not None and len(left) <= 2, left
+    said = [str(one.message) for one in caught]
+    return said, manager.steps(), (restored.step, restored.tier)
+
+
+@pytest.mark.parametrize(("kind", "behind"), [("full", False), ("full", True), ("gone", False)])
+def test_a_memory_that_fails_does_not_stop_the_disk(tmp_path: Path, kind: str, behind: bool) -> None:
+    """The disk has the step, and a warning says of each step on which rank memory had no place for it, and why."""
+    first, second = run_ranks(2, _memory_fails, tmp_path / "steps", tmp_path / "shm", kind, behind)
+    for said, steps, _ in (first, second):
+        assert steps == [4]
+        missed = [text for text in said if "is not saved in memory" in text]
+        assert [text.split()[1] for text in missed] == ["4", "5"] and all("rank 1" in text for text in missed)
+    assert first[2] == second[2] == (4, "disk")
+
+
+def _disk_fails(root: Path, shm: Path, behind: bool) -> tuple[list[str], tuple[int, str]]:
+    with _as_nodes():
+        manager = _manager(root, shm, behind=behind)
+        manager.save(3, _state(3))
+        if dist.get_rank() == 0:
+            root.mkdir(exist_ok=True)
+            (root / "step-00000004").write_text("no folder")
+        dist.barrier()
+        try:
+            manager.save(4, _state(4))
+            manager.wait()
+            notes = ["nothing was raised"]
+        except (OSError, CheckpointError) as error:
+            notes = error.__notes__
+        restored = manager.restore(_state(0))
+    assert restored is not None
+    return notes, (restored.step, restored.tier)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_disk_that_fails_does_not_cost_memory_its_step(tmp_path: Path, behind: bool) -> None:
+    """The error is raised on all ranks, says that memory has the step, and restore takes it from there."""
+    for notes, restored in run_ranks(2, _disk_fails, tmp_path / "steps", tmp_path / "shm", behind):
+        assert "step 4 is saved in memory" in " ".join(notes) and restored == (4, "ram")
 
 
 def _held_up(root: Path, shm: Path) -> bool:
@@ -357,16 +486,24 @@ def test_copies_are_made_behind_training(tmp_path: Path) -> None:
     assert run_ranks(2, _held_up, tmp_path / "steps", tmp_path / "shm") == [True] * 2
 
 
-def _refused(root: Path, shm: Path) -> str:
-    manager = CheckpointManager(root, ram=RamTier("run", folder=shm, replicas=1))
-    with pytest.raises(CheckpointError) as caught:
-        manager.save(1, {"w": torch.ones(2)})
-    return str(caught.value)
+def _few_nodes(root: Path, shm: Path) -> tuple[list[str], int]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tier = RamTier("run", folder=shm / f"node{dist.get_rank() // 2}", replicas=2)
+        for step in range(2):  # managers of two epochs share a tier
+            manager = CheckpointManager(root, ram=tier, save_interval=100)
+            manager.save(step + 1, {"w": torch.ones(2)})
+            manager.close()
+    return [str(one.message) for one in caught], tier.num_copies
 
 
-def test_copies_need_other_nodes(tmp_path: Path) -> None:
-    """One node has no partner; limits are checked."""
-    for text in run_ranks(2, _refused, tmp_path / "steps", tmp_path / "shm"):
-        assert "at least 2 nodes" in text and re.search("got: +1,", text)
+@pytest.mark.parametrize(("world", "copies"), [(2, 0), (3, 1), (5, 2)])
+def test_too_few_nodes_hold_fewer_copies(tmp_path: Path, world: int, copies: int) -> None:
+    """As many as there are other nodes, which rank 0 warns of for every manager; with more nodes there are more."""
+    for rank, (said, num_copies) in enumerate(
+        run_ranks(world, _few_nodes, tmp_path / "steps", tmp_path / "shm")
+    ):
+        assert num_copies == copies
+        assert len(said) == (2 if copies < 2 and rank == 0 else 0)
     with pytest.raises(ValueError, match="replicas >= 0"):
         RamTier("run", replicas=-1)

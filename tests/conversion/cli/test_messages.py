@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from tests.support.rule_cases import experts, hf_folder
-from vescale_fsdp.checkpoint import CheckpointManager, save
+from vescale_fsdp import load_from
+from vescale_fsdp.checkpoint import CheckpointManager, latest, save
 from vescale_fsdp.conversion.cli import main as entry
 from vescale_fsdp.conversion.cli.commands import cli
 from vescale_fsdp.conversion.formats.detect import open_source
@@ -136,6 +137,34 @@ def test_steps_of_a_run(tmp_path: Path) -> None:
     assert _run("to-hf", root, tmp_path / "out", "--step", "3").exit_code == 0
     assert open_source(str(tmp_path / "out")).kind == "hf"
     assert "leave out --step" in _error("inspect", tmp_path / "out", "--step", "3")
+
+
+def test_steps_that_a_rollback_abandoned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All who pick the newest step skip them, as `restore` does, and say so in one line; asked for by number they are
+    there."""
+    root = tmp_path / "run"
+    state = {"model": {"w": torch.zeros(4)}}
+    with CheckpointManager(root) as manager:
+        for step in (10, 20):
+            manager.save(step, state)
+        manager.restore(state, step=10)
+        manager.save(11, state)
+    caplog.clear()
+    newest = latest(root)
+    assert newest is not None and newest.endswith("step-00000011")
+    assert open_source(str(root), step="newest").url == newest
+    assert len(caplog.messages) == 1 and "20" in caplog.messages[0]
+    for command in (("inspect", root, "--json"), ("report", root, "--out", tmp_path / "page.html")):
+        assert _run(*command).exit_code == 0
+    assert json.loads(_run("inspect", root, "--json").stdout)["url"] == newest
+    assert "step-00000011" in (tmp_path / "page.html").read_text()
+    for refused in (lambda: open_source(str(root)), lambda: load_from(str(root), {"model": state["model"]})):
+        with pytest.raises(ConversionError, match="--step 11, which is the newest"):
+            refused()
+    assert open_source(str(root), step=20).url.endswith("step-00000020")
+    with CheckpointManager(root) as manager:  # saved anew it counts again
+        manager.save(20, state)
+    assert open_source(str(root), step="newest").url.endswith("step-00000020")
 
 
 @pytest.mark.parametrize("name", ["step-{}", "checkpoint-{}", "global_step{}", "iter_000{}"])
