@@ -172,7 +172,7 @@ def own_config(store: Storage) -> dict[str, Any]:
 
 def _config_in(store: Storage) -> dict[str, Any]:
     try:
-        loaded = parse_json(store.read(CONFIG_FILE))
+        loaded = parse_json(store.read(CONFIG_FILE), is_text=True)
     except ValueError as error:
         refuse_pointers(store, [CONFIG_FILE], error)
         loaded = f"{type(error).__name__}: {error}"

@@ -198,7 +198,7 @@ def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
         CorruptCheckpointError: if the index is damaged or points outside of the folder.
     """
     try:
-        index = parse_json(store.read(index_file))
+        index = parse_json(store.read(index_file), is_text=True)
         found = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
