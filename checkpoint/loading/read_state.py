@@ -32,7 +32,7 @@ from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
+from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
@@ -295,7 +295,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         values = {}
         for name, (tree, tensors) in found.items():
             try:
-                values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
+                values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
                     "A per-rank value is not what was written.",
@@ -319,8 +319,3 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         if self.manifest.is_zarr:
             return ZarrReads(self.storage, self._tables)
         return ReadPlan(self.storage, self._finder)
-
-
-def _per_rank_leaf(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
-    tensor = tensors[int(node["i"])]
-    return tensor.numpy() if node.get("numpy") else tensor
