@@ -3,6 +3,7 @@
 #                                 README says of 2.15; PyPI's wheels bring some gigabytes of CUDA packages)
 # make test-faults   every fault of saves and restores, twenty killed ranks, every sample of torch's operator database, of
 #                    which make test meets some, and blocks compiled by Inductor (an hour or more)
+# make test-fuzz SEEDS=1000 START=0   random programs, trained as plain data parallelism trains them (60 are in make test)
 # make test-stacks   the examples on training stacks, which it installs first, in an environment of its own
 # make gpu    all that half an hour on a machine with GPUs can show: gpu_report/gpu.md and gpu.json
 # make demo   the whole idea on real text: train, kill, restart on more ranks, export
@@ -40,7 +41,7 @@ INSTALL_STACKS := $(STACKS_VENV)/bin/python -m pip install $(PIP_OPTIONS)
 # stay in one process; files start in the order of tests/conftest.py, the longest first.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: venv test test-torch test-faults test-stacks gpu demo docs release-check check clean
+.PHONY: venv test test-torch test-faults test-fuzz test-stacks gpu demo docs release-check check clean
 
 venv: $(STAMP)
 
@@ -60,6 +61,11 @@ test-torch:
 	$(TORCH_VENV)/bin/python -m pip install --quiet $(TORCH_INDEX) "torch==$(TORCH)"
 	$(TORCH_VENV)/bin/python -m pip install --quiet --editable ".[hf,s3,test,dev]"
 	$(TORCH_VENV)/bin/python -m pytest $(TOGETHER) -p tools.docs.compatibility --compatibility torch
+
+SEEDS ?= 1000
+START ?= 0
+test-fuzz: venv
+	SEEDS=$(SEEDS) START=$(START) $(IN_VENV) -m pytest --numprocesses 2 -k random_program tests/runtime/fuzz/test_fuzz.py
 
 test-faults: venv
 	FAULTS=all OP_DB=all COMPILE=inductor $(IN_VENV) -m pytest --timeout 7200 -s tests/checkpoint/training/test_fault_matrix.py \

@@ -30,19 +30,24 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
-    from vescale_fsdp.checkpoint.steps.save_when import (
+    from vescale_fsdp.checkpoint.steps.save_policy import (
+        AllOf,
+        AnyOf,
         BeforeDeadline,
         BestOf,
         EveryMinutes,
         EverySteps,
         OnSignal,
-        SaveWhen,
+        SaveContext,
+        SavePolicy,
     )
     from vescale_fsdp.checkpoint.steps.step_folders import latest
     from vescale_fsdp.checkpoint.steps.step_records import StepRecord
     from vescale_fsdp.checkpoint.storage.progress import ProgressReport
 
 __all__ = [
+    "AllOf",
+    "AnyOf",
     "BeforeDeadline",
     "BestOf",
     "CheckpointManager",
@@ -65,8 +70,9 @@ __all__ = [
     "ReshardableSampler",
     "Resharded",
     "Restored",
+    "SaveContext",
     "SaveHandle",
-    "SaveWhen",
+    "SavePolicy",
     "StepRecord",
     "VerifyReport",
     "async_save",
@@ -95,7 +101,8 @@ lazily_export(
         "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
         "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
         "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
-        "vescale_fsdp.checkpoint.steps.save_when": "BeforeDeadline BestOf EveryMinutes EverySteps OnSignal SaveWhen",
+        "vescale_fsdp.checkpoint.steps.save_policy": "AllOf AnyOf BeforeDeadline BestOf EveryMinutes "
+        "EverySteps OnSignal SaveContext SavePolicy",
         "vescale_fsdp.checkpoint.steps.step_folders": "latest",
         "vescale_fsdp.checkpoint.steps.step_records": "StepRecord",
         "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",

@@ -45,8 +45,15 @@ from vescale_fsdp.checkpoint.steps.run_file import (
     manifest_digest,
     read_run_file,
 )
+from vescale_fsdp.checkpoint.steps.save_policy import (
+    BestOf,
+    EverySteps,
+    SavePolicy,
+    check_policy,
+    leaves_of,
+    shape_of,
+)
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
-from vescale_fsdp.checkpoint.steps.save_when import BestOf, EverySteps, SaveWhen, save_rules
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.steps.step_records import (
     StepRecord,
@@ -58,7 +65,7 @@ from vescale_fsdp.checkpoint.steps.step_records import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, PartialLoadError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, PartialLoadError
 
 __all__ = ["CheckpointManager", "Restored"]
 
@@ -86,14 +93,15 @@ class CheckpointManager:
         root: folder or fsspec URL.
         keep_last: newest steps to keep; None keeps all. What other rules keep, or `pin`, stays beside them.
         keep_every: steps divisible by it are kept as well.
-        keep_best: and so are those of the best metrics; those that a `BestOf` in ``save_when`` asks for are.
+        keep_best: and so are those of the best metrics; those that a `BestOf` in ``save_policy`` asks for are.
         async_: save in the background; `save` then waits only for the copy, and for the save before.
-        save_interval: `save` does nothing for steps not divisible by it, unless forced.
+        save_interval: `save` does nothing for steps not divisible by it, unless forced; as ``EverySteps(n)`` does.
         export: a form that steps are written in besides, such as `vescale_fsdp.HuggingFace(..)`, in ``exports/step-..``
             of the root. `restore` does not look there, nothing there is ever removed, and a final save does without.
         export_every: steps divisible by it are exported, whether or not they are saved.
-        save_when: rules in place of an interval, see `checkpoint.steps.save_when`; with `OnSignal` the manager is to be
-            made in the main thread, and to be closed.
+        save_policy: in place of an interval: policies such as ``EverySteps(1000) | EveryMinutes(30)``, or your own
+            `SavePolicy`; of the same classes on all ranks. With `OnSignal` the manager is to be made in the main
+            thread, and to be closed.
         ram: a second tier in shared memory, tried first by `restore`.
         process_group: the ranks that save and restore together; default: all.
         patience_s: how long `restore` lists again while ranks see different steps, which a network file system's
@@ -104,7 +112,9 @@ class CheckpointManager:
         exit_timeout_s: for ``async_``, see `async_save`.
 
     Raises:
-        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, or another ``check_replicas``.
+        ValueError: for limits below 1, a negative patience or ``exit_timeout_s``, another ``check_replicas``, or an
+            interval beside a policy.
+        TypeError: for a ``save_policy`` or ``keep_best`` of another type.
         CheckpointError: on all ranks, if one of them cannot use the root: no folder, no permission, no such bucket.
             A root with steps that can only be read is a warning, since steps can be restored from it.
 
@@ -130,7 +140,7 @@ class CheckpointManager:
         keep_best: BestOf | None = None,
         async_: bool = False,
         save_interval: int = 1,
-        save_when: SaveWhen | Sequence[SaveWhen] | None = None,
+        save_policy: SavePolicy | None = None,
         export: Format | None = None,
         export_every: int = 1,
         ram: RamTier | None = None,
@@ -145,21 +155,34 @@ class CheckpointManager:
         limits["export_every"] = export_every
         for name, value in limits.items():
             if value is not None and value < 1:
-                raise ValueError(
-                    explain(f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root))
+                raise ArgumentError(
+                    f"{name} cannot be {value}.", expected="at least 1", got=value, where=str(root)
                 )
         if not patience_s >= 0:
-            raise ValueError(
-                explain("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
-            )
+            raise ArgumentError("patience_s is not a time.", expected=">= 0", got=patience_s, where=str(root))
         check_choice(check_replicas)
         check_exit_timeout(exit_timeout_s)
         self._exit_timeout_s = exit_timeout_s
         self._check_replicas: CheckReplicas = check_replicas
-        rules = save_rules(EverySteps(save_interval) if save_when is None else save_when)
+        if save_policy is not None and save_interval != 1:
+            raise ArgumentError(
+                "A manager takes an interval or a policy.",
+                expected="save_interval or save_policy",
+                got=f"save_interval={save_interval} and {save_policy!r}",
+                where=str(root),
+                todo=f"pass save_policy=EverySteps({save_interval}) | ..",
+            )
+        policy = check_policy(EverySteps(save_interval) if save_policy is None else save_policy)
         self._root = open_storage(root, neighbours=num_neighbours())
         self._patience_s, self._progress, self._optimizer = patience_s, progress, optimizer
-        best = dict.fromkeys(rule for rule in (keep_best, *rules) if isinstance(rule, BestOf))
+        if not isinstance(keep_best, BestOf | None):
+            raise ArgumentError(
+                "keep_best is no BestOf.",
+                expected="such as BestOf(3)",
+                got=repr(keep_best),
+                where=str(root),
+            )
+        best = dict.fromkeys(rule for rule in (keep_best, *leaves_of(policy)) if isinstance(rule, BestOf))
         self._retention = Retention(keep_last, keep_every, tuple(best))
         self._export = None if export is None else form_of(export)
         self._export_every = export_every
@@ -168,13 +191,14 @@ class CheckpointManager:
         self._behind = coordinator_for(process_group, use="async") if async_ else self._coordinator
         copies = ram is not None and ram.replicas > 0
         self._copying = coordinator_for(process_group, use="copies") if copies else self._coordinator
-        with self._coordinator.together(f"looking at {self._root.where}", "nothing was written"):
+        alike = {"save_policy": shape_of(policy)}
+        with self._coordinator.together(f"looking at {self._root.where}", "nothing was written", alike):
             self._check_root()
         self._is_swept = False
         self._async = AsyncSaver(self._behind) if async_ else None
         self._handle: SaveHandle | None = None
         riding = coordinator_for(process_group, use="schedule")
-        self._schedule = SaveSchedule(rules, riding, self._known_metrics)
+        self._schedule = SaveSchedule(policy, riding, self._known_metrics)
         self._hold: RootHold | None = None  # on rank 0, from the first save on
         self._restored: _RestoredStep | None = None  # since the last save
         self._has_begun = False  # whether a save has claimed the root since the last restore
@@ -276,6 +300,11 @@ class CheckpointManager:
 
         Args:
             step, metric: as for `save`, which need not be given the metric again.
+
+        Raises:
+            CheckpointError: if ranks came with other steps, or a policy failed on another rank; one that it failed on
+                raises what it met.
+            TypeError: if a policy answers with something else than a bool, on any rank.
         """
         decision = self._decide(step, metric, force=False)
         return bool(self._targets(decision)) or self._is_for_ram(step)
@@ -299,10 +328,8 @@ class CheckpointManager:
         try:
             step = operator.index(step)
             if step < 0:
-                raise ValueError(
-                    explain(
-                        "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
-                    )
+                raise ArgumentError(
+                    "A step cannot be negative.", expected="step >= 0", got=step, where=self._root.where
                 )
             metric = None if metric is None else float(metric)
         except Exception:
@@ -336,7 +363,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: if this save, or the asynchronous one before it, failed, or ranks came with other steps.
-            TypeError: if the step is no integer.
+            TypeError: if the step is no integer, or a policy's answer no bool.
         """
         decision = self._decide(step, metric, force=force)
         step, save_id = decision.step, None
@@ -492,11 +519,12 @@ class CheckpointManager:
                 self._retention.apply(self._root, decision.step)
 
     def _known_metrics(self) -> list[float]:
-        """Those of the steps there are, as rank 0 sees them."""
+        """Those of the steps on disk, as rank 0 sees them, without steps that the next save will abandon."""
         found: list[float] = []
         with self._coordinator.together(f"reading the metrics of {self._root.where}", "nothing was saved"):
             if self._coordinator.rank == 0:
-                records = [record for record in self.history() if not record.abandoned]
+                later = self._restored.later if self._restored is not None else {}
+                records = [one for one in self.history() if not (one.abandoned or one.step in later)]
                 found = [record.metric for record in records if record.metric is not None]
         return self._coordinator.everyone(found)[0]
 
@@ -616,6 +644,7 @@ class CheckpointManager:
                 digests = {number: manifest_digest(self._root, number) for number in numbers}
                 later = {number: digest for number, digest in digests.items() if digest is not None}
         self._restored, self._has_begun = _RestoredStep(step, is_rollback, later), False
+        self._schedule.restored(step)
 
     def _prove_none(self, search: StepSearch, wanted: int | None) -> None:
         """Raise if there were steps, or if one was asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from hypothesis import settings
 
 from tests.support.distributed import close_pool
+from tests.support.faults.nan_memory import NAN_MEMORY, nan_memory_if_asked
+from tests.support.faults.rounding_noise import ROUNDING_NOISE, noise_if_asked
 
 # Examples are drawn anew in the same order on every run, so that a red test stays red; time per example
 # is not limited, because the machine may be busy.
@@ -38,6 +41,32 @@ def _worker_pool() -> Iterator[None]:
     """End the worker processes when the session ends."""
     yield
     close_pool()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nan-memory", action="store_true", help="fill new and freed memory with NaN, in all ranks"
+    )
+    parser.addoption(
+        "--rounding-noise",
+        type=int,
+        metavar="SEED",
+        help="round products and decompositions as another processor might, in all ranks",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nan-memory"):
+        os.environ[NAN_MEMORY] = "1"  # the workers' too, which are forked later
+    if config.getoption("--rounding-noise") is not None:
+        os.environ[ROUNDING_NOISE] = str(config.getoption("--rounding-noise"))
+
+
+@pytest.fixture(autouse=True)
+def _other_machines() -> Iterator[None]:
+    """Under ``--nan-memory`` and ``--rounding-noise``: in this process."""
+    with nan_memory_if_asked(), noise_if_asked():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

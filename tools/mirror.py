@@ -342,7 +342,7 @@ class Outcome:
     @property
     def moved(self) -> bool:
         """Whether training has changed every piece."""
-        return all(not torch.equal(*pair) for pair in zip(self.pieces, self.start, strict=True))
+        return all((one - other).norm() > 0 for one, other in zip(self.pieces, self.start, strict=True))
 
 
 def _batch(number: int, device: str) -> torch.Tensor:

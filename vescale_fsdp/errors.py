@@ -3,6 +3,8 @@
 The tree (each class is also the builtin a caller would expect to catch):
 
     VescaleError
+    +-- ArgumentError(ValueError, TypeError)   an argument that a call cannot take
+    +-- UnknownNameError(KeyError)         a name that is looked up and does not exist
     +-- LayoutError(ValueError)            sizes, granularities or layouts that are not valid
     +-- PlacementError(ValueError)         placements, meshes or shapes that do not go together
     +-- UnsupportedOpError(NotImplementedError)   an operation that has no right answer on ragged pieces
@@ -14,9 +16,8 @@ The tree (each class is also the builtin a caller would expect to catch):
     |       +-- DamagedLoadError           .. because it found damage (a CorruptCheckpointError too)
     +-- ConversionError(RuntimeError)      a conversion that cannot be done as asked
 
-A message answers four questions: what was expected, what was got instead, where, and what to do about it. Our errors
-take the answers and build the text themselves; `explain` builds it for others (a ValueError, a warning), so that all
-read alike and tests can match on the parts:
+A message answers four questions: what was expected, what was got instead, where, and what to do about it. Errors take
+the answers, keep them as attributes and build the text themselves; `explain` builds it for warnings:
 
     raise CheckpointError("There is no such step.", expected="one of [1, 2]", got=3, where="/run")
 """
@@ -27,6 +28,7 @@ import os
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "ConversionError",
     "CorruptCheckpointError",
@@ -36,6 +38,7 @@ __all__ = [
     "MisuseError",
     "PartialLoadError",
     "PlacementError",
+    "UnknownNameError",
     "UnsupportedOpError",
     "VescaleError",
     "allows_untried",
@@ -86,12 +89,23 @@ class VescaleError(Exception):
         self.expected, self.got, self.where = _plain(expected), _plain(got), _plain(where)
         self.todo = todo
 
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show its repr
+
 
 def _plain(part: object) -> object:
     """A part as an attribute: a value that pickles and keeps nothing alive."""
     if part is _UNSAID:
         return None
     return part if isinstance(part, str | int | float | bool | None) else str(part)
+
+
+class ArgumentError(VescaleError, ValueError, TypeError):
+    """An argument of a value or a type that a call cannot take."""
+
+
+class UnknownNameError(VescaleError, KeyError):
+    """A name that is looked up and does not exist."""
 
 
 class LayoutError(VescaleError, ValueError):

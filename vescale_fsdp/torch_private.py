@@ -130,8 +130,8 @@ __all__ = [
     "printoptions",
     "pytree",
     "reduce_scatter_single",
-    "refuse_fsdp2",
     "refuse_set_state_dict",
+    "refuse_takers",
     "register_foreach_type",
     "restore_version",
     "set_local",
@@ -252,21 +252,31 @@ def takes_address_for_memory() -> bool:
     return sys._getframe(2).f_globals.get("__name__") in _COPY_BY_ADDRESS
 
 
-_FSDP2 = ("torch.distributed.fsdp._fully_shard._fsdp_init", "torch.distributed.fsdp._fully_shard._fsdp_param")
+_TAKERS = {
+    "torch.distributed.fsdp._fully_shard._fsdp_init": "torch.distributed.fsdp.fully_shard (FSDP2)",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "torch.distributed.fsdp.fully_shard (FSDP2)",
+    "torch.distributed.fsdp._flat_param": "torch.distributed.fsdp.FullyShardedDataParallel (FSDP1)",
+    "torch.nn.parallel.distributed": "torch.nn.parallel.DistributedDataParallel",
+}
 
 
-def refuse_fsdp2(what: str) -> None:
-    """Raise if the caller's caller is torch's ``fully_shard``, taking what ours has (torch 2.11-2.13).
+def refuse_takers(what: str) -> None:
+    """Raise if one of torch's data parallelisms is taking what ours has (torch 2.11-2.13).
 
-    For methods that it calls first, of modules before it changes anything and of parameters before it changes them:
-    what it would say itself, if it says anything, speaks of names of mesh axes.
+    For methods that they call first, of modules before they change anything and of parameters before they change
+    them: what they would say themselves, if they say anything, speaks of names of mesh axes or of operators.
     """
-    if sys._getframe(2).f_globals.get("__name__") in _FSDP2:
+    frame = sys._getframe(2)  # the caller's caller; FSDP1 asks through a helper
+    names = [part.f_globals.get("__name__") for part in (frame, frame.f_back) if part is not None]
+    taker = next((_TAKERS[name] for name in names if name in _TAKERS), None)
+    if taker is not None:
         raise MisuseError(
-            "torch.distributed.fsdp.fully_shard (FSDP2) cannot take what vescale_fsdp has sharded.",
-            expected="vescale_fsdp.fully_shard for every unit of the model",
+            f"{taker} cannot take what vescale_fsdp has sharded.",
+            expected="vescale_fsdp.fully_shard alone: it reduces gradients over all ranks of its mesh",
             got=what,
-            todo="import fully_shard from vescale_fsdp wherever the model is sharded, and build the model anew",
+            where=taker,
+            todo="leave the wrapper out, import fully_shard from vescale_fsdp wherever the model is sharded, and build "
+            "the model anew; replicas are an axis of the mesh: init_device_mesh(device, (replicas, shards))",
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader
 
 from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
-from vescale_fsdp.errors import explain
+from vescale_fsdp.errors import ArgumentError
 
 __all__ = ["ReshardableLoader"]
 
@@ -44,12 +44,10 @@ class ReshardableLoader(Generic[T]):
     def __init__(self, loader: DataLoader[T]) -> None:
         sampler, batch_size = loader.sampler, loader.batch_size
         if not isinstance(sampler, ReshardableSampler) or batch_size is None:
-            raise TypeError(
-                explain(
-                    "The place of this data loader in its data is not known.",
-                    expected="DataLoader(dataset, batch_size=n, sampler=ReshardableSampler(..))",
-                    got=f"a {type(sampler).__name__}, batch_size={batch_size}",
-                )
+            raise ArgumentError(
+                "The place of this data loader in its data is not known.",
+                expected="DataLoader(dataset, batch_size=n, sampler=ReshardableSampler(..))",
+                got=f"a {type(sampler).__name__}, batch_size={batch_size}",
             )
         self.loader, self.sampler, self._batch_size = loader, sampler, batch_size
         self._num_taken = sampler.num_taken

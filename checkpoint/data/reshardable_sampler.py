@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 __all__ = ["ReshardableSampler"]
 
@@ -66,12 +66,10 @@ class ReshardableSampler(Sampler[int]):
         self._given = rank, world_size
         self.rank, self.world_size = self._ranks_now()
         if num_samples < 0 or not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                explain(
-                    "A sampler needs samples and a rank.",
-                    expected="num_samples >= 0 and 0 <= rank < world_size",
-                    got=f"{num_samples}, {self.rank}, {self.world_size}",
-                )
+            raise ArgumentError(
+                "A sampler needs samples and a rank.",
+                expected="num_samples >= 0 and 0 <= rank < world_size",
+                got=f"{num_samples}, {self.rank}, {self.world_size}",
             )
         self._settings = {
             "num_samples": num_samples,

@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, explain, some
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, some
 from vescale_fsdp.torch_private import local_of
 
 __all__ = ["LoadReport", "Loader", "Read", "Supply", "Verify", "load", "prove_choices"]
@@ -358,7 +358,7 @@ class Loader:
                 got=f"missing in the checkpoint: {some(found.missing, 5)}; "
                 f"unexpected, only in the checkpoint: {some(found.unexpected, 5)}",
                 where=self.storage.where,
-                todo="pass strict=False to load what both have, or include= with name patterns",
+                todo=f"{_mapped(found.renaming)}pass strict=False to load what both have, or include= with patterns",
             )
 
     def _wanted(self, reader: CheckpointReader, describer: Describer, read: TensorRead) -> _Wanted | None:
@@ -438,10 +438,30 @@ def prove_choices(verify: str, read: str) -> None:
     """Refuse what is no way to verify or to read."""
     if verify not in get_args(Verify):
         expected = "'before', 'while' or 'never'"
-        raise ValueError(explain("There is no such way to verify.", expected=expected, got=repr(verify)))
+        raise ArgumentError("There is no such way to verify.", expected=expected, got=repr(verify))
     if read not in get_args(Read):
         expected = "'once', 'each' or 'auto'"
-        raise ValueError(explain("There is no such way to read.", expected=expected, got=repr(read)))
+        raise ArgumentError("There is no such way to read.", expected=expected, got=repr(read))
+
+
+def _mapped(renaming: tuple[str, str] | None) -> str:
+    """How to load what has other names; nothing if no prefix maps them."""
+    if renaming is None:
+        return ""
+    own, stored = renaming
+    told = f"the checkpoint has {stored!r} where the state has {own!r}: "
+    if stored.endswith("/") and own == "":
+        return f"{told}pass {{{stored[:-1]!r}: state}}, or "
+    if own.endswith("/") and stored == "":
+        return f"{told}pass what is under {own[:-1]!r} itself, or "
+    home = own.rpartition("/")[0]
+    if home and stored.rpartition("/")[0] == home:
+        old, new = own[len(home) + 1 :], stored[len(home) + 1 :]
+        named = (f"{new!r} + " if new else "") + (f"name.removeprefix({old!r})" if old else "name")
+        return (
+            f"{told}pass {{{home!r}: {{{named}: value for name, value in model.state_dict().items()}}}}, or "
+        )
+    return f"{told}give it that name, or "
 
 
 def _prove_writable(name: str, tensor: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
+from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
 __all__ = ["CheckpointReader", "CheckpointTensor", "read_manifest", "read_state"]
@@ -208,7 +208,13 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         places = self.manifest.places_by_name.get(name)
         place = self._aliases.get(name) if places is None else places[0]
         if place is None:
-            raise KeyError(f"no tensor {name!r} in {self.storage.where}")
+            raise UnknownNameError(
+                "The checkpoint has no such tensor.",
+                expected=f"one of {some(self.manifest.places_by_name)}",
+                got=repr(name),
+                where=self.storage.where,
+                todo="iterate over the reader for all names",
+            )
         return CheckpointTensor(self, place)
 
     @functools.cached_property

@@ -49,7 +49,7 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
 )
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 __all__ = ["RamTier"]
 
@@ -90,14 +90,17 @@ class RamTier:
     ) -> None:
         is_plain = re.fullmatch(r"[\w.-]+", name) and not name.startswith(".")
         if interval < 1 or keep_last < 1 or replicas < 0 or not is_plain:
-            raise ValueError(
-                f"RamTier needs a plain name, interval >= 1, keep_last >= 1 and replicas >= 0; "
-                f"got {name!r}, {interval}, {keep_last}, {replicas}"
+            raise ArgumentError(
+                "A RamTier cannot be made of these arguments.",
+                expected="a plain name, interval >= 1, keep_last >= 1 and replicas >= 0",
+                got=f"{name!r}, {interval}, {keep_last}, {replicas}",
             )
         if mesh is not None and (mesh.ndim != 1 or not replicas):
-            raise ValueError(
-                f"RamTier(mesh=) needs replicas >= 1 and a mesh of one dimension, such as mesh['replicate']; "
-                f"got replicas={replicas} and {mesh.ndim} dimensions"
+            raise ArgumentError(
+                "RamTier(mesh=) says which ranks keep each other's copies.",
+                expected="replicas >= 1 and a mesh of one axis",
+                got=f"replicas={replicas} and {mesh.ndim} axes",
+                todo="pass one axis of the mesh, such as mesh['replicate']",
             )
         self.name = name
         self.replicas = replicas

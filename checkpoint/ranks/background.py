@@ -27,7 +27,7 @@ from concurrent.futures import Future, thread, wait
 from queue import SimpleQueue
 from typing import NoReturn
 
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 __all__ = ["EXIT_TIMEOUT_S", "BackgroundThread", "Job", "check_exit_timeout"]
 
@@ -117,7 +117,7 @@ def check_exit_timeout(exit_timeout_s: float) -> None:
         ValueError: for negative numbers and NaN.
     """
     if not exit_timeout_s >= 0:
-        raise ValueError(explain("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s))
+        raise ArgumentError("exit_timeout_s is not a time.", expected=">= 0", got=exit_timeout_s)
 
 
 _threads: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()

@@ -34,7 +34,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of
 from vescale_fsdp.checkpoint.ranks.roll_call import RollCall
 from vescale_fsdp.collectives import new_group
-from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, VescaleError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, VescaleError
 from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 
 __all__ = [
@@ -511,14 +511,12 @@ def coordinator_for(process_group: dist.ProcessGroup | None = None, *, use: str 
         return SoloCoordinator()
     base = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(base, dist.ProcessGroup):  # what new_group gives to ranks that are not in the group
-        raise ValueError(
-            explain(
-                "This rank is not in the process group.",
-                expected="a group of which it is a member",
-                got=repr(base),
-                where=f"rank {dist.get_rank()}",
-                todo="call this on the group's ranks only",
-            )
+        raise ArgumentError(
+            "This rank is not in the process group.",
+            expected="a group of which it is a member",
+            got=repr(base),
+            where=f"rank {dist.get_rank()}",
+            todo="call this on the group's ranks only",
         )
     ranks = dist.get_process_group_ranks(base)
     rank_of = {rank: place for place, rank in enumerate(ranks)}

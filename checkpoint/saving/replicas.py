@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Entry
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dense
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
-from vescale_fsdp.errors import CheckpointError, explain, some
+from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 
 __all__ = ["CheckReplicas", "begin_comparison", "check_choice"]
 
@@ -51,12 +51,10 @@ def check_choice(check_replicas: object) -> None:
         ValueError: naming those that do.
     """
     if check_replicas is not False and check_replicas not in ("all", "sample"):
-        raise ValueError(
-            explain(
-                "There is no such way to compare replicas.",
-                expected="check_replicas='all', 'sample' or False",
-                got=repr(check_replicas),
-            )
+        raise ArgumentError(
+            "There is no such way to compare replicas.",
+            expected="check_replicas='all', 'sample' or False",
+            got=repr(check_replicas),
         )
 
 

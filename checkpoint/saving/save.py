@@ -50,7 +50,7 @@ from vescale_fsdp.checkpoint.state.per_rank import pack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
-from vescale_fsdp.errors import CheckpointError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 
 __all__ = ["Format", "Saved", "Saver", "form_of", "plain_json", "save"]
@@ -285,12 +285,10 @@ def form_of(format: Format) -> Form:
     """
     found = format if isinstance(format, Form) else _FORMS.get(str(format))
     if found is None:
-        raise ValueError(
-            explain(
-                "There is no such format.",
-                expected="'native', 'zarr', or a form: vescale_fsdp.HuggingFace(assets=..), vescale_fsdp.DCP()",
-                got=repr(format),
-            )
+        raise ArgumentError(
+            "There is no such format.",
+            expected="'native', 'zarr', or a form: vescale_fsdp.HuggingFace(assets=..), vescale_fsdp.DCP()",
+            got=repr(format),
         )
     return found
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from vescale_fsdp.errors import CheckpointError, allows_untried, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError, allows_untried
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
 __all__ = ["CopyStream", "DeferredCopy", "PinnedSlots", "copy_stream_of", "host_memory", "memory_of"]
@@ -126,13 +126,11 @@ def memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     found: set[int] = set()
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                explain(
-                    "Copies can go on until the step of an optimizer of torch's kind alone.",
-                    expected="torch.optim.Optimizer",
-                    got=type(optimizer).__name__,
-                    todo="leave `optimizer` out: the state is then copied before the call returns",
-                )
+            raise ArgumentError(
+                "Copies can go on until the step of an optimizer of torch's kind alone.",
+                expected="torch.optim.Optimizer",
+                got=type(optimizer).__name__,
+                todo="leave `optimizer` out: the state is then copied before the call returns",
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         states = [value for state in optimizer.state.values() for value in state.values()]

@@ -9,6 +9,7 @@ Live optimizers are matched by the names of their parameters (`live_objects`), w
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -42,6 +43,7 @@ from vescale_fsdp.errors import CheckpointError
 __all__ = ["Match", "TensorRead", "match"]
 
 Finish = Callable[[], Any]
+_TRIED_NAMES = 64  # of the missing, and as many unexpected ones for each
 _Items = Iterable[tuple[Any, Any]]
 
 
@@ -77,6 +79,43 @@ class Match:
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
     finish: Finish = field(default=lambda: None)
+
+    @property
+    def renaming(self) -> tuple[str, str] | None:
+        """What most missing names begin with, and what the checkpoint has in its place; None if that explains few.
+
+        >>> Match(missing=["model/0.bias", "model/1.bias"], unexpected=["model/m.0.bias", "model/m.1.bias"]).renaming
+        ('model/', 'model/m.')
+        """
+        left, best, most = set(self.unexpected), None, 0
+        by_end: dict[str, list[str]] = {}
+        for name in self.unexpected:
+            by_end.setdefault(_last_part(name), []).append(name)
+        tried: set[tuple[str, str]] = set()
+        for name in self.missing[:_TRIED_NAMES]:
+            for other in by_end.get(_last_part(name), ())[:_TRIED_NAMES]:
+                start = _different_starts(name, other)
+                if start in tried:
+                    continue
+                tried.add(start)
+                own, stored = start
+                num = sum(m.startswith(own) and stored + m[len(own) :] in left for m in self.missing)
+                if num > most:
+                    best, most = start, num
+        return best if 2 * most >= len(self.missing) else None
+
+
+def _last_part(name: str) -> str:
+    return re.split(r"[./]", name)[-1]
+
+
+def _different_starts(name: str, other: str) -> tuple[str, str]:
+    """What is left of two names without the parts that they end with alike."""
+    parts, others = (re.split(r"(?<=[./])", text) for text in (name, other))
+    while parts and others and parts[-1] == others[-1]:
+        parts.pop()
+        others.pop()
+    return "".join(parts), "".join(others)
 
 
 def match(state: Any, tree: Json, include: tuple[str, ...] | None, *, within: Any = None) -> Match:
@@ -181,7 +220,7 @@ class _Matcher:
                 inner = join_name(name, key)
                 finishers[key] = self.visit(value, nodes[key], inner, stateful or key in opaque)
             elif not stateful or _holds_tensors(value):
-                self.found.missing += self._leaves(value, join_name(name, key), _items_of_value)
+                self.found.missing += self._leaves(value, join_name(name, key), self._items_of_value)
             elif self._include is None:
                 dropped.append(key)
         for key, item in nodes.items():
@@ -209,18 +248,28 @@ class _Matcher:
         else:
             self.found.unexpected += self._leaves(node, name, items_of_node)
 
-    def _fresh(self, node: Json, name: str) -> Finish:
-        """What a node stands for, made anew; tensors that were one when they were saved are one again."""
-        if has_tensors(node):
-            decode(node, lambda leaf: self._shared(leaf, name))
-        return lambda: decode(node, lambda leaf: self._shared(leaf, name))
+    def _fresh(self, node: Json, name: str, owner: tuple[NamedOptimizer, str] | None = None) -> Finish:
+        """What a node stands for, made anew; tensors that were one when they were saved are one again.
 
-    def _shared(self, leaf: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        Args:
+            owner: the optimizer and the parameter whose state the node is, if it is one's.
+        """
+        if has_tensors(node):
+            decode(node, lambda leaf: self._shared(leaf, name, owner))
+        return lambda: decode(node, lambda leaf: self._shared(leaf, name, owner))
+
+    def _shared(
+        self, leaf: Mapping[str, Any], name: str, owner: tuple[NamedOptimizer, str] | None
+    ) -> torch.Tensor | None:
         if leaf["$"] != "tensor":
             return None
         place = int(leaf["i"])
         if place not in self._shared_new:
-            self._shared_new[place] = self._new(NewTensor(name, place))
+            new = NewTensor(name, place)
+            if owner is not None:
+                named, fqn = owner
+                new = NewTensor(name, place, named.params[fqn], optimizer=named.optimizer)
+            self._shared_new[place] = self._new(new)
         return self._shared_new[place].value
 
     def _new(self, tensor: NewTensor) -> NewTensor:
@@ -271,7 +320,7 @@ class _Matcher:
                 part = join_name(join_name(name, "state"), fqn)
                 # A parameter without state is one leaf: its name.
                 self.found.unexpected += self._leaves(
-                    dict(stored.state.get(fqn, {})) or None, part, _items_of_value
+                    dict(stored.state.get(fqn, {})) or None, part, items_of_node
                 )
         return [self._optimizer(named, stored, where) for where, named in targets]
 
@@ -359,7 +408,7 @@ class _Matcher:
             elif isinstance(value, Mapping):
                 kept[kind] = self.visit(value, item, inner, True)
             else:
-                kept[kind] = self._fresh(item, inner)
+                kept[kind] = self._fresh(item, inner, (named, fqn))
         return _ParameterState(kept, is_changed or not own)
 
     def _options(
@@ -440,6 +489,14 @@ class _Matcher:
             return [name] if self._selected(name) else []
         return [leaf for key, item in items for leaf in self._leaves(item, join_name(name, key), items_of)]
 
+    def _items_of_value(self, value: Any) -> _Items | None:
+        """Keys and values of a container of a state; None for a leaf."""
+        if isinstance(value, nn.Module):
+            value = self._live.module_state(value).values
+        if isinstance(value, Mapping):
+            return value.items()
+        return enumerate(value) if isinstance(value, (list, tuple)) else None
+
 
 class _ParameterState(NamedTuple):
     """What a parameter's state becomes, by kind; and whether anything of it is loaded."""
@@ -491,15 +548,8 @@ def _no_room(name: str, kind: str, has_room: bool) -> CheckpointError:
         got=got,
         where=name or "the state itself",
         todo="pass the optimizer in place of optimizer.state_dict(): it takes its state when it is loaded; "
-        "strict=False would leave the state out",
+        "strict=False does not leave it out either",
     )
-
-
-def _items_of_value(value: Any) -> _Items | None:
-    """Keys and values of a container of a state; None for a leaf."""
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, (list, tuple)) else None
 
 
 def _give(target: Any, state: Any, name: str) -> Any:

@@ -75,7 +75,7 @@ class NewTensor:
             self.value = torch.empty(shape, dtype=dtype, device="cpu")
         elif tuple(param.shape) == shape and (shape or self.kind not in _PER_PARAMETER):
             self.value = torch.empty_like(param, dtype=dtype, requires_grad=False)
-        elif not shape:
+        elif not shape and not isinstance(self.optimizer, torch.optim.LBFGS):
             self.value = torch.empty((), dtype=dtype, device="cpu")
         elif isinstance(self.optimizer, _SHAPED_AS_PARAMETERS):
             raise CheckpointError(
@@ -95,7 +95,7 @@ class NewTensor:
                 where=f"{self.name} in {where}",
                 todo="use an optimizer that makes its state when it is built, or load as many ranks as saved it",
             )
-        else:
+        else:  # LBFGS computes its numbers too from the gradients of all parameters, so they are DTensors
             whole = torch.empty(shape, dtype=dtype, device=param.to_local().device)
             replicated = [Replicate()] * param.device_mesh.ndim
             self.value = DTensor.from_local(whole, param.device_mesh, replicated, run_check=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
-from vescale_fsdp.checkpoint.steps.save_when import BestOf
+from vescale_fsdp.checkpoint.steps.save_policy import BestOf
 from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, no_longer_kept, retire
 from vescale_fsdp.checkpoint.steps.step_records import best_steps, is_pinned, read_record
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -14,36 +14,34 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from vescale_fsdp.errors import explain
+from vescale_fsdp.errors import ArgumentError
 
 __all__ = ["SignalWatch"]
 
 
 class SignalWatch:
-    """Remembers whether one of some signals came.
+    """Remembers which of some signals came.
 
     Args:
         names: such as SIGTERM.
 
     Attributes:
-        heard: whether one came.
+        heard: numbers of those that came.
 
     Raises:
         ValueError: outside of the main thread, where Python lets nobody listen.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.heard = False
+        self.heard: set[int] = set()
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._is_closed = False
         if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                explain(
-                    "Signals can be heard in the main thread only.",
-                    expected="a manager with OnSignal() to be made there",
-                    got=f"thread {threading.current_thread().name}",
-                )
+            raise ArgumentError(
+                "Signals can be heard in the main thread only.",
+                expected="a manager with OnSignal() to be made there",
+                got=f"thread {threading.current_thread().name}",
             )
         for name in names:
             number = signal.Signals[name]
@@ -54,7 +52,7 @@ class SignalWatch:
         before = self._before[number]
         is_ours = not self._is_closed and os.getpid() == self._process
         if is_ours:
-            self.heard = True
+            self.heard.add(number)
         if callable(before):
             before(number, frame)
         elif before == signal.SIG_DFL and not is_ours:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vescale_fsdp.checkpoint.manifest.file_names import step_name
-from vescale_fsdp.checkpoint.steps.save_when import BestOf
+from vescale_fsdp.checkpoint.steps.save_policy import BestOf
 from vescale_fsdp.checkpoint.steps.step_folders import remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError

@@ -6,7 +6,7 @@ import os
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
-from vescale_fsdp.errors import ConversionError, explain
+from vescale_fsdp.errors import ArgumentError, ConversionError
 
 __all__ = ["open_parent", "open_storage", "open_store"]
 
@@ -20,9 +20,11 @@ def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1)
     """
     if isinstance(path, Storage):
         return path
-    text = os.fspath(path)
-    if not text:
-        raise ValueError(explain("A path is empty.", expected="a folder or a URL", got="''"))
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str) or not text:
+        raise ArgumentError(
+            "This is no path.", expected="a folder or a URL, as str or os.PathLike", got=repr(path)
+        )
     folder = _on_disk(text)
     if folder is not None:
         return LocalStorage(folder, neighbours=neighbours)

@@ -44,7 +44,7 @@ from vescale_fsdp.checkpoint.transfer.planning.description import describe_state
 from vescale_fsdp.checkpoint.transfer.planning.message_order import messages_of
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
-from vescale_fsdp.errors import CheckpointError, LifecycleError, explain
+from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
 
 __all__ = ["Transfer", "TransferHandle", "describe_states"]
 
@@ -96,8 +96,8 @@ class _SourceRead(NamedTuple):
 
 def _check_version(version: int | None) -> None:
     if version is not None and not 0 <= version < _NO_VERSION:
-        raise ValueError(
-            explain("A version is a number of steps.", expected="an int of at least 0", got=repr(version))
+        raise ArgumentError(
+            "A version is a number of steps.", expected="an int of at least 0", got=repr(version)
         )
 
 

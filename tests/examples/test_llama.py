@@ -84,7 +84,7 @@ def test_global_batch_does_not_depend_on_ranks(world_size: int) -> None:
 
     assert torch.equal(inputs, batches.of_rank(7, 0, 1)[0])
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert not torch.equal(inputs, batches.of_rank(8, 0, 1)[0])
+    assert (inputs != batches.of_rank(8, 0, 1)[0]).any()
 
 
 def test_ranks_must_divide_the_batch() -> None:

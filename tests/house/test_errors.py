@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 
 import pytest
 
+from tests.house.test_names import FILES
 from vescale_fsdp import errors
 from vescale_fsdp.errors import VescaleError, explain
 
 BUILTINS = {
+    "ArgumentError": ValueError,
     "CheckpointError": RuntimeError,
     "ConversionError": RuntimeError,
     "CorruptCheckpointError": RuntimeError,
@@ -19,16 +22,17 @@ BUILTINS = {
     "MisuseError": AssertionError,
     "PartialLoadError": RuntimeError,
     "PlacementError": ValueError,
+    "UnknownNameError": KeyError,
     "UnsupportedOpError": NotImplementedError,
 }
 
 
 def test_tree_is_complete() -> None:
-    """Every public error but the base is in the table below, and at most ten exist."""
+    """Every public error but the base is in the table below, and at most twelve exist."""
     classes = {name for name in errors.__all__ if name.endswith("Error")} - {"VescaleError"}
 
     assert set(BUILTINS) == classes
-    assert len(classes) <= 10
+    assert len(classes) <= 12
 
 
 @pytest.mark.parametrize(("name", "builtin"), BUILTINS.items())
@@ -63,10 +67,24 @@ def test_parts_are_attributes() -> None:
     kinds = [
         getattr(errors, name) for name in BUILTINS if name not in ("PartialLoadError", "DamagedLoadError")
     ]
-    assert len(kinds) == 8
+    assert len(kinds) == 10
     for kind in kinds:
         raised = kind("It broke.", expected=3, got=lambda: None, where="here", todo="mend it")
         for error in (raised, pickle.loads(pickle.dumps(raised))):
             assert (error.problem, error.expected, error.where) == ("It broke.", 3, "here")
             assert error.todo == "mend it" and str(error.got) in str(error)
+        assert str(raised).startswith("It broke.\n")  # also where the builtin would show its repr
     assert kinds[0]("It broke.").got is None
+
+
+def test_arguments_are_refused_with_parts() -> None:
+    """No builtin error is raised with a text of four parts: ours has them as attributes."""
+    found = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                text = ast.unparse(node.exc)
+                if text.startswith(("ValueError(explain", "TypeError(explain", "AttributeError(explain")):
+                    found.append(f"{file}:{node.lineno}")
+
+    assert not found

@@ -129,7 +129,8 @@ def misaligned_run() -> tuple[str, float]:
         optimizer.step()
     whole = torch.nn.Parameter(full[fqn].clone())
     right = train(AdamW8bit([whole], **OPTIONS), {fqn: whole}, range(4))[fqn]
-    return refusal, (right.view(-1)[slice(*param.piece)] != piece.view(-1)).float().mean().item()  # type: ignore[attr-defined]
+    moved = (right.view(-1)[slice(*param.piece)] - piece.view(-1)).abs() > 0
+    return refusal, moved.float().mean().item()  # type: ignore[attr-defined]
 
 
 def test_a_cut_block_is_refused_because_it_would_differ() -> None:

@@ -82,7 +82,7 @@ def trained_alike(name: str) -> list[str]:
         train(plain, theirs, steps)
         for schedule in schedules:
             schedule.step()
-    assert not torch.equal(start, full_value(mine.head.weight))
+    assert (start - full_value(mine.head.weight)).norm() > 0
     return differing(everything(mine, ours), everything(plain, theirs))
 
 
@@ -127,10 +127,10 @@ def kernels() -> tuple[int, int, int, int]:
 
 
 def test_one_step_per_unit() -> None:
-    """A run per unit, its gradients where they are, and as many kernels as that many parameters would take."""
+    """A run per unit, its gradients where they are, kernels as for that many parameters, and one for padding."""
     for flat, per_param, runs, params in run_ranks(2, kernels):
         assert (runs, params) == (4, 21)
-        assert 0 < flat <= per_param * runs / params * 1.1
+        assert 0 < flat <= per_param * runs / params * 1.1 + runs
 
 
 def some_without_gradients() -> list[str]:
@@ -232,7 +232,7 @@ def test_state_moves_to_another_number_of_ranks(tmp_path: Path) -> None:
     (one,) = run_ranks(1, load_at_another_world, tmp_path, "native")
     for three in run_ranks(3, load_at_another_world, tmp_path, "native"):
         assert not differing(one, three)
-    assert max(value.abs().max() for name, value in one.items() if name.endswith("/exp_avg_sq")) > 0
+    assert any(value.abs().max() > 0 for name, value in one.items() if name.endswith("/exp_avg_sq"))
 
 
 def moved_and_copied() -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.runtime.comm.test_launches import VIEWS, Launches
 from tests.support.distributed import cpu_mesh, run_ranks
+from tests.support.faults.rounding_noise import exact_products
 from vescale_fsdp import fully_shard
 from vescale_fsdp.layout.granularity import Flat, Tiles
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, structured_optimizer
@@ -157,6 +158,7 @@ def test_matrices_of_all_parameters_are_one_stack() -> None:
 
 
 @pytest.mark.parametrize(("cls", "options"), [(Shampoo, {**SHAMPOO}), (Muon, {})])
+@exact_products()
 def test_stacks_are_bounded(cls: Any, options: dict[str, Any]) -> None:
     """A stack holds no more than it may, however many parameters there are; the result is the same."""
     names = ((structured_optimizer, "_BATCH_NUMEL"), (block_step, "_STACK_NUMEL"))

@@ -14,16 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.faults.rounding_noise import RoundingNoise
 from tests.support.optim_cases import as_plain, full_tensors, train
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo
 from vescale_fsdp.optim.shampoo.block_math import inverse_roots
 
-ATEN = torch.ops.aten
-ROUNDED = {
-    each.default for each in (ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.baddbmm, ATEN.addbmm, ATEN._linalg_eigh)
-}
 SHAPES = [(24, 40), (33, 17), (5, 16, 24), (29,)]
 SMALL_BLOCKS = {"block_size": 16, "update_every": 5}
 CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]], float]] = {
@@ -35,24 +31,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[tuple[int, ...]], float]] = {
     # The gradients have noise here. A moment at the border of two codes may take the other one.
     "adamw8bit": (AdamW8bit, {"min_8bit_numel": 1}, SHAPES, 1e-3),
 }
-
-
-class RoundingNoise(TorchDispatchMode):
-    """Moves every value that a product or a decomposition returns by -1, 0 or 1 units in the last place."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(seed)
-        self.num_changed = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if func in ROUNDED:
-            for result in results if isinstance(results, tuple) else (results,):
-                units = torch.randint(-1, 2, result.shape, generator=self._generator).to(result.dtype)
-                result.mul_(1 + units * torch.finfo(result.dtype).eps)
-                self.num_changed += 1
-        return results
 
 
 def low_rank(step: int, grads: dict[str, torch.Tensor]) -> None:

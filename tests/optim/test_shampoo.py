@@ -69,7 +69,7 @@ def textbook(
 
 def _root(factor: torch.Tensor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(factor)
-    values = values.clamp_min(max(1e-6, 1e-6 * values.max().item()))
+    values = torch.maximum(values, (1e-6 * values.max()).clamp_min(1e-6))
     return vectors @ torch.diag(values**-0.25) @ vectors.T
 
 
@@ -229,7 +229,7 @@ def test_nan_gradients_show_and_stay_in_their_block() -> None:
     assert spoiled.sum() == 64
     assert not expected["p1_16x8"].isnan().any()
     for values in run_ranks(2, spoiled_run, "ragged"):
-        assert_same(values, expected)
+        assert_same(values, expected, ["p0_40x24"])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def trained(in_backward: bool) -> tuple[models.Stack, FlatOptimizer, list[int]]:
         optimizer.step_in_backward(model)
         for module in (*model.blocks, model):
             for group in state_of(module).groups:  # type: ignore[union-attr]
-                group.on_delivery = counting(group, model, alive)
+                group.comm.change(on_delivery=counting(group, model, alive))
     blocks = model.blocks
     for number in range(4):
         model.blocks = nn.ModuleList([blocks[0], blocks[2]]) if number == 1 else blocks
@@ -47,7 +47,7 @@ def trained(in_backward: bool) -> tuple[models.Stack, FlatOptimizer, list[int]]:
 
 
 def counting(group: ParamGroup, model: nn.Module, alive: list[int]) -> Any:
-    step = group.on_delivery
+    step = group.comm.settings.on_delivery
     assert step is not None
 
     def delivered(params: list[nn.Parameter]) -> None:

@@ -100,7 +100,7 @@ def test_bf16_computing() -> None:
 def test_it_differs_from_not_quantising() -> None:
     """Negative control: the plain model computes something else."""
     output, _ = rounded_run("fp8", None)
-    assert not torch.equal(run_model(make_model(), None)[0], output)
+    assert (run_model(make_model(), None)[0] - output).norm() > 0
 
 
 class Gathered(TorchDispatchMode):

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,6 +21,10 @@ from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
+from vescale_fsdp.optim import FlatOptimizer
+from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory
+from vescale_fsdp.runtime.comm.settings import GroupSettings
+from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import state_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -71,19 +76,46 @@ class OwnGather:
     """Never called: the comparison comes first."""
 
 
+def settings(**changes: Any) -> Callable[[Any], object]:
+    """What a method sets that is a collective itself, or has never run on a GPU."""
+    return lambda model: [group.comm.change(**changes) for group in state_of(model).groups]  # type: ignore[union-attr]
+
+
 SWITCHES: dict[str, Callable[[Any], object]] = {
     "set_narrow_reduction False": lambda model: model.set_narrow_reduction(False),
     "set_gradient_divide_factor 3.0": lambda model: model.set_gradient_divide_factor(3.0),
     "set_force_sum_reduction_for_comms True": lambda model: model.set_force_sum_reduction_for_comms(True),
     "sums of micro-batches True": lambda model: model.set_requires_gradient_sync(False),
-    "custom collectives ['OwnGather', None]": lambda model: model.set_custom_all_gather(OwnGather()),
+    "set_requires_gradient_sync False": lambda model: model.set_requires_gradient_sync(False),
+    "set_requires_all_reduce False": lambda model: model.set_requires_all_reduce(False),
+    "set_custom_all_gather OwnGather": lambda model: model.set_custom_all_gather(OwnGather()),
+    "set_custom_reduce_scatter OwnGather": lambda model: model.set_custom_reduce_scatter(OwnGather()),
+    "set_allocate_memory_from_process_group_for_comm ProcessGroupMemory": settings(memory=ProcessGroupMemory),
+    "set_separate_reduce_scatter_group True": settings(separate_reductions=True),
+    "set_all_reduce_hook True": lambda model: model.set_all_reduce_hook(print),
+    "step_in_backward True": lambda model: FlatOptimizer(
+        torch.optim.SGD, model.parameters(), lr=0.1
+    ).step_in_backward(model),
+    "set_keep_unsharded_storage True": lambda model: model.set_keep_unsharded_storage(True),
     "set_reduce_scatter_unused_params True": lambda model: model.set_reduce_scatter_unused_params(True),
     "set_unshard_in_backward False": lambda model: model.set_unshard_in_backward(False),
     "set_reshard_after_backward False": lambda model: model.set_reshard_after_backward(False),
+    "set_is_last_backward False": lambda model: model.set_is_last_backward(False),
+    "set_manual_backward_finalization True": lambda model: model.set_manual_backward_finalization(True),
+    "set_reduce_scatter_max_input_buffers 2": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    "reshard_after_forward False": lambda model: model.set_reshard_after_forward(False),
     "prefetch lists [['blocks.1'], None]": lambda model: model.set_modules_to_forward_prefetch(
         [model.blocks[1]]
     ),
     "prefetch lists [None, []]": lambda model: model.set_modules_to_backward_prefetch([]),
+}
+NOT_COMPARED = {
+    "set_post_optim_event": "an event of this rank",
+    "set_reduce_scatter_divide_factor": "the older name of set_gradient_divide_factor",
+    "set_symm_mem_for_comm": "the other kind of memory",
+    "set_reshard_after_forward": "as fully_shard's argument",
+    "set_modules_to_forward_prefetch": "as lists",
+    "set_modules_to_backward_prefetch": "as lists",
 }
 DIFFERENCES = {
     "granularity": "block",
@@ -121,6 +153,15 @@ def test_every_rank_hears_of_a_switch_that_one_has_set() -> None:
             assert switch in there and switch not in here, text
 
 
+def test_every_switch_is_compared() -> None:
+    """All that can be set on a unit, and every field of its groups' settings."""
+    compared = {text.split()[0] for text in SWITCHES}
+    for method in vars(FSDPModule):
+        assert method in compared or method in NOT_COMPARED or not method.startswith("set_"), method
+    changed = {text.rpartition(" ")[0] for text in SWITCHES}
+    assert {each.metadata["method"] for each in fields(GroupSettings)} <= changed
+
+
 def set_late() -> None:
     model: Any = build("none", False, cpu_mesh())
     model.set_narrow_reduction(False)
@@ -129,7 +170,9 @@ def set_late() -> None:
     for module in (model, model.blocks[0]):
         with pytest.raises(LifecycleError, match=r"set_narrow_reduction comes too late"):
             module.set_narrow_reduction(True)
-    narrow = [[group.comm.narrow for group in state_of(each).groups] for each in (*model.blocks, model)]  # type: ignore[union-attr]
+    narrow = [
+        [group.comm.settings.narrow for group in state_of(each).groups] for each in (*model.blocks, model)
+    ]  # type: ignore[union-attr]
     assert narrow == [[True], [False], [False], [False]], "a refused call changes nothing"
 
 

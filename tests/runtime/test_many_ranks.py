@@ -43,7 +43,7 @@ def gather_and_reduce(layout: GroupLayout, values: dict[str, torch.Tensor]) -> N
         assert torch.equal(full.view(slot), values[slot.fqn]), slot.fqn
     # Rank r contributes r + 1 times the values: the sum is known.
     full.flat.mul_(rank + 1)
-    comm.force_sum = True
+    comm.change(force_sum=True)
     reduced = torch.empty(layout.shard_numel)
     work = comm.reduce_scatter(reduced, full.flat)
     if work is not None:

@@ -343,7 +343,7 @@ def what_tools_look_for() -> None:
     assert not any(name.startswith("blocks.2") for name in marked)
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(3.0)
-    assert state(model).groups[0].comm.divide_factor == 3.0
+    assert state(model).groups[0].comm.settings.divide_factor == 3.0
     model._set_unshard_async_op(True)
     assert isinstance(model, FSDPModule)
     assert not any(isinstance(group, SelfGatheringGroup) for group in state(model).groups)

@@ -58,6 +58,14 @@ def test_lightnings_own_single_file_is_gone_on_from(compared: list[dict[str, Any
         assert found["single_file"] == found["stock"][50:]
 
 
+def test_a_save_takes_no_step(compared: list[dict[str, Any]]) -> None:
+    """Optimizers that are saved before their first step have no state afterwards; Adam counts the run's steps."""
+    for found in compared:
+        assert found["steps_of_adam"] == [25.0]
+        assert found["fresh"] == [[], [1.0]]
+        assert found["fresh_fabric"] == [[], []]
+
+
 def test_state_of_callbacks(compared: list[dict[str, Any]]) -> None:
     """All ranks get back what rank 0 had, also where it cannot be plain JSON."""
     assert [found["remembered"] for found in compared] == [["rank 0", 1.5]] * 2

@@ -44,8 +44,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute, debug
+from torch.testing._internal.distributed import multi_threaded_pg
 
-__all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks"]
+from tests.support.faults.nan_memory import nan_memory_if_asked
+from tests.support.faults.rounding_noise import noise_if_asked
+
+__all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks", "run_threads"]
 
 _PRELOAD = (
     "torch.distributed.tensor",
@@ -53,7 +57,7 @@ _PRELOAD = (
     "torch.distributed.checkpoint",
     "tests.support.distributed",
 )
-_GRACE_S = 10.0  # how long ranks may go on after one of them has failed, before the pool is killed
+_GRACE_S = 30.0  # how long ranks may go on after one of them has failed, before the pool is killed
 _LAST_ANSWERS_S = 2.0  # how long the ranks that returned may take to say so after one has hung
 _CLOSE = "close"  # the key that lets the ranks of a call destroy their process group
 _DUMP_S = 5.0  # how long a signalled worker may take to write its stacks
@@ -124,6 +128,65 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
 def close_pool() -> None:
     """End all workers; the next call forks new ones."""
     _pool.close()
+
+
+def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """The same with threads of this process as ranks: torch's threaded process group, collectives as NCCL spells them.
+
+    It starts in hundredths of a second. ``fn`` need not be picklable, and may not count on what a process has one of
+    (seeds, warnings' filters). From torch 2.12, whose groups can be destroyed.
+
+    Raises:
+        RankError: as `run_ranks`.
+        RankTimeout: as `run_ranks`; ranks that wait for others end, a rank that computes on is left behind.
+    """
+    group = multi_threaded_pg.ProcessLocalGroup
+    results: dict[int, Any] = {}
+    errors: dict[int, _Failure] = {}
+    store = dist.HashStore()
+
+    def rank_of(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+            try:
+                results[rank] = fn(*args)
+            finally:
+                dist.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001  whatever it is, it belongs to the test that caused it
+            if rank not in results:
+                errors[rank] = _Failure(time.monotonic(), traceback.format_exc())
+            group.exception_handle(error)  # wakes ranks that wait for this one
+
+    threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(world_size)]
+    multi_threaded_pg._install_threaded_pg()
+    isolate_threads = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate_threads(True)
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        missing = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        stacks = "".join(
+            f"rank {rank}:\n{''.join(traceback.format_stack(sys._current_frames()[threads[rank].ident]))}"
+            for rank in missing
+        )
+        if missing:
+            group.exception_handle(TimeoutError())
+            for thread in threads:
+                thread.join(1.0)
+    finally:
+        group.reset()
+        isolate_threads(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+        _forget_meshes()
+    if errors and not missing:
+        raise _rank_error(errors, [], "")
+    if missing:
+        who = f"ranks {missing} of {world_size}"
+        raise RankTimeout(f"{who} did not return from {fn.__qualname__} in {timeout_s} s\n{stacks}")
+    return [results[rank] for rank in range(world_size)]
 
 
 class _Pool:
@@ -289,7 +352,7 @@ def _answer(call: _Call, payload: bytes) -> bytes:
     try:
         sys.path[:] = call.sys_path  # pytest adds folders as it collects
         fn, args = pickle.loads(payload)
-        with _process_group(call) as store:
+        with _process_group(call) as store, nan_memory_if_asked(), noise_if_asked():
             try:
                 torch.manual_seed(0)
                 answer = pickle.dumps(fn(*args))
@@ -335,12 +398,18 @@ def _process_group(call: _Call) -> Iterator[dist.Store]:
         yield store
     finally:
         dist.destroy_process_group()
-        # DTensor remembers decisions by mesh, and the next call's equal mesh has other groups. Who remembers a mesh
-        # also keeps the threads and sockets of its groups, hundreds of them by the end of a session.
-        debug._clear_sharding_prop_cache()
-        _redistribute.clear_redistribute_planner_cache()
-        _redistribute._gen_transform_infos.cache_clear()
+        _forget_meshes()
         gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor remembers: it decides by mesh, and the next call's equal mesh has other groups.
+
+    Who remembers a mesh also keeps the threads and sockets of its groups, hundreds of them by the end of a session.
+    """
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _die_with_parent(parent_pid: int) -> None:

@@ -84,7 +84,7 @@ def test_restart_on_more_ranks_goes_on_as_if_nothing_had_happened(tmp_path: Path
 
     assert same == straight
     assert _relative(more, straight)[0] <= FIRST_STEP_BOUND
-    assert 0 < max(_relative(more, straight)) <= LATER_STEPS_BOUND
+    assert all(each <= LATER_STEPS_BOUND for each in _relative(more, straight)) and more != straight
 
 
 def test_bounds_notice_a_lost_optimizer(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_bounds_notice_a_lost_optimizer(tmp_path: Path) -> None:
     straight = run_ranks(2, _train_and_save, tmp_path / "saved", 4)[0][4:]
     forgetful = run_ranks(3, _go_on, tmp_path / "saved", True)[0]
 
-    assert max(_relative(forgetful, straight)) > LATER_STEPS_BOUND
+    assert any(each > LATER_STEPS_BOUND for each in _relative(forgetful, straight))
 
 
 def test_half_written_progress_line_is_left_out(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,8 +48,8 @@ from vescale_fsdp.torch_private import (
     is_asked_by,
     local_of,
     piece_in,
-    refuse_fsdp2,
     refuse_set_state_dict,
+    refuse_takers,
     register_foreach_type,
     takes_address_for_memory,
 )
@@ -266,7 +266,7 @@ class RaggedDTensor(DTensor):
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         """torch's, of the global shape."""
-        refuse_fsdp2(f"a ragged parameter of shape {tuple(self.shape)}")
+        refuse_takers(f"a ragged parameter of shape {tuple(self.shape)}")
         return super().is_contiguous(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -290,6 +290,16 @@ class RaggedDTensor(DTensor):
             )
         is_parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (self._local_tensor, self._spec, self.layout_ref, self.requires_grad, is_parameter)
+
+    def share_memory_(self) -> NoReturn:
+        """torch's would end the process: this tensor has no storage of its own."""
+        raise UnsupportedOpError(
+            "A ragged tensor cannot be moved into shared memory.",
+            expected="plain tensors",
+            got="share_memory_(), which Module.share_memory() calls too",
+            where=f"tensor of shape {tuple(self.shape)} placed {tuple(map(str, self.placements))}",
+            todo="share what .to_local() or .full_tensor() returns, or share the model before fully_shard",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch's own (2.11-2.13) copies the mesh and the layout along with the values; both are shared here.

@@ -30,7 +30,8 @@ from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
-from vescale_fsdp.runtime.fsdp_module import FSDPModule
+from vescale_fsdp.runtime.comm.group_comm import separate_reductions
+from vescale_fsdp.runtime.comm.memory_pools import take_memory
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh
@@ -77,15 +78,16 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     data = DataMesh(mesh)
     states = _states(model)
-    separate = [state for state in states if any(group.comm.reduce_group for group in state.groups)]
     for state in states:
         together: dict[tuple[str, ...], list[ParamGroup]] = {}
         for group in state.groups:
             together.setdefault(group.together, []).append(group)
         state.renew([group for olds in together.values() for group in _renewed(olds, data)])
-    if separate:
-        assert isinstance(model, FSDPModule)
-        model.set_separate_reduce_scatter_group(True)
+    groups = [group for state in states for group in state.groups]
+    separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
+    for state in states:
+        for kind in {group.comm.settings.memory for group in state.groups} - {None}:
+            take_memory(state.groups, kind)  # all groups of a unit have the same
 
 
 def _states(model: nn.Module) -> list[FSDPState]:
@@ -109,7 +111,7 @@ def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:
             param.piece = new.shard[param.local]
             move_to(kept, made, param.piece)
             kept.grad = None
-            param.sharded = kept
+            param.take(kept)
         new.install()
         yield new
 
@@ -136,25 +138,8 @@ def _new_group(
         together=old.together,
     )
     new = ParamGroup(plan, old.mp_policy, old.offload or OffloadPolicy(), old.device)
-    _keep_switches(old, new)
+    new.comm.settings = old.comm.settings
     return new
-
-
-def _keep_switches(old: ParamGroup, new: ParamGroup) -> None:
-    """What a user may have set on a group since it was made.
-
-    Not that gradients of several backwards are summed: ranks that join learn it, with these, from the next that does.
-    """
-    new.keeps_full = old.keeps_full
-    new.zeros_unused = old.zeros_unused
-    new.requires_all_reduce = old.requires_all_reduce
-    new.all_reduce_hook = old.all_reduce_hook
-    new.on_delivery = old.on_delivery
-    new.comm.divide_factor = old.comm.divide_factor
-    new.comm.force_sum = old.comm.force_sum
-    new.comm.narrow = old.comm.narrow
-    new.comm.custom_all_gather = old.comm.custom_all_gather
-    new.comm.custom_reduce_scatter = old.comm.custom_reduce_scatter
 
 
 def renew_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -32,16 +32,13 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale_fsdp.checkpoint.dcp.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from vescale_fsdp.checkpoint.dcp.state_dict import get_model_state_dict
 from vescale_fsdp.checkpoint.loading.load import load
 from vescale_fsdp.checkpoint.manifest.state_tree import join_name
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import save
-from vescale_fsdp.errors import MisuseError, explain
+from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
+from vescale_fsdp.errors import ArgumentError, MisuseError, UnknownNameError, some
 from vescale_fsdp.integrations.installation import as_fsdp2
 from vescale_fsdp.integrations.plain_values import holds_checkpoint, read_values, split_storable
 from vescale_fsdp.integrations.tried_versions import check_version
@@ -111,9 +108,8 @@ class VescaleStrategy(ModelParallelStrategy):
         """An optimizer's shards where they are."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
-        return get_optimizer_state_dict(
-            self.model, optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        )
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return _optimizer_state(self.model, inner)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
@@ -191,7 +187,7 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
             if isinstance(value, nn.Module):
                 shards[key] = _kept(get_model_state_dict(value), filter, key)
             elif isinstance(value, Optimizer):
-                shards[key] = _kept(get_optimizer_state_dict(model, value), filter, key)
+                shards[key] = _kept(_optimizer_state(model, value), filter, key)
             else:
                 values[key] = _kept(value.state_dict() if isinstance(value, Stateful) else value, filter, key)
         _save(self, path, shards, values)
@@ -214,7 +210,13 @@ class VescaleFabricStrategy(FabricModelParallelStrategy):
         wanted = state.keys() - optimizers.keys() - {key}
         missing = sorted(wanted - values.keys())
         if missing and strict:
-            raise KeyError(f"{path} has no {', '.join(map(repr, missing))}; strict=False goes on without")
+            raise UnknownNameError(
+                "The checkpoint lacks keys of the state.",
+                expected=some(sorted(wanted)),
+                got=f"no {', '.join(map(repr, missing))}",
+                where=path,
+                todo="pass strict=False to go on without",
+            )
         for name in wanted & values.keys():
             state[name] = values.pop(name)
         return values
@@ -238,14 +240,12 @@ def prove_ours(model: nn.Module | None, where: str) -> None:
 
 
 def _unused_plugin(plugin: object) -> ValueError:
-    return ValueError(
-        explain(
-            "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
-            expected="no such plugin",
-            got=type(plugin).__name__,
-            where="Trainer(plugins=...)",
-            todo="leave it out, or pass ModelParallelStrategy's save_distributed_checkpoint=False without us",
-        )
+    return ArgumentError(
+        "This strategy does not use a CheckpointIO plugin: its ranks write their shards themselves.",
+        expected="no such plugin",
+        got=type(plugin).__name__,
+        where="Trainer(plugins=...)",
+        todo="leave it out, or pass ModelParallelStrategy's save_distributed_checkpoint=False without us",
     )
 
 
@@ -264,13 +264,11 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
         if isinstance(value, nn.Module) and any(isinstance(each, DTensor) for each in value.parameters())
     ]
     if len(found) != 1:
-        raise ValueError(
-            explain(
-                "A checkpoint holds one sharded model.",
-                expected="a dict with one, such as {'model': model, 'optimizer': optimizer}",
-                got=", ".join(key for key, _ in found) or "none",
-                todo="set the model up with this strategy first; save several one by one",
-            )
+        raise ArgumentError(
+            "A checkpoint holds one sharded model.",
+            expected="a dict with one, such as {'model': model, 'optimizer': optimizer}",
+            got=", ".join(key for key, _ in found) or "none",
+            todo="set the model up with this strategy first; save several one by one",
         )
     return found[0]
 
@@ -291,6 +289,12 @@ def _save(
     save(path, {**strategy.broadcast(stored), **shards}, overwrite=True)
 
 
+def _optimizer_state(model: Any, optimizer: Optimizer) -> dict[str, Any]:
+    """State by parameter name, as it is: torch's getter takes a step with an optimizer that has not taken one."""
+    named = LiveObjects(model).named(optimizer, type(optimizer).__name__)
+    return optimizer.state_dict() if named is None else named.value()
+
+
 def _pickle(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -305,13 +309,8 @@ def _load(
     weights_only: bool | None,
 ) -> dict[str, Any]:
     """Fill a model and its optimizers; the values saved beside them."""
-    key, module = model
-    state: dict[str, Any] = {key: get_model_state_dict(module)}
-    state |= {name: get_optimizer_state_dict(module, each) for name, each in optimizers.items()}
+    state: dict[str, Any] = {**dict([model]), **optimizers}
     load(path, state, strict=strict, include=[f"{join_name('', name)}/*" for name in state])
-    module.load_state_dict(state[key], strict=strict)
-    for name, optimizer in optimizers.items():
-        set_optimizer_state_dict(module, optimizer, state[name])
     values = read_values(path, lambda name: name not in state and not name.startswith("optimizer_"))
     for name, data in values.pop(_PICKLED, {}).items():
         values[name] = torch.load(io.BytesIO(data), weights_only=weights_only, map_location="cpu")

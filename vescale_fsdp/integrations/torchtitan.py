@@ -37,7 +37,7 @@ from vescale_fsdp.checkpoint.saving.save import Format, save
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.live.hf_form import HuggingFace
 from vescale_fsdp.conversion.live.load_from import load_from
-from vescale_fsdp.errors import CheckpointError, UnsupportedOpError, explain, some
+from vescale_fsdp.errors import ArgumentError, CheckpointError, UnsupportedOpError, some
 from vescale_fsdp.integrations.plain_values import holds_checkpoint
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.integrations.within_package import ours_within
@@ -79,13 +79,11 @@ def with_vescale(
     """
     check_version("torchtitan")
     if type(config.checkpoint) is not TitanCheckpointManager.Config:
-        raise ValueError(
-            explain(
-                "Our checkpoints take the place of torchtitan's CheckpointManager.",
-                expected="checkpoint=CheckpointManager.Config(...) of torchtitan.components.checkpointer",
-                got=f"{type(config.checkpoint).__module__}.{type(config.checkpoint).__qualname__}",
-                todo="use parallelize_with alone to keep another manager",
-            )
+        raise ArgumentError(
+            "Our checkpoints take the place of torchtitan's CheckpointManager.",
+            expected="checkpoint=CheckpointManager.Config(...) of torchtitan.components.checkpointer",
+            got=f"{type(config.checkpoint).__module__}.{type(config.checkpoint).__qualname__}",
+            todo="use parallelize_with alone to keep another manager",
         )
     spec = config.model_spec
     given = {

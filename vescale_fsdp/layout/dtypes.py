@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from vescale_fsdp.errors import ConversionError, LayoutError, explain
+from vescale_fsdp.errors import ConversionError, LayoutError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -122,7 +122,7 @@ class DType:
         if not self.is_packed:
             return tuple(shape)
         if not shape or shape[-1] * 8 % self.bits:
-            raise ConversionError(_odd_shape(self, shape, "bytes per row that hold whole elements"))
+            raise _odd_shape(self, shape, "bytes per row that hold whole elements")
         return (*shape[:-1], shape[-1] * 8 // self.bits)
 
     def from_header_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class DType:
         if not self.is_packed:
             return tuple(shape)
         if not shape or shape[-1] * self.bits % 8:
-            raise ConversionError(_odd_shape(self, shape, "rows of elements that fill whole bytes"))
+            raise _odd_shape(self, shape, "rows of elements that fill whole bytes")
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -142,8 +142,8 @@ class DType:
         return math.prod(shape) * self.itemsize
 
 
-def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> str:
-    return explain(
+def _odd_shape(dtype: DType, shape: Sequence[int], expected: str) -> ConversionError:
+    return ConversionError(
         f"This shape is not valid for a {dtype.code} tensor.",
         expected=expected,
         got=f"shape {tuple(shape)} at {dtype.bits} bits per element",

@@ -7,12 +7,12 @@ the reduced shard. An optimizer that looks at each element alone need not know w
     gradients          | w0      | b0 | w1          | b1 |
     exp_avg, ...       | w0      | b0 | w1          | b1 |        state[w0]["exp_avg"] is a view, as w0 is one
 
-A **run** is a stretch of parameters of one param group with nothing but padding in between (which is stepped as well
-and read by nobody) and with the same step count. The torch optimizer steps one flat tensor per run: a few kernels
-per unit, however many parameters it has. What is seen from outside is per parameter, exactly as the torch optimizer
-alone would have it: `param_groups` hold the sharded parameters, `state` holds ragged tensors (views of the flat
-state), so `state_dict()`, torch's and our checkpoints, learning-rate schedulers and other numbers of ranks work,
-and checkpoints of the one load into the other.
+A **run** is a stretch of parameters of one param group with nothing but padding in between and with the same step
+count. Padding is stepped as well, with gradients of zeros: it stays zero, as users' collectives and quantisers see it.
+The torch optimizer steps one flat tensor per run: a few kernels per unit, however many parameters it has. What is seen
+from outside is per parameter, exactly as the torch optimizer alone would have it: `param_groups` hold the sharded
+parameters, `state` holds ragged tensors (views of the flat state), so `state_dict()`, torch's and our checkpoints,
+learning-rate schedulers and other numbers of ranks work, and checkpoints of the one load into the other.
 
     what happens                                        what becomes of a run
     all its parameters have gradients, one allocation   stepped in place
@@ -41,7 +41,7 @@ from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 from vescale_fsdp.optim.state_loading import copy_state
 from vescale_fsdp.optim.structured_optimizer import evaluated
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.torch_private import foreach_copy_, local_of, spec_of, storage_id
+from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_, local_of, spec_of, storage_id
 
 __all__ = ["FlatOptimizer"]
 
@@ -71,6 +71,7 @@ class _FlatRun:
     params: list[torch.Tensor]
     starts: list[int]  # of each in the run, elements
     flat: torch.Tensor  # 1-D, the memory of the parameters
+    gaps: list[tuple[int, int]]  # padding between them, from start to stop in ``flat``
     shown: tuple[int, ...] = ()  # ids of the state tensors that `state` shows views of
 
     def flat_grad(self) -> torch.Tensor:
@@ -80,7 +81,10 @@ class _FlatRun:
         storage, base = storage_id(first), first.storage_offset()
         placed = zip(grads, self.starts, strict=True)
         if all(g.storage_offset() == base + start and storage_id(g) == storage for g, start in placed):
-            return torch.as_strided(first, (self.flat.numel(),), (1,), base)
+            flat = torch.as_strided(first, (self.flat.numel(),), (1,), base)
+            if self.gaps:
+                foreach_zero_([flat[start:stop] for start, stop in self.gaps])
+            return flat
         flat = torch.zeros_like(self.flat)
         parts = [flat[start : start + grad.numel()] for grad, start in zip(grads, self.starts, strict=True)]
         foreach_copy_(parts, grads)
@@ -175,7 +179,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         for state in states:
             for group in state.groups:
-                group.on_delivery = self._step_delivered
+                group.comm.change(on_delivery=self._step_delivered)
 
     @torch.no_grad()
     def _step_delivered(self, params: list[nn.Parameter]) -> None:
@@ -336,7 +340,10 @@ def _run_of(params: list[torch.Tensor]) -> _FlatRun:
     locals_ = [local_tensor(param) for param in params]
     starts = [_address(param)[1] for param in params]
     flat = torch.as_strided(locals_[0], (starts[-1] + locals_[-1].numel() - starts[0],), (1,), starts[0])
-    return _FlatRun(params, [start - starts[0] for start in starts], flat)
+    starts = [start - starts[0] for start in starts]
+    ends = [start + local.numel() for start, local in zip(starts, locals_, strict=True)]
+    gaps = [(stop, start) for stop, start in zip(ends, starts[1:], strict=False) if stop < start]
+    return _FlatRun(params, starts, flat, gaps)
 
 
 def _lies_as_before(run: _FlatRun) -> bool:

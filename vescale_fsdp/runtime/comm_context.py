@@ -88,6 +88,10 @@ class CommContext:
         self._limits[unit] = limit
         self.max_reductions = max(self._limits.values())
 
+    def limit_of(self, unit: object) -> int:
+        """How many reductions the unit allows in flight."""
+        return self._limits.get(unit, 1)
+
     def drop_limit(self, unit: object) -> int:
         """The unit leaves: its limit no longer counts here, and is returned."""
         limit = self._limits.pop(unit, 1)
@@ -272,7 +276,7 @@ class CommContext:
         """Let a group share gradient buffers with those of equal layout: the layers of a model."""
         group.grads.streams = self.streams
         group.grads.take_spare = self._take_spare
-        if group.comm.custom_reduce_scatter is None and group.comm.memory is None:
+        if group.comm.settings.custom_reduce_scatter is None and group.comm.memory is None:
             group.grads.spare = self._spare_grads.setdefault(group.layout, {})
 
     def _take_spare(self, spares: list[DBuffer]) -> DBuffer | None:

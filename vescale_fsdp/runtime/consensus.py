@@ -43,12 +43,17 @@ class Member(Protocol):
     label: str  # its name in the model, once its root knows it
     reshard_after_forward: bool | None
     reshard_after_backward: bool
+    requires_gradient_sync: bool
     unshard_in_backward: bool
     agreed: bool
 
     @property
     def prefetches(self) -> tuple[Sequence[Member] | None, Sequence[Member] | None]:
         """Units that the user wants gathered ahead in forwards, and in backwards."""
+
+    @property
+    def modes(self) -> str:
+        """How backwards end, and how many reductions may be in flight."""
 
 
 def reach_consensus(units: Sequence[tuple[str, Member]]) -> None:
@@ -131,19 +136,15 @@ def _lines(where: str, unit: Member, group: ParamGroup, names: Mapping[int, str]
 
 def _switches(unit: Member, group: ParamGroup, names: Mapping[int, str]) -> str:
     """What users set after sharding, and ranks must set alike."""
-    comm = group.comm
     ahead = [
         None if units is None else [names.get(id(each), "a unit elsewhere") for each in units]
         for units in unit.prefetches
     ]
-    own = (comm.custom_all_gather, comm.custom_reduce_scatter)
-    customs = [None if each is None else type(each).__name__ for each in own]
     return (
-        f"set_narrow_reduction {comm.narrow}, set_gradient_divide_factor {comm.divide_factor}, "
-        f"set_force_sum_reduction_for_comms {comm.force_sum}, sums of micro-batches {group.sums_grads}, "
-        f"own communicator {comm.reduce_group is not None}, custom collectives {customs}, "
-        f"set_reduce_scatter_unused_params {group.zeros_unused}, set_unshard_in_backward {unit.unshard_in_backward}, "
-        f"set_reshard_after_backward {unit.reshard_after_backward}, prefetch lists {ahead}"
+        f"{group.comm.settings}, sums of micro-batches {group.sums_grads}, "
+        f"set_requires_gradient_sync {unit.requires_gradient_sync}, "
+        f"set_unshard_in_backward {unit.unshard_in_backward}, "
+        f"set_reshard_after_backward {unit.reshard_after_backward}, prefetch lists {ahead}, {unit.modes}"
     )
 
 

@@ -21,9 +21,13 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-from vescale_fsdp.errors import UnsupportedOpError, explain
+from vescale_fsdp.errors import UnsupportedOpError
 
 __all__ = ["Fsdp2State", "refuse_unknown", "unsupported"]
+
+
+class _AbsentError(UnsupportedOpError, AttributeError):
+    """An attribute of FSDP2's that ours does not have."""
 
 
 class Answering(Protocol):
@@ -106,13 +110,11 @@ class Fsdp2State:
     @property
     def _fsdp_param_group(self) -> NoReturn:
         """Absent to ``hasattr`` and to ``getattr`` with a default; the error names the alternative."""
-        raise AttributeError(
-            explain(
-                "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
-                expected="public methods of FSDPModule",
-                got="_fsdp_param_group of a module's state",
-                todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
-            )
+        raise _AbsentError(
+            "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
+            expected="public methods of FSDPModule",
+            got="_fsdp_param_group of a module's state",
+            todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
         )
 
     def _root_post_backward_final_callback(self) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp.errors import LifecycleError, MisuseError, explain
+from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError
 from vescale_fsdp.layout.group_layout import ModelLayout
-from vescale_fsdp.runtime.comm.group_comm import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
+from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import require_uncompared
@@ -23,7 +24,7 @@ from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
 from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
-from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_fsdp2
+from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 __all__ = [
     "FSDPModule",
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
+
+
+class UnpicklableModuleError(MisuseError, pickle.PicklingError):
+    """A sharded module was to be pickled; also what picklers raise, for those who catch that."""
 
 
 class FSDPModule(_Base):
@@ -69,6 +74,15 @@ class FSDPModule(_Base):
             expected="deepcopy before fully_shard",
             got=f"deepcopy of {type(self).__name__}",
             todo="copy the module first, or build a second one and load this one's state dict",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnpicklableModuleError(
+            "A sharded module cannot be pickled or copied: each rank has pieces of it, and its class is made here.",
+            expected="its state to be saved",
+            got=f"torch.save, pickle or copy.copy of {type(self).__name__}",
+            todo="vescale_fsdp.checkpoint.save(path, {'model': model}); for one file of full tensors, torch.save on "
+            "rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns on all",
         )
 
     def _state(self) -> FSDPState:
@@ -134,7 +148,7 @@ class FSDPModule(_Base):
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
             for group in state.groups:
-                group.requires_all_reduce = requires_gradient_sync
+                group.comm.change(requires_all_reduce=requires_gradient_sync)
                 group.sums_grads |= not requires_gradient_sync
                 if SUMS_HALVES_AS_REDUCED:  # pipelines say it before every half of a backward
                     group.collect_grads()
@@ -144,7 +158,7 @@ class FSDPModule(_Base):
         """Backwards inside add up gradients without communication; the next one outside reduces them all."""
         states = list(self._states())
         before = [(state, state.requires_gradient_sync) for state in states]
-        reduced = [(group, group.requires_all_reduce) for group in self._groups(True)]
+        reduced = [(group, group.comm.settings.requires_all_reduce) for group in self._groups(True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -152,7 +166,7 @@ class FSDPModule(_Base):
             for state, value in before:
                 state.requires_gradient_sync = value
             for group, value in reduced:
-                group.requires_all_reduce = value
+                group.comm.change(requires_all_reduce=value)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one of this forward's.
@@ -209,7 +223,7 @@ class FSDPModule(_Base):
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """torch's."""
         if not recurse:
-            refuse_fsdp2(f"a {type(self).__name__} inside the module")
+            refuse_takers(f"a {type(self).__name__} inside the module")
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -230,12 +244,10 @@ class FSDPModule(_Base):
             ValueError: unless a bool is given.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                explain(
-                    "reshard_after_forward can be switched on or off, not resized.",
-                    expected="True or False",
-                    got=repr(reshard_after_forward),
-                )
+            raise ArgumentError(
+                "reshard_after_forward can be switched on or off, not resized.",
+                expected="True or False",
+                got=repr(reshard_after_forward),
             )
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
@@ -264,7 +276,7 @@ class FSDPModule(_Base):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
         for group in self._state().groups:
-            group.comm.divide_factor = factor
+            group.comm.change(divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """torch's older name of `set_gradient_divide_factor`."""
@@ -274,7 +286,7 @@ class FSDPModule(_Base):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit with SUM and divide afterwards."""
         for group in self._state().groups:
-            group.comm.force_sum = enable
+            group.comm.change(force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether gradients wait and travel in the dtype they were computed in, where they are summed in a wider one.
@@ -290,7 +302,7 @@ class FSDPModule(_Base):
         """
         require_uncompared(self._states(recurse), "set_narrow_reduction")
         for group in self._groups(recurse):
-            group.comm.narrow = enable
+            group.comm.change(narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight (their gradient buffers stay alive that long).
@@ -302,16 +314,16 @@ class FSDPModule(_Base):
             ValueError: if it is below 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+            raise _no_buffers("an int", max_input_buffers)
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+            raise _no_buffers("at least 1", max_input_buffers)
         for state in self._states(recurse):
             state.limit_reductions(max_input_buffers)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
         for group in self._groups(recurse):
-            group.requires_all_reduce = requires_all_reduce
+            group.comm.change(requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
         self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
@@ -327,20 +339,18 @@ class FSDPModule(_Base):
         """
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
-            raise ValueError(
-                explain(
-                    "An all-reduce hook has no stream of its own where replicas are all-reduced.",
-                    expected="stream=None, or a mesh without a replicating axis",
-                    got=stream,
-                    where=type(self).__name__,
-                )
+            raise ArgumentError(
+                "An all-reduce hook has no stream of its own where replicas are all-reduced.",
+                expected="stream=None, or a mesh without a replicating axis",
+                got=stream,
+                where=type(self).__name__,
             )
 
         def run(shard: torch.Tensor) -> None:
             state.comm.run_beside(stream, lambda: hook(shard))
 
         for group in groups:
-            group.all_reduce_hook = run
+            group.comm.change(all_reduce_hook=run)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Use this object for the gathers of this module, and for their buffers.
@@ -362,17 +372,13 @@ class FSDPModule(_Base):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reductions a communicator of their own. A collective call: all ranks, same order."""
-        made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        for group in self._groups(recurse):
-            if not enable:
-                group.comm.reduce_group = None
-                continue
-            shared = group.comm.shard_group
-            if shared not in made:
-                group.comm.separate_reductions()
-                assert group.comm.reduce_group is not None
-                made[shared] = group.comm.reduce_group
-            group.comm.reduce_group = made[shared]
+        comms = [group.comm for group in self._groups(recurse)]
+        if enable:
+            separate_reductions(comms)
+            return
+        for comm in comms:
+            comm.reduce_group = None
+            comm.change(separate_reductions=False)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -383,7 +389,7 @@ class FSDPModule(_Base):
         them: nothing hangs.
         """
         for group in self._groups(recurse):
-            group.zeros_unused = reduce_scatter_unused_params
+            group.comm.change(zeros_unused=reduce_scatter_unused_params)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether the memory of full parameters stays where it is between uses, at the price of its size.
@@ -391,7 +397,7 @@ class FSDPModule(_Base):
         For CUDA graphs, which remember addresses (torch 2.15's).
         """
         for group in self._groups(recurse):
-            group.keeps_full = keep
+            group.comm.change(keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether gathered parameters and gradient buffers lie in memory of the process group's allocator.
@@ -410,7 +416,12 @@ class FSDPModule(_Base):
             ValueError: for another backend than NCCL, too.
         """
         if backend != "NCCL":
-            raise ValueError(f"set_symm_mem_for_comm: expected backend='NCCL', got {backend!r}")
+            raise ArgumentError(
+                "Symmetric memory is NCCL's.",
+                expected="backend='NCCL'",
+                got=repr(backend),
+                where="set_symm_mem_for_comm",
+            )
         method = "set_symm_mem_for_comm"
         put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
 
@@ -425,14 +436,12 @@ class FSDPModule(_Base):
         groups = self._state().groups
         meshes = list(dict.fromkeys(group.data.mesh for group in groups))
         if len(meshes) > 1:
-            raise ValueError(
-                explain(
-                    f"{method} is for modules whose parameters share one mesh.",
-                    expected="one mesh",
-                    got=meshes,
-                    where=type(self).__name__,
-                    todo="shard the parameters with a mesh of their own in a module of their own",
-                )
+            raise ArgumentError(
+                f"{method} is for modules whose parameters share one mesh.",
+                expected="one mesh",
+                got=meshes,
+                where=type(self).__name__,
+                todo="shard the parameters with a mesh of their own in a module of their own",
             )
         return groups
 
@@ -470,11 +479,15 @@ class FSDPModule(_Base):
         return result
 
 
+def _no_buffers(expected: str, got: object) -> ArgumentError:
+    return ArgumentError("max_input_buffers is a number of reductions.", expected=expected, got=repr(got))
+
+
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:
     states = [state for module in modules if (state := state_of(module)) is not None]
     if len(states) < len(modules):
         got = ", ".join(type(module).__name__ for module in modules if state_of(module) is None)
-        raise ValueError(explain("This needs sharded modules.", expected="by fully_shard", got=got))
+        raise ArgumentError("This needs sharded modules.", expected="by fully_shard", got=got)
     return states
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in
-from vescale_fsdp.errors import LifecycleError, explain
+from vescale_fsdp.errors import ArgumentError, LifecycleError
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
@@ -104,6 +104,7 @@ class FSDPState:
         self.post_optim_event: Event | None = None
         self._outstanding = 0  # post-backward nodes of this forward that have not run
         self._took_part = False  # in a forward with gradients since the last reduction
+        self._was_reduced = False  # in this backward
         self._is_unwatched = False  # some use of it has no such node: only the backward's end ends it
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
         self._loads_own = False  # in this load_state_dict, something that is half loaded
@@ -175,6 +176,15 @@ class FSDPState:
     def prefetches(self) -> tuple[list[FSDPState] | None, list[FSDPState] | None]:
         """The user's lists of what to gather ahead, in forwards and in backwards."""
         return self.forward_prefetch, self.backward_prefetch
+
+    @property
+    def modes(self) -> str:
+        """What ranks compare of how backwards end, and of how many reductions may be in flight."""
+        return (
+            f"set_is_last_backward {self.is_last_backward}, "
+            f"set_manual_backward_finalization {self.finalizes_by_hand}, "
+            f"set_reduce_scatter_max_input_buffers {self.comm.limit_of(self)}"
+        )
 
     def units_below(self) -> list[FSDPState]:
         """This unit and those of the modules below its own."""
@@ -381,13 +391,14 @@ class FSDPState:
             group.collect_grads()
         # Without the unit's own forward, or by way of inputs that need no gradient.
         late = any(group.grads for group in self.groups)
-        if late or (self._took_part and is_last):
+        if late or (is_last and (self._took_part or self._wants_zeros)):
             self._outstanding = 0
             self._reshard_in_backward()
             self._reduce()
         elif self.reshard_after_backward:
             self.comm.reshard(self.groups)
         self._is_unwatched = self._is_unwatched and not is_last
+        self._was_reduced = False
 
     def finalize_backward(self) -> None:
         """Reduce all units under this root, and wait."""
@@ -398,6 +409,13 @@ class FSDPState:
         if self.reshard_after_backward:
             with profiled("FSDP::post_backward_reshard ", self.shown):
                 self.comm.reshard(self.groups)
+
+    @property
+    def _wants_zeros(self) -> bool:
+        """Whether a backward that did not reduce it gives it gradients of zeros, as FSDP2's does: once it was used."""
+        return not self._was_reduced and any(
+            group.comm.settings.zeros_unused and group.was_gathered for group in self.groups
+        )
 
     @property
     def _trains(self) -> bool:
@@ -412,7 +430,7 @@ class FSDPState:
             for group in self.groups:
                 group.write_grads()
             return
-        self._took_part = False
+        self._took_part, self._was_reduced = False, True
         with profiled("FSDP::post_backward_rs_wait ", self.shown):
             self.comm.make_way()
         with profiled("FSDP::post_backward_reduce ", self.shown):
@@ -422,7 +440,7 @@ class FSDPState:
     def forget_iteration(self) -> None:
         """After an exception in a forward or backward: nothing of it is to come."""
         self._outstanding = self._methods_running = 0
-        self._took_part = self._is_unwatched = False
+        self._took_part = self._is_unwatched = self._was_reduced = False
         self._entered.clear()
 
     # -- state dict -----------------------------------------------------------------------------------
@@ -498,12 +516,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if method is None:
-        raise ValueError(
-            explain(
-                "The module has no such method.",
-                expected=f"a method of {type(module).__name__}",
-                got=repr(method_name),
-            )
+        raise ArgumentError(
+            "The module has no such method.",
+            expected=f"a method of {type(module).__name__}",
+            got=repr(method_name),
         )
 
     @functools.wraps(method)

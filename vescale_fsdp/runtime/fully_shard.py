@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import MisuseError, UnsupportedOpError, explain
+from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
@@ -178,13 +178,11 @@ def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: obje
         ("padding_policy", padding_policy, PaddingPolicy),
     ):
         if not isinstance(given, kind):
-            raise ValueError(
-                explain(
-                    f"{name} takes a policy.",
-                    expected=f"a {kind.__name__}",
-                    got=f"the class {given.__name__}" if isinstance(given, type) else repr(given),
-                    todo=f"make one: {given.__name__ if isinstance(given, type) else kind.__name__}(..)",
-                )
+            raise ArgumentError(
+                f"{name} takes a policy.",
+                expected=f"a {kind.__name__}",
+                got=f"the class {given.__name__}" if isinstance(given, type) else repr(given),
+                todo=f"make one: {given.__name__ if isinstance(given, type) else kind.__name__}(..)",
             )
 
 
@@ -193,13 +191,11 @@ def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
     given = () if params is None else tuple(params)
     for each in given:
         if not isinstance(each, nn.Parameter):
-            raise ValueError(
-                explain(
-                    "ignored_params holds parameters.",
-                    expected="a set of nn.Parameter",
-                    got=f"{type(each).__name__} among {type(params).__name__}",
-                    todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
-                )
+            raise ArgumentError(
+                "ignored_params holds parameters.",
+                expected="a set of nn.Parameter",
+                got=f"{type(each).__name__} among {type(params).__name__}",
+                todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
             )
     return frozenset(given)
 
@@ -210,7 +206,9 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
         for name, below in module.named_modules():
             taker = None
             if isinstance(below, (FullyShardedDataParallel, DistributedDataParallel)):
-                taker = f"{type(below).__module__.partition('.nn')[0]}'s {type(below).__name__}"
+                is_ddp = isinstance(below, DistributedDataParallel)
+                home = "torch.nn.parallel" if is_ddp else "torch.distributed.fsdp"
+                taker = f"{home}.{type(below).__name__}" + ("" if is_ddp else " (FSDP1)")
             elif (is_noted_sharded(below) and state_of(below) is None) or _is_fsdp2s(below):
                 taker = "torch.distributed.fsdp.fully_shard (FSDP2)"
             if taker is not None:
@@ -219,7 +217,7 @@ def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
                     expected="vescale_fsdp.fully_shard for every unit of the model",
                     got=f"{name or 'the module itself'} ({type(below).__name__}), which the other has taken",
                     where=type(module).__name__,
-                    todo="import fully_shard from vescale_fsdp wherever the model is sharded",
+                    todo="leave the other out, and import fully_shard from vescale_fsdp wherever the model is sharded",
                 )
 
 
@@ -235,12 +233,10 @@ def _is_fsdp2s(module: nn.Module) -> bool:
 def _reshard_choice(wanted: bool | int | None, data: DataMesh) -> bool | None:
     """Whether to reshard after the forward; None: unless it is the root. Sizes are for `plan_groups`."""
     if wanted is not None and not isinstance(wanted, int):
-        raise ValueError(
-            explain(
-                "reshard_after_forward is a switch or a number of ranks.",
-                expected="bool, int or None",
-                got=repr(wanted),
-            )
+        raise ArgumentError(
+            "reshard_after_forward is a switch or a number of ranks.",
+            expected="bool, int or None",
+            got=repr(wanted),
         )
     if data.is_replicated_only:
         return False  # there is nothing to free: every rank holds everything
@@ -266,29 +262,23 @@ def _root_modules(module: object) -> tuple[nn.Module, ...]:
     inside = {id(below) for each in given for below in each.modules() if below is not each}
     found = tuple(dict.fromkeys(each for each in given if id(each) not in inside))
     if not found:
-        raise ValueError(
-            explain("There is nothing to shard.", expected="at least one module", got=repr(module))
-        )
+        raise ArgumentError("There is nothing to shard.", expected="at least one module", got=repr(module))
     return found
 
 
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
-        raise ValueError(
-            explain(
-                "fully_shard takes modules.",
-                expected="nn.Module or a list of them",
-                got=type(module),
-            )
+        raise ArgumentError(
+            "fully_shard takes modules.",
+            expected="nn.Module or a list of them",
+            got=type(module),
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        raise ValueError(
-            explain(
-                "fully_shard needs a module whose forward runs: its hooks gather the parameters.",
-                expected="a module with a forward",
-                got=type(module).__name__,
-                todo="shard its elements one by one, or pass them as a list to make one unit of them",
-            )
+        raise ArgumentError(
+            "fully_shard needs a module whose forward runs: its hooks gather the parameters.",
+            expected="a module with a forward",
+            got=type(module).__name__,
+            todo="shard its elements one by one, or pass them as a list to make one unit of them",
         )
     if state_of(module) is not None:
         raise MisuseError(

@@ -25,7 +25,7 @@ never re-created: a new unsharded Parameter between forward and backward would d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -38,10 +38,11 @@ from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.group_comm import AllGather, Gather, GatherPolicy, GroupComm, ReduceScatter
+from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm
 from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory
 from vescale_fsdp.runtime.comm.reduction import ReducedShard
+from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
 from vescale_fsdp.runtime.setup.group_plan import GroupPlan
@@ -91,18 +92,11 @@ class ParamGroup:
         self.label = ""  # for the profiler, once the root knows it
         self.state = GroupState.SHARDED
         self.full: DBuffer | None = None  # made at the first unshard
-        self.keeps_full = False  # the full buffer's memory, where nothing is sharded: its addresses stay
         self.gathered: Event | None = None  # on an accelerator: when the full buffer is filled
         self.sums_grads = False  # of several backwards, before they are reduced; the same on all ranks
-        self.requires_all_reduce = True
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.on_delivery: Callable[[list[nn.Parameter]], None] | None = (
-            None  # an optimizer that steps at once
-        )
         self._brought: torch.Tensor | None = None  # of an offloaded shard, the copy that the gather reads
         self._part: torch.Tensor | None = None  # 1-D [numel / part_size], there in PARTLY_SHARDED
         self._unreplicated: ReducedShard | None = None  # reduced over shards, not over replicas
-        self.zeros_unused = False  # whether what no rank used gets gradients of zeros
         self._untold_used: frozenset[str] | None = None  # what was used, until the other ranks are told
         self._doubtful: dict[str, torch.Tensor] = {}  # reduced pieces of what this rank has not used
         first = next(iter(plan.params.values()))
@@ -333,12 +327,12 @@ class ParamGroup:
 
     def use_gather(self, comm: AllGather) -> None:
         """Gather with a user's object from now on, into buffers of its own."""
-        self.comm.custom_all_gather = comm
+        self.comm.change(custom_all_gather=comm)
         self.forget_full()
 
     def use_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with a user's object from now on, from buffers of its own."""
-        self.comm.custom_reduce_scatter = comm
+        self.comm.change(custom_reduce_scatter=comm)
         self.grads.spare = {}
 
     def use_memory(self, memory: CommMemory | None) -> None:
@@ -353,7 +347,7 @@ class ParamGroup:
 
     def free_full(self) -> None:
         """Give back the memory of the full buffer, unless it is to stay."""
-        if self.full is not None and not self.keeps_full:
+        if self.full is not None and not self.comm.settings.keeps_full:
             self.full.free()
 
     # -- reduce ---------------------------------------------------------------------------------------
@@ -392,8 +386,8 @@ class ParamGroup:
         hook, or one that may be set before the sums of several backwards are reduced over replicas.
         """
         with without_grad():
-            buffer = self.grads.complete()
-            is_seen = self.comm.custom_reduce_scatter is not None or self.all_reduce_hook is not None
+            buffer, settings = self.grads.complete(), self.comm.settings
+            is_seen = settings.custom_reduce_scatter is not None or settings.all_reduce_hook is not None
             if (is_seen or not self._delivers) and buffer.padding():
                 foreach_zero_(buffer.padding())
             return buffer
@@ -416,15 +410,15 @@ class ParamGroup:
             self._unreplicated = reduced._replace(used=used)
             return
         self.comm.all_reduce(shard)
-        if self.all_reduce_hook is not None:
-            self.all_reduce_hook(shard)
+        if self.comm.settings.all_reduce_hook is not None:
+            self.comm.settings.all_reduce_hook(shard)
         self.comm.finish_division(shard)
         shard = self._to_shard_home(shard.to(self.shard.dtype))
         wanted = [param for param in self.params if param.sharded.requires_grad]
         delivered = {
             param.slot.fqn: shard[param.local]
             for param in wanted
-            if self.zeros_unused or param.slot.fqn in used or self._adds_zeros(param)
+            if self.comm.settings.zeros_unused or param.slot.fqn in used or self._adds_zeros(param)
         }
         self._deliver(delivered)
         for param in wanted:
@@ -440,7 +434,7 @@ class ParamGroup:
 
         Not where somebody listens: hooks fire for parameters that some rank has used.
         """
-        listens = self.on_delivery is not None or post_accumulate_grad_hooks(param.sharded)
+        listens = self.comm.settings.on_delivery is not None or post_accumulate_grad_hooks(param.sharded)
         return param.sharded.grad is not None and not listens
 
     def unreplicated_sums(self) -> list[torch.Tensor]:
@@ -450,7 +444,7 @@ class ParamGroup:
     @property
     def _delivers(self) -> bool:
         """Whether a reduction ends in the sharded gradients; else in sums that are not yet reduced over replicas."""
-        return self.requires_all_reduce or self.comm.replicate_group is None
+        return self.comm.settings.requires_all_reduce or self.comm.replicate_group is None
 
     def _deliver(self, pieces: dict[str, torch.Tensor]) -> None:
         """Add to the sharded gradients of these parameters, and call the hooks that users have set on them."""
@@ -460,8 +454,8 @@ class ParamGroup:
         for param in given:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 hook(param.sharded)
-        if self.on_delivery is not None and given:
-            self.on_delivery([param.sharded for param in given])
+        if self.comm.settings.on_delivery is not None and given:
+            self.comm.settings.on_delivery([param.sharded for param in given])
 
     def take_used(self) -> list[bool] | None:
         """Which parameters this rank has used since it was asked last; None if gradients are not delivered yet."""
@@ -487,7 +481,7 @@ class ParamGroup:
             return shard
         host = self._room_on_host(shard)
         # The host may read it only once it is there: at once if somebody reads at once, else at the end.
-        read_at_once = self.on_delivery is not None or any(
+        read_at_once = self.comm.settings.on_delivery is not None or any(
             param.sharded.grad is not None or post_accumulate_grad_hooks(param.sharded)
             for param in self.params
         )

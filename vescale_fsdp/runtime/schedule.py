@@ -75,6 +75,7 @@ class Schedule:
         self._begun: set[Unit] = set()  # their backward
         self._successors: dict[Unit, Unit] = {}  # what began next in the last forward that had the unit
         self._guessed: set[Unit] = set()  # gathered because they are successors
+        self._left: set[Unit] = set()  # gathered by forwards without gradients
 
     def gather(self, unit: Unit) -> bool:
         """Start the all-gathers of a unit; False if they are under way or done."""
@@ -102,6 +103,12 @@ class Schedule:
         for unit in self._guessed:  # and did not run: out of date as well
             self.comm.reshard(unit.groups)
         self._guessed.clear()
+        if torch.is_grad_enabled():
+            for (
+                unit
+            ) in self._left:  # and the weights may have been others for that forward alone, as averages are
+                self.comm.reshard(unit.groups)
+            self._left.clear()
         self._forget_order()
 
     def _forget_order(self) -> None:
@@ -143,7 +150,20 @@ class Schedule:
         # What was gathered ahead may be used later, or never; the caller may change the parameters now.
         self.comm.settle([group for unit in self._guessed for group in unit.groups])
         if not torch.is_grad_enabled():
-            self.comm.wait_for_host_copies()
+            self._end_forward_without_grads()
+
+    def _end_forward_without_grads(self) -> None:
+        """No backward will reshard what this forward leaves gathered, and an optimizer may change it before it is used.
+
+        So it goes at once where gradients are there to be stepped with, else before the next forward with gradients: a
+        row of forwards without them gathers once, if the user wants it so.
+        """
+        for unit in self.units:
+            if any(param.sharded.grad is not None for group in unit.groups for param in group.params):
+                self.comm.reshard(unit.groups)
+            elif not all(group.state.is_sharded for group in unit.groups):
+                self._left.add(unit)
+        self.comm.wait_for_host_copies()
 
     def _next_in_forward(self, unit: Unit) -> Sequence[Unit]:
         if unit.forward_prefetch is not None:
@@ -250,3 +270,4 @@ class Schedule:
         self._order, self._through = [], []
         self._begun.clear()
         self._guessed.clear()
+        self._left.clear()

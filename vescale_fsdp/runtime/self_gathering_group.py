@@ -100,7 +100,7 @@ class SelfGatheringGroup(ParamGroup):
 
     def free_full(self) -> None:
         """Give back all memory of full parameters."""
-        if not self.keeps_full:
+        if not self.comm.settings.keeps_full:
             for hooked in self._hooked:
                 hooked.free()
 

@@ -28,7 +28,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam
+from vescale_fsdp.runtime.setup.managed_param import ManagedParam, home_of
 from vescale_fsdp.runtime.setup.replaced_params import note_replaced
 from vescale_fsdp.torch_private import (
     grad_dtype_of,
@@ -139,6 +139,9 @@ def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, 
     """Make one parameter of the group of what a module holds in its place."""
     if held is None:
         _refuse(param, held, "by nothing: it was deleted, or a parametrization moved it")
+    home = home_of(held)
+    if home is not None and home is not param:
+        _refuse_tied(param, home)
     if must_be_new and group.was_gathered:
         _refuse(param, held, "after the model's first use")
     check_grad_dtype(grad_dtype_of(held), held.dtype, param.slot.fqn)
@@ -150,7 +153,7 @@ def _take(group: ParamGroup, param: ManagedParam, held: nn.Parameter | None, *, 
                 param, held, f"by one of shape {tuple(held.shape)} placed {tuple(map(str, held.placements))}"
             )
         note_replaced(param.sharded, param.slot.fqn)
-        param.sharded = held
+        param.take(held)
     else:
         _take_plain(group, param, held)
     group.taken_over.append(param.slot.fqn)
@@ -187,7 +190,7 @@ def _take_plain(group: ParamGroup, param: ManagedParam, held: nn.Parameter) -> N
         local = piece.to(group.home, copy=True)
         ragged = RaggedDTensor.wrap(local, param.spec, layout_ref=ours.layout_ref)  # type: ignore[attr-defined]
         note_replaced(ours, param.slot.fqn)
-        param.sharded = nn.Parameter(ragged, requires_grad=held.requires_grad)
+        param.take(nn.Parameter(ragged, requires_grad=held.requires_grad))
     else:
         # In place, so that an optimizer that has the parameter goes on with the new values.
         local_of(ours).copy_(piece)
@@ -241,6 +244,17 @@ def _refuse_mixed(meta: list[str], kinds: list[str]) -> NoReturn:
         expected="one dtype on one device",
         got=kinds,
         todo="convert or load the whole sharded module, not a part of it",
+    )
+
+
+def _refuse_tied(param: ManagedParam, home: ManagedParam) -> NoReturn:
+    raise LifecycleError(
+        "A sharded parameter was put in the place of another one: each has its own memory, so they cannot be tied now.",
+        expected="parameters that were tied before fully_shard",
+        got=f"{home.slot.fqn} of {', '.join(type(m).__name__ for m, _ in home.owners)}",
+        where=f"{param.slot.fqn}, held by {', '.join(type(m).__name__ for m, _ in param.owners)}",
+        todo="tie first (model.tie_weights(), b.weight = a.weight), then shard, with both modules in one unit: the "
+        "root's, or fully_shard([a, b])",
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.elastic.renewal import check_renewable, renew_model, renew_optimizer
 from vescale_fsdp.errors import UnsupportedOpError
 from vescale_fsdp.optim import AdamW8bit, FlatOptimizer, Muon, Shampoo
+from vescale_fsdp.runtime.comm.settings import GroupSettings
 from vescale_fsdp.runtime.fsdp_state import state_of
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -146,6 +149,63 @@ def _prove_equal_states(
 def test_renewed_equals_fresh() -> None:
     """Losses, parameters and states, bit for bit, for every kind of optimizer; the objects stay the same."""
     assert min(run_ranks(4, _renew_all)) >= 9  # pieces that were compared; the last rank has the fewest
+
+
+class _Memory:
+    """A communication library's memory, of a group's ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+
+    def memory_pool(self) -> Any:
+        return nullcontext()
+
+    def prepare(self, buffer: torch.Tensor) -> None:
+        """Nothing."""
+
+
+CHANGES: dict[str, Any] = {
+    "divide_factor": 3.0,
+    "force_sum": True,
+    "narrow": False,
+    "custom_all_gather": object(),
+    "custom_reduce_scatter": object(),
+    "memory": _Memory,
+    "separate_reductions": True,
+    "requires_all_reduce": False,
+    "all_reduce_hook": print,
+    "on_delivery": print,
+    "zeros_unused": True,
+    "keeps_full": True,
+}
+
+
+def _settings_renewed() -> None:
+    """Every field set on one unit, on its own and with the others, before the model goes to other ranks."""
+    for changes in ({name: value} for name, value in CHANGES.items()):
+        model = models.shard(models.build(1), cpu_mesh())
+        block, root = state_of(model.blocks[0]), state_of(model)
+        assert block is not None and root is not None
+        for group in block.groups:
+            group.comm.change(**changes)
+        before = [group.comm.settings for group in block.groups]
+        assert before[0] != GroupSettings()
+        renew_model(model, cpu_mesh())
+        assert [group.comm.settings for group in block.groups] == before
+        assert all(group.comm.settings == GroupSettings() for group in root.groups)
+        for state in (block, root):
+            for group in state.groups:
+                comm = group.comm
+                assert (comm.reduce_group is not None) == comm.settings.separate_reductions
+                assert comm.reduce_group is not comm.shard_group
+                assert (comm.memory is not None) == (comm.settings.memory is not None)
+                assert comm.memory is None or comm.memory.group is comm.shard_group  # type: ignore[attr-defined]
+
+
+def test_settings_are_taken_over_whole() -> None:
+    """What was set on one unit holds there on other ranks, and on no other unit."""
+    assert CHANGES.keys() == {each.name for each in fields(GroupSettings)}
+    run_ranks(2, _settings_renewed)
 
 
 def _refused() -> list[str]:

@@ -119,6 +119,7 @@ def _sharded(
 ) -> tuple[list[float], float]:
     make = {
         **OPTIMIZERS,
+        "LBFGS": PLAIN_ONLY["LBFGS"],
         "Muon": lambda m: Muon(
             [p for p in m.parameters() if p.ndim == 2], adamw_params=[p for p in m.parameters() if p.ndim < 2]
         ),
@@ -140,17 +141,21 @@ def _sharded(
     for step in steps:
         if step == 3 and not restore:
             async_save(path, state).wait()
-        loss = models.loss_of(model, torch.cat([models.batch(step, part, rows=2) for part in range(6)]))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        batch = torch.cat([models.batch(step, part, rows=2) for part in range(6)])
+
+        def loss_of(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = models.loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(loss_of).item())
         scheduler.step()
-        losses.append(loss.item())
     return losses, sum(param.to_local().numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize(
-    "kind", ["AdamW tensor lr", "SGD dampening", "ASGD", "Flat", "AdamW8bit", "Muon", "Shampoo"]
+    "kind", ["AdamW tensor lr", "SGD dampening", "ASGD", "Flat", "AdamW8bit", "Muon", "Shampoo", "LBFGS"]
 )
 def test_other_ranks_go_on(kind: str, tmp_path: Path) -> None:
     """Sharded state of live objects is loaded on another number of ranks, in other shards."""
@@ -364,3 +369,62 @@ def test_a_module_of_other_parts_is_named_and_loaded_in_part(tmp_path: Path) -> 
     report = load(tmp_path / "c", {"model": small}, strict=False)
     assert "model/new.weight" in report.missing and "model/b.weight" in report.unexpected
     assert torch.equal(small["a"].weight, Net(1).a.weight)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "renaming"),
+    [
+        (
+            lambda m: {"model": {f"backbone.{k}": v for k, v in m.state_dict().items()}},
+            "model",
+            ("model/", "model/backbone."),
+        ),
+        (lambda m: {"model": m}, "wrapped", ("model/backbone.", "model/")),
+        (lambda m: {"model": m, "step": 1}, "net", ("net/", "model/")),
+        (lambda m: {"model": m}, "bare", ("", "model/")),
+        (lambda m: m, "model", ("model/", "")),
+    ],
+)
+def test_the_prefix_that_maps_names_is_named(
+    saved: Callable[[nn.Module], Any], own: str, renaming: tuple[str, str], tmp_path: Path
+) -> None:
+    """The error shows names of both sides, and the prefix; what it proposes loads, into memory of the live module."""
+    save(tmp_path / "c", saved(Net(1)))
+    net = Net(2)
+    state = {
+        "model": {"model": net},
+        "wrapped": {"model": nn.ModuleDict({"backbone": net})},
+        "net": {"net": net},
+        "bare": net,
+    }[own]
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path / "c", state)
+    for side in renaming:
+        assert f"{side}a.weight" in str(error.value.got) and repr(side) in str(error.value.todo)
+    values = {f"{renaming[1]}{name}": value for name, value in net.state_dict().items()}
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split("/")
+        home = nested
+        for part in path:
+            home = home.setdefault(part, {})
+        home[last] = value
+    load(tmp_path / "c", nested, strict=False)
+    assert torch.equal(net.a.weight, Net(1).a.weight) and torch.equal(net.b.weight, Net(1).b.weight)
+
+
+def test_unexpected_state_is_named_as_it_is_stored(tmp_path: Path) -> None:
+    """Of an optimizer of a larger model, the names of `read_state`; a name pattern loads part of a live module."""
+    large = Net(1)
+    optimizer = torch.optim.Adam(large.parameters())
+    train(large, optimizer, range(1))
+    save(tmp_path / "c", {"model": large, "optimizer": optimizer})
+    small = nn.ModuleDict({"a": nn.Linear(6, 6)})
+    state = {"model": small, "optimizer": torch.optim.Adam(small.parameters())}
+    report = load(tmp_path / "c", state, strict=False)
+    kinds = [name for name in report.unexpected if name.startswith("optimizer/state/b.weight/")]
+    assert not report.missing and len(kinds) == 3
+    assert set(kinds) < set(read_state(tmp_path / "c").names())
+    part = Net(2)
+    load(tmp_path / "c", {"model": part}, include="model/a.*")
+    assert torch.equal(part.a.weight, large.a.weight) and torch.equal(part.b.weight, Net(2).b.weight)

@@ -136,13 +136,13 @@ def test_a_root_that_another_job_holds(tmp_path: Path) -> None:
 
 def test_metrics_of_an_abandoned_branch_do_not_count(tmp_path: Path) -> None:
     """A new branch has its own best steps."""
-    manager = CheckpointManager(tmp_path, save_when=EverySteps(10) | BestOf(1))
+    manager = CheckpointManager(tmp_path, save_policy=EverySteps(10) | BestOf(1))
     for step, metric in ((10, 5.0), (20, 0.1)):
         manager.save(step, _state(step), metric=metric)
     manager.restore(_state(0), step=10)
     manager.save(11, _state(11), force=True)
     manager.close()
-    again = CheckpointManager(tmp_path, save_when=BestOf(1))
+    again = CheckpointManager(tmp_path, save_policy=BestOf(1))
     assert again.should_save(12, metric=1.0)
     again.close()
 
@@ -154,12 +154,12 @@ def test_memory_follows_a_rollback_and_knows_its_run(tmp_path: Path) -> None:
         return RamTier("run", folder=tmp_path / "shm", keep_last=9)
 
     never = EverySteps(10)
-    _run(tmp_path / "a", 10, 11, 12, ram=ram(), save_when=never)
+    _run(tmp_path / "a", 10, 11, 12, ram=ram(), save_policy=never)
     assert _restored(tmp_path / "a", ram=ram()) == 12
     assert (
         CheckpointManager(tmp_path / "b", ram=ram()).restore(_state(0)) is None
     )  # another run, of the same name
-    manager = CheckpointManager(tmp_path / "a", ram=ram(), save_when=never)
+    manager = CheckpointManager(tmp_path / "a", ram=ram(), save_policy=never)
     manager.restore(_state(0), step=10)
     manager.save(11, _state(11))
     manager.close()
@@ -167,7 +167,7 @@ def test_memory_follows_a_rollback_and_knows_its_run(tmp_path: Path) -> None:
     held = sorted(path.name for path in (tmp_path / "shm" / "vescale-run").glob("step-*"))
     assert held == ["step-00000010", "step-00000011"]
 
-    _run(tmp_path / "b", 1, ram=ram(), save_when=never)
+    _run(tmp_path / "b", 1, ram=ram(), save_policy=never)
     assert _restored(tmp_path / "b", ram=ram()) == 1
     assert _restored(tmp_path / "a", ram=ram()) == 10  # from disk: the other run has taken the memory
 

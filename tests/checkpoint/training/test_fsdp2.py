@@ -122,4 +122,4 @@ def test_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
     for part in ("optim", "scheduler"):
         _, resumed = run_ranks(2, _resume, tmp_path, ["nested"], part)[0]["nested"]
         assert resumed[0] == losses[0]
-        assert max(abs(a - b) for a, b in zip(resumed, losses, strict=True)) > 1e-5
+        assert any(abs(a - b) > 1e-5 for a, b in zip(resumed, losses, strict=True))

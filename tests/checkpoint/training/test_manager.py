@@ -116,7 +116,7 @@ def test_restore_falls_back_and_says_so(tmp_path: Path) -> None:
         pytest.raises(DamagedLoadError, match="No step of this run is good") as caught,
     ):
         manager.restore(state)
-    assert caught.value.overwritten == ("w",) and not torch.equal(_state(0)["w"], state["w"])
+    assert caught.value.overwritten == ("w",) and (_state(0)["w"] != state["w"]).any()
 
 
 def test_a_step_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:

@@ -104,8 +104,9 @@ def test_fp8_to_floats_as_transformers_does(tmp_path: Path, dtype: torch.dtype) 
     for name, (codes, scales) in cases.items():
         wide = scales if scales.ndim else scales.reshape(1, 1)
         expected = reference._dequantize_one(codes, wide, dtype)
-        assert found[name].dtype == dtype and torch.equal(found[name].isnan(), expected.isnan())
-        assert same_bytes(found[name].nan_to_num(), expected.nan_to_num()), name
+        broken = expected.isnan()
+        assert found[name].dtype == dtype and torch.equal(found[name].isnan(), broken)
+        assert not broken.all() and same_bytes(found[name][~broken], expected[~broken]), name
 
 
 def test_blocks_that_are_cut_short(tmp_path: Path) -> None:

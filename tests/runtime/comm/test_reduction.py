@@ -140,6 +140,51 @@ def test_parameters_that_some_ranks_use() -> None:
     run_ranks(4, used_by_some, (2, 2))
 
 
+class Idle(nn.Module):
+    """A root whose forward runs its second unit only if it is told to; the third never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.units = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        x = self.units[0](x)
+        return self.units[1](x) if both else x
+
+
+def idle_units(shard: Callable[..., Any], synced: bool) -> list[list[Any]]:
+    """Gradients of a second unit in turns: it runs, rests with what it has, rests with none, and runs again."""
+    model: Any = Idle()
+    for module in (*model.units, model):
+        shard(module, mesh=cpu_mesh())
+    model.set_reduce_scatter_unused_params(True)
+    kept = []
+    for step, both in enumerate((False, True, False, False, True)):
+        model.set_requires_gradient_sync(synced or step % 2 == 1)
+        model(rows(step), both=both).sum().backward()
+        grads = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+        kept.append(grads)
+        if step != 1:
+            model.zero_grad()
+    return kept
+
+
+def idle_units_as_stock() -> None:
+    for synced in (True, False):
+        ours, theirs = idle_units(fully_shard, synced), idle_units(stock_fully_shard, synced)
+        assert ours[3][2] is not None and not ours[3][2].any() and ours[0][2] is None and ours[3][4] is None
+        for mine, stocks in zip(ours, theirs, strict=True):
+            assert [each is None for each in mine] == [each is None for each in stocks]
+            for left, right in zip(mine, stocks, strict=True):
+                assert left is None or torch.equal(left, right)
+
+
+def test_idle_units_get_zeros_as_under_fsdp2() -> None:
+    """Where zeros were asked for: units that an earlier forward ran, and no others."""
+    run_ranks(2, idle_units_as_stock)
+
+
 class OneOrTwo(nn.Module):
     """Two layers, of which a call uses one or both."""
 

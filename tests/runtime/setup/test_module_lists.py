@@ -224,7 +224,7 @@ def tied_reductions() -> None:
         else:  # the control: other sums
             for name, param in alone.named_parameters():
                 torch.testing.assert_close(param.grad / 2, found[name])
-            assert not torch.equal(alone.head.weight.grad / 2, found["embed.weight"])
+            assert (alone.head.weight.grad / 2 - found["embed.weight"]).norm() > 0
 
 
 def test_a_unit_with_a_tied_embedding_is_reduced_once() -> None:

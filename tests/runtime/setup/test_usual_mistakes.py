@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -239,8 +242,95 @@ def mixtures() -> None:
     ):
         model = models.build()
         model.head = wrap(model.head)  # type: ignore[operator]
-        with pytest.raises(MisuseError, match=rf"by torch.*'s {name}"):
+        with pytest.raises(MisuseError) as error:
             fully_shard(model, mesh=mesh)
+        assert name in error.value.problem and error.value.got.startswith("head")
+
+
+class Around(nn.Module):
+    """A module around a sharded one, with parameters of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.more(self.inner(x))
+
+
+def wrappers() -> None:
+    for wrap, name in (
+        (
+            partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
+            "FullyShardedDataParallel (FSDP1)",
+        ),
+        (nn.parallel.DistributedDataParallel, "DistributedDataParallel"),
+    ):
+        for around in (lambda model: model, Around, lambda model: nn.Sequential(model)):
+            model = around(sharded())
+            before = weights(model)
+            with pytest.raises(MisuseError) as error:
+                wrap(model)  # type: ignore[operator]
+            assert name in str(error.value.where) and weights(model) == before
+
+
+def copies() -> None:
+    for model in (sharded(), Around(sharded())):
+        for take in (lambda m: torch.save(m, io.BytesIO()), pickle.dumps, copy.deepcopy):
+            with pytest.raises(MisuseError) as error:
+                take(model)
+            assert "FSDPDecoder" in error.value.got and error.value.todo
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(sharded())
+    with pytest.raises(UnsupportedOpError):
+        sharded().share_memory()
+
+
+def ties() -> None:
+    for units in ("blocks", "root"):
+        model = sharded() if units == "blocks" else fully_shard(build(), mesh=cpu_mesh())
+        before = {name: param.full_tensor() for name, param in model.named_parameters()}
+        model.blocks[1].up.weight = model.blocks[0].up.weight
+        with pytest.raises(LifecycleError) as error:
+            model(torch.randn(2, 5))
+        assert "up.weight" in error.value.where and "up.weight" in error.value.got
+        for name, param in model.named_parameters():
+            assert torch.equal(param.full_tensor(), before[name])
+    model = build()
+    fully_shard(model.blocks[0], mesh=cpu_mesh())
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with pytest.raises(PlacementError) as late:
+        fully_shard(model, mesh=cpu_mesh())
+    assert "blocks.1.up.weight" in str(late.value.where) and "tie first" in str(late.value.todo)
+
+
+def full_moments() -> None:
+    plain, model = models.build(), sharded()
+    theirs = torch.optim.Adam(plain.parameters())
+    plain(models.batch(0, 0)).sum().backward()
+    theirs.step()
+    ours = torch.optim.Adam(model.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    model(models.batch(0, 0)).sum().backward()
+    with pytest.raises(UnsupportedOpError) as error:
+        ours.step()
+    assert "set_optimizer_state_dict" in str(error.value.todo)
+
+
+def test_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain ``python script.py`` is told of torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    model = nn.Linear(2, 2)
+    for given in ({}, {"RANK": "0"}):
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LifecycleError) as error:
+            fully_shard(model)
+        for way in ("torchrun", "init_process_group", "init_device_mesh"):
+            assert way in str(error.value.todo)
+        assert ("WORLD_SIZE" if given else "RANK") in str(error.value.got)
+    assert type(model) is nn.Linear and not dist.is_initialized()
 
 
 def everything() -> None:
@@ -250,8 +340,12 @@ def everything() -> None:
     arguments()
     taken_twice()
     mixtures()
+    wrappers()
+    copies()
+    ties()
+    full_moments()
 
 
 def test_usual_mistakes() -> None:
-    """Methods beside forward, full states, classes and texts as arguments, modules taken twice or by two libraries."""
+    """Methods beside forward, full states, wrong arguments, modules taken twice or by two libraries, copies, ties."""
     run_ranks(2, everything)

@@ -104,7 +104,7 @@ def test_merge_and_export(tmp_path: Path, case: str, dtype: torch.dtype) -> None
     found = load_file(tmp_path / "merged" / "model.safetensors")
     _equal(load_file(tmp_path / "expected" / "model.safetensors"), found)
     before = load_file(f"{base}/model.safetensors")
-    assert any(not torch.equal(before[name], found[name]) for name in found)
+    assert any((before[name] - found[name]).norm() > 0 for name in found)
 
 
 RULES = {"gemma3": "gemma3", "mistral3": "gemma3", "qwen2-vl": "qwen2-vl", "qwen2.5-vl": "qwen2-vl"}

@@ -110,7 +110,7 @@ def test_any_layout_on_other_ranks(tmp_path: Path) -> None:
                 assert after.keys() == wanted.keys()
                 for name, value in wanted.items():
                     assert torch.equal(after[name], value), (case, name)
-                assert sum(not torch.equal(before[name], value) for name, value in wanted.items()) > 10
+                assert sum((before[name] != value).any() for name, value in wanted.items()) > 10
 
 
 def _refused(out: Path) -> list[str]:

@@ -88,6 +88,12 @@ def compare(out: Path) -> dict[str, Any]:
     found["ours"] = [*first, *rest]
     found["remembered"] = [again.state["opaque"].name, again.state["best"].item()]
     _, found["control"] = fit(ours(), HALF, out, model=LeftAtHalf(), **CLIP)
+    found["steps_of_adam"] = steps_of_adam(trainer.optimizers[0])
+    fresh, _ = fit(ours(), 0, out)
+    fresh.save_checkpoint(out / "fresh.ckpt")
+    found["fresh"] = [steps_of_adam(fresh.optimizers[0])]
+    resumed, _ = fit(ours(), 1, out, resume=out / "fresh.ckpt")
+    found["fresh"].append(steps_of_adam(resumed.optimizers[0]))
     found["single_file"] = single_file(out)
     return found | compare_fabric(out)
 
@@ -102,6 +108,10 @@ def compare_fabric(out: Path) -> dict[str, Any]:
     loose = Run(FabricModelParallelStrategy(parallelize, **sizes()), clip_val=1e9)
     found["loose_fabric"] = loose.train(2)
     run = CountingRun(our_fabric(), **CLIP_FABRIC)
+    run.save(out / "fresh_fabric")
+    found["fresh_fabric"] = [steps_of_adam(run.optimizer)]
+    run.load(out / "fresh_fabric")
+    found["fresh_fabric"].append(steps_of_adam(run.optimizer))
     found["reduced"] = run.reduced_by_micro_batch()
     first = run.train(HALF)
     run.save(out / "fabric")
@@ -112,6 +122,11 @@ def compare_fabric(out: Path) -> dict[str, Any]:
     spoil(control.model)
     found["fabric_control"] = control.train(HALF)
     return found
+
+
+def steps_of_adam(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The numbers of steps that the parameters' states count."""
+    return sorted({float(int(state["step"])) for state in optimizer.state.values()})
 
 
 def keep_whole(model: nn.Module, path: Path) -> None:

@@ -272,7 +272,7 @@ class _Stage:
         never = EverySteps(1 << 40)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("LOCAL_RANK", "0")
-            yield CheckpointManager(disk, save_when=never, ram=tier, process_group=self.group)
+            yield CheckpointManager(disk, save_policy=never, ram=tier, process_group=self.group)
 
     def _manager(self, setting: Setting) -> CheckpointManager:
         return CheckpointManager(
@@ -472,7 +472,7 @@ def judged(cell: Cell, outcomes: list[Outcome], last: int) -> list[str]:
         if cell.error == "ctrl-c":
             return [f"Ctrl-C was lost\n{told}"]
         steps = {outcome.step for outcome in outcomes}
-        if cell.setting.action == "restore" and (len(steps) != 1 or not steps <= {last, last - 1}):
+        if cell.setting.action == "restore" and (len(steps) != 1 or steps - {last, last - 1}):
             return [f"ranks restored {steps}\n{told}"]
         return []
     if max(outcome.took_s for outcome in outcomes) > _GROUP_TIMEOUT_S:

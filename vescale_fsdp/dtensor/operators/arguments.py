@@ -116,8 +116,9 @@ def check_written(func: torch._ops.OpOverload, named: dict[str, Any], like: Ragg
                     func,
                     like._spec,
                     f"it writes to {name!r}, which is not ragged",
-                    todo=f"{OUTSIDE_FORWARD}. Elsewhere: write to a ragged tensor cut the same way, or gather first "
-                    "with .full_tensor()",
+                    todo=f"{OUTSIDE_FORWARD}. In an optimizer's step: it was given full moments, which "
+                    "vescale_fsdp.checkpoint.load and set_optimizer_state_dict(full_state_dict=True) cut. Elsewhere: "
+                    "write to a ragged tensor cut the same way, or gather first with .full_tensor()",
                 )
             if is_partial(written):
                 raise refuse(func, written._spec, f"it writes to {name!r}, whose sums are not done")

@@ -113,7 +113,9 @@ def _of_folder(folder: Path) -> tuple[ParamShape, ...]:
                     lambda _, nbytes: stream.read(nbytes), file.stat().st_size, file, whole=False
                 )
             except (ConversionError, CorruptCheckpointError) as error:
-                raise LayoutError(str(error)) from error
+                raise LayoutError(
+                    error.problem, expected=error.expected, got=error.got, where=error.where, todo=error.todo
+                ) from error
         found.update((fqn, ParamShape(fqn, entry.shape, entry.dtype.name)) for fqn, entry in entries.items())
     # Files list tensors by name or size; layers come back in the order of their numbers.
     return tuple(found[fqn] for fqn in sorted(found, key=natural_order))

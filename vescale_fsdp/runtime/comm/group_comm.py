@@ -13,10 +13,10 @@ the root of the number of ranks *before* summing, lest the sum overflows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,11 @@ from vescale_fsdp.collectives import (
 )
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory, pool_of
+from vescale_fsdp.runtime.comm.settings import GroupSettings
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_as_patient_as
 
-__all__ = ["AllGather", "GatherPolicy", "GroupComm", "ReduceScatter"]
+__all__ = ["GatherPolicy", "GroupComm", "separate_reductions"]
 
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
@@ -51,39 +52,6 @@ class GatherPolicy(MixedPrecisionPolicy, ABC):
     @abstractmethod
     def gather_of(self, layout: GroupLayout, comm: GroupComm, dtype: torch.dtype) -> Gather | None:
         """The gather of one group, from shards of any dtype to a full buffer of ``dtype``; None: the usual one."""
-
-
-class AllGather(Protocol):
-    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
-
-    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of this size that the collective can use."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
-
-
-class ReduceScatter(Protocol):
-    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
-
-    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of this size that the collective can use."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
 
 
 class GroupComm:
@@ -111,13 +79,7 @@ class GroupComm:
         self.rank = mesh.get_local_rank(self.shard_axis)
         self.shard_group = mesh.get_group(self.shard_axis)
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-        self.divide_factor: float | None = None
-        self.force_sum = False
-        self.narrow = (
-            True  # gradients travel in the dtype they were computed in, where they are summed in a wider
-        )
-        self.custom_all_gather: AllGather | None = None
-        self.custom_reduce_scatter: ReduceScatter | None = None
+        self.settings = GroupSettings()
         self.memory: CommMemory | None = None  # the communication library's own
         self.noted: list[tuple[torch.Tensor, torch.Tensor]] | None = (
             None  # gathers that the caller will start
@@ -127,6 +89,10 @@ class GroupComm:
         if part_size is not None:
             with groups_as_patient_as(self.shard_group), outside_fake_mode():
                 self._part_mesh = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, part_size))
+
+    def change(self, **settings: Any) -> None:
+        """Change some of the settings."""
+        self.settings = replace(self.settings, **settings)
 
     @property
     def part_rank(self) -> int:
@@ -140,8 +106,8 @@ class GroupComm:
         """Start the all-gather of shards; ``shard`` may lie inside ``full`` (1-D both)."""
         if self.memory is not None:
             self.memory.prepare(full)
-        if self.custom_all_gather is not None:
-            return self.custom_all_gather(
+        if self.settings.custom_all_gather is not None:
+            return self.settings.custom_all_gather(
                 output_tensor=full, input_tensor=shard, group=self.shard_group, async_op=runs_beside(full)
             )
         return self.all_gather(full, shard)
@@ -160,25 +126,25 @@ class GroupComm:
 
     def allocate_full(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The buffer that gathers fill (1-D [numel])."""
-        if self.custom_all_gather is not None:
-            return self.custom_all_gather.allocate([numel], dtype=dtype, device=device)
+        if self.settings.custom_all_gather is not None:
+            return self.settings.custom_all_gather.allocate([numel], dtype=dtype, device=device)
         with self.full_pool():
             return torch.empty(numel, dtype=dtype, device=device)
 
     @property
     def full_pool(self) -> Pool:
         """Where buffers that gathers fill take their memory, at each gather."""
-        return pool_of(self.custom_all_gather or self.memory)
+        return pool_of(self.settings.custom_all_gather or self.memory)
 
     @property
     def grads_pool(self) -> Pool:
         """Where buffers of reductions take theirs."""
-        return pool_of(self.custom_reduce_scatter or self.memory)
+        return pool_of(self.settings.custom_reduce_scatter or self.memory)
 
     def allocate_grads(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer that reductions read, or one they write (1-D [numel])."""
-        if self.custom_reduce_scatter is not None:
-            return self.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
+        if self.settings.custom_reduce_scatter is not None:
+            return self.settings.custom_reduce_scatter.allocate([numel], dtype=dtype, device=device)
         with self.grads_pool():
             return torch.empty(numel, dtype=dtype, device=device)
 
@@ -192,15 +158,15 @@ class GroupComm:
             for buffer in (full, shard):
                 self.memory.prepare(buffer)
         op = self._op(shard.dtype, self.num_shards)
-        if self.custom_reduce_scatter is not None:
-            return self.custom_reduce_scatter(
+        if self.settings.custom_reduce_scatter is not None:
+            return self.settings.custom_reduce_scatter(
                 output_tensor=shard, input_tensor=full, group=group, op=op, async_op=runs_beside(full)
             )
         return reduce_scatter_into(shard, full, op, group)
 
     def sums_in_wider(self, device: torch.device) -> bool:
         """Whether ``full`` may be of a narrower dtype than ``shard`` in a reduction; the same on all ranks."""
-        if not self.narrow or self.custom_reduce_scatter is not None:
+        if not self.settings.narrow or self.settings.custom_reduce_scatter is not None:
             return False
         return sums_in_wider(self.reduce_group or self.shard_group, device.type)
 
@@ -214,22 +180,24 @@ class GroupComm:
         if not self._averages(shard.dtype):
             shard.div_(self._total_factor() / self._divide_before(shard.dtype))
 
-    def separate_reductions(self) -> None:
-        """Give reductions their own communicator, so that they need not queue behind gathers."""
-        self.reduce_group = new_group(self.shard_group)
-
     # -- division -------------------------------------------------------------------------------------
 
     def _averages(self, dtype: torch.dtype) -> bool:
         """Whether the collectives divide."""
-        return self.divide_factor is None and not self.force_sum and dtype is not torch.float16
+        return (
+            self.settings.divide_factor is None and not self.settings.force_sum and dtype is not torch.float16
+        )
 
     def _op(self, dtype: torch.dtype, num_ranks: int) -> dist.ReduceOp.RedOpType:
         # Of one rank the mean is the sum, and NCCL's AVG is not to be trusted there (torch 2.13, FSDP2's words).
         return dist.ReduceOp.AVG if self._averages(dtype) and num_ranks > 1 else dist.ReduceOp.SUM
 
     def _total_factor(self) -> float:
-        return self.divide_factor if self.divide_factor is not None else float(self.mesh.size())
+        return (
+            self.settings.divide_factor
+            if self.settings.divide_factor is not None
+            else float(self.mesh.size())
+        )
 
     def _divide_before(self, dtype: torch.dtype) -> float:
         if dtype is not torch.float16:
@@ -238,3 +206,16 @@ class GroupComm:
         while total % factor == 0 and total / factor > factor:
             factor *= 2
         return factor
+
+
+def separate_reductions(comms: Iterable[GroupComm]) -> None:
+    """Give reductions communicators of their own, one per set of ranks, so that they do not queue behind gathers.
+
+    Collective: all ranks, for the same groups in the same order.
+    """
+    made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+    for comm in comms:
+        if comm.shard_group not in made:
+            made[comm.shard_group] = new_group(comm.shard_group)
+        comm.reduce_group = made[comm.shard_group]
+        comm.change(separate_reductions=True)

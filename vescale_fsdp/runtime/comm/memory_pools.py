@@ -20,10 +20,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.errors import UnsupportedOpError, allows_untried
+from vescale_fsdp.errors import ArgumentError, UnsupportedOpError, allows_untried
 from vescale_fsdp.torch_modes import meet_over, process_group_pool, symmetric_pool
 
-__all__ = ["CommMemory", "PooledComm", "ProcessGroupMemory", "SymmetricMemory", "pool_of", "put_in_memory"]
+__all__ = [
+    "CommMemory",
+    "PooledComm",
+    "ProcessGroupMemory",
+    "SymmetricMemory",
+    "pool_of",
+    "put_in_memory",
+    "take_memory",
+]
 
 FEATURE = "memory_pools"
 
@@ -114,8 +122,24 @@ def put_in_memory(
             got=method,
             todo="leave it out, or try it and compare losses with a run without it",
         )
-    if any(group.comm.custom_all_gather or group.comm.custom_reduce_scatter for group in groups):
-        raise ValueError(f"{method}: expected no custom collectives, which bring memory of their own")
+    if any(
+        group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
+    ):
+        raise ArgumentError(
+            "Custom collectives bring memory of their own.",
+            expected="none of them on the module",
+            got="set_custom_all_gather or set_custom_reduce_scatter",
+            where=method,
+            todo="leave one of the two out",
+        )
+    take_memory(groups, kind)
+
+
+def take_memory(
+    groups: Sequence[Buffered], kind: Callable[[dist.ProcessGroup, torch.device], CommMemory] | None
+) -> None:
+    """`put_in_memory` without its checks."""
     memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
     for group in groups:
+        group.comm.change(memory=kind)
         group.use_memory(memory)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp.dtensor.mesh_order import ranks_by_place
-from vescale_fsdp.errors import PlacementError
+from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import (
     DataParallelMeshDims,
@@ -98,7 +98,18 @@ def default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as unset:  # a variable that torchrun sets
+            raise LifecycleError(
+                "There is no process group, and nothing to make one of.",
+                expected="a job under torchrun, a process group, or a mesh",
+                got=str(unset),
+                where="fully_shard(mesh=None)",
+                todo="start the script with torchrun --nproc-per-node N, also for N = 1; or call "
+                "torch.distributed.init_process_group with a store, rank and world_size first; or pass "
+                "mesh=init_device_mesh(..)",
+            ) from unset
     assert dist.group.WORLD is not None
     with groups_as_patient_as(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import LayoutError, UnsupportedOpError, explain
+from vescale_fsdp.errors import ArgumentError, LayoutError, UnsupportedOpError
 from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
@@ -221,13 +221,11 @@ def _part_size(wanted: bool | int | None, num_shards: int) -> int | None:
     if wanted is None or isinstance(wanted, bool):
         return None
     if wanted < 1 or num_shards % wanted:
-        raise ValueError(
-            explain(
-                "reshard_after_forward as a number is the size of a smaller group of ranks.",
-                expected=f"a divisor of {num_shards}, the ranks that shard",
-                got=wanted,
-                todo="give the number of accelerators per node",
-            )
+        raise ArgumentError(
+            "reshard_after_forward as a number is the size of a smaller group of ranks.",
+            expected=f"a divisor of {num_shards}, the ranks that shard",
+            got=wanted,
+            todo="give the number of accelerators per node",
         )
     return wanted if 1 < wanted < num_shards else None
 

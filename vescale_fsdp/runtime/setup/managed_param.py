@@ -15,7 +15,7 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
 from vescale_fsdp.torch_private import DTensorSpec
 
-__all__ = ["GradHook", "ManagedParam", "refuse_replaced"]
+__all__ = ["GradHook", "ManagedParam", "home_of", "refuse_replaced"]
 
 
 @dataclass
@@ -32,6 +32,14 @@ class ManagedParam:
     unsharded: nn.Parameter | None = None
     watched: bool = False  # autograd tells us when its unsharded gradient is there
 
+    def __post_init__(self) -> None:
+        self.take(self.sharded)
+
+    def take(self, sharded: nn.Parameter) -> None:
+        """Have this as the sharded parameter from now on."""
+        self.sharded = sharded
+        _homes[id(sharded)] = self
+
     def foreign(self) -> list[nn.Parameter | None]:
         """What owners hold that the group did not give them; None for an owner that has no such parameter now."""
         found: list[nn.Parameter | None] = []
@@ -46,6 +54,16 @@ class ManagedParam:
         for module, name in self.owners:
             # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
             module._parameters[name] = parameter
+
+
+# By id of the sharded parameter.
+_homes: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
+
+
+def home_of(parameter: nn.Parameter) -> ManagedParam | None:
+    """What has this as its sharded parameter."""
+    found = _homes.get(id(parameter))
+    return found if found is not None and found.sharded is parameter else None
 
 
 class GradHook:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from vescale_fsdp.errors import UnsupportedOpError, explain
+from vescale_fsdp.errors import ArgumentError, UnsupportedOpError
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 
 __all__ = ["check_policies", "param_dtype_of", "policy_of_group"]
@@ -77,13 +77,11 @@ def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) 
     if wanted is None:
         return policy.param_dtype
     if wanted not in (policy.param_dtype, param.dtype):
-        raise ValueError(
-            explain(
-                f"{_OVERRIDE} gives a parameter another dtype than it may.",
-                expected=f"None, {policy.param_dtype} (param_dtype) or {param.dtype} (its own)",
-                got=repr(wanted),
-                where=fqn,
-            )
+        raise ArgumentError(
+            f"{_OVERRIDE} gives a parameter another dtype than it may.",
+            expected=f"None, {policy.param_dtype} (param_dtype) or {param.dtype} (its own)",
+            got=repr(wanted),
+            where=fqn,
         )
     return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec, spec_with
-from vescale_fsdp.errors import PlacementError, explain
+from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, SpmdAxes
 from vescale_fsdp.torch_private import DTensorSpec, concatenate_meshes, local_of, spec_of
@@ -61,7 +61,7 @@ class PriorSharding:
         spmd = data.spmd
         problem = _problem_on_full_mesh(param, spmd) if spmd is not None else _problem(param, data.mesh)
         if problem is not None:
-            raise PlacementError(_refusal(problem, fqn, param, data))
+            raise _refusal(problem, fqn, param, data)
         return PriorSharding(data, spec_of(param) if isinstance(param, DTensor) else None)
 
     def sharded_spec(self, ragged: RaggedShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
@@ -110,10 +110,11 @@ def local_part(param: nn.Parameter) -> torch.Tensor:
     return local_of(param).detach()
 
 
-def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> str:
+def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> PlacementError:
     if isinstance(param, RaggedDTensor):
         expected = "a module whose parameters no fully_shard call has taken"
-        todo = "go from the inside out: shard the blocks first and the root last, each module once"
+        todo = "go from the inside out: shard the blocks first and the root last, each module once; what is tied to a "
+        todo += "parameter of a block goes into one unit with it: tie first, then fully_shard([a, b])"
     elif data.spmd is None:
         expected = "Shard or Replicate on other axes of one named mesh"
         todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
@@ -123,7 +124,7 @@ def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> str
     got = "a plain tensor"
     if isinstance(param, DTensor):
         got = f"placements {param.placements} on {param.device_mesh}"
-    return explain(
+    return PlacementError(
         f"This parameter cannot be sharded: {problem}.",
         expected=expected,
         got=got,

@@ -1,0 +1,34 @@
+"""Programs that were wrong once, and those that still are; `python -c` and a seed print more."""
+
+from __future__ import annotations
+
+from tests.runtime.fuzz.program import Block, Micro, Program, Step
+
+__all__ = ["CURED", "WRONG"]
+
+CURED = {
+    "weights of an evaluation between backward and optimizer stayed for the next forward": Program(
+        blocks=(Block(), Block(frozen="all")),
+        steps=(
+            Step(evaluates="no_grad", late=True),
+            Step(evaluates="inference"),
+            Step(evaluates="inference", late=True),
+        ),
+        reshard=False,
+        optimizer="adamw",
+    ),
+}
+
+# What only some ranks use: ranks gather or reduce another number of times, or in another order.
+WRONG = {
+    "a unit whose output needs a gradient on one rank only is gathered there alone in the backward": Program(
+        blocks=(Block(frozen="base", spare="some ranks"), Block()), frozen_ends=True, reshard=True
+    ),
+    "of a list of modules one rank runs fewer, two forwards before their backwards": Program(
+        blocks=(Block(unit="pair"), Block(runs="some ranks")),
+        steps=(Step((Micro(forwards=2, apart=True),)),),
+    ),
+    "a unit whose output one rank throws away": Program(
+        blocks=(Block(), Block(runs="some ranks"), Block()),
+    ),
+}
