@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ __all__ = ["cast_array", "cast_into"]
 
 _NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 _BF16_NAN = 0x7FC0
-_INFINITIES = {
+_INFINITIES: dict[str, np.unsignedinteger[Any]] = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
     "float32": np.uint32(0x7F800000),

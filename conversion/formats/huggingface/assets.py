@@ -107,7 +107,9 @@ class Assets:
         held = _float_types(infos, quantized)
         if held and _named_dtype(self.settings) not in held:
             before = _named_dtype(self.config or {})
-            self.set_weights_dtype(before if before in held else held.most_common(1)[0][0])
+            self.set_weights_dtype(
+                before if before is not None and before in held else held.most_common(1)[0][0]
+            )
 
     def untie(self) -> None:
         """Keep config.json in step with weights that are stored apart: loaders believe the config."""
