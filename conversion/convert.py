@@ -167,7 +167,20 @@ def convert(
         outcome = execution.run()
         if outcome.published and not checked:  # by another part, or by a run before this one
             keep(check_planned(report.plan))
-    return replace(report, outcome=outcome, check=checked[0] if checked else None)
+    warnings = (*report.warnings, *_overflows(report.state))
+    return replace(report, outcome=outcome, check=checked[0] if checked else None, warnings=warnings)
+
+
+def _overflows(state: CarriedState) -> list[str]:
+    """What this run's casts could not hold."""
+    from vescale_fsdp.conversion.views.casting import CastView
+
+    found = [
+        f"{name} ({sum(view.overflows.values())} of {view.info.numel} as {view.dtype.name})"
+        for name, view in state.views.items()
+        if isinstance(view, CastView) and view.overflows
+    ]
+    return [f"finite values are infinite in their new type: {some(found)}"] if found else []
 
 
 def _with_room_for_chunks(options: ConvertOptions, source: Source, state: CarriedState) -> ConvertOptions:
@@ -228,6 +241,8 @@ def plan_conversion(
     if options.dtype:
         state, changed = _with_casts(state, options.dtype, assets if kind == "hf" else None, quantized)
         uncast = tuple(name for name in state.views if name in quantized and name not in changed)
+    if kind == "hf" and (options.dequantize is not None or options.quantize):
+        assets.name_dtype_held([view.info for view in state.views.values()], quantized)
     if kind == "hf" and not options.no_assets:
         warnings += assets.disagreements([view.info for view in state.views.values()], quantized)
     if kind == "native" and source.kind in ("hf", "safetensors", "shards") and options.ranks > 1:
@@ -300,7 +315,7 @@ def _find_quantized(state: CarriedState, assets: Assets, source: Source) -> froz
     from vescale_fsdp.conversion.state.quantized_weights import find_quantized
 
     infos = [view.info for name, view in state.views.items() if name in state.is_model]
-    return find_quantized(infos, _settings(assets, source))
+    return find_quantized(infos, assets.settings if assets.config is not None else _settings(assets, source))
 
 
 def _require_model(source: Source) -> None:

@@ -5,7 +5,7 @@ What a load proves of the bytes that it reads stands in `read_plan` and `zarr_ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
@@ -27,6 +28,7 @@ from vescale_fsdp.errors import VescaleError
 __all__ = ["Check", "check_files", "rank_file_problem"]
 
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
+_MOST_MISSING = 1000  # files of ranks that are named one by one
 
 
 class Check(NamedTuple):
@@ -52,13 +54,14 @@ def check_files(
         for check in _array_checks(ChunkTables(storage, manifest)):
             tell(check)
     parts = max(1, threads // manifest.world_size)  # of one file, where there are more threads than files
+    ranks = _ranks_to_check(storage, manifest, tell)
 
     def check_part(number: int) -> None:
-        for check in _rank_file_checks(storage, manifest, *divmod(number, parts), parts):
+        for check in _rank_file_checks(storage, manifest, ranks[number // parts], number % parts, parts):
             tell(check)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-verify") as pool:
-        for _ in pool.map(check_part, range(manifest.world_size * parts)):
+        for _ in pool.map(check_part, range(len(ranks) * parts)):
             pass
 
 
@@ -66,6 +69,20 @@ def rank_file_problem(storage: Storage, manifest: Manifest, rank: int) -> str | 
     """What is wrong with a rank's file, whose bytes are all hashed; None if nothing is."""
     problems = (check.problem for check in _rank_file_checks(storage, manifest, rank, 0, 1))
     return next((problem for problem in problems if problem is not None), None)
+
+
+def _ranks_to_check(storage: Storage, manifest: Manifest, tell: Callable[[Check], object]) -> Sequence[int]:
+    """The ranks whose files are looked at one by one: all, or where a manifest counts far more of them than there are
+    files, those that are there and the first of the others."""
+    if manifest.world_size <= _MOST_MISSING:
+        return range(manifest.world_size)
+    there = set(storage.list_files())
+    missing = [rank for rank in range(manifest.world_size) if manifest.file_name(rank) not in there]
+    if unlisted := missing[_MOST_MISSING:]:
+        problem = f"{len(unlisted)} more files of ranks are missing, from rank {unlisted[0]} on"
+        tell(Check(MANIFEST_NAME, problem, 0, True))
+    skipped = set(unlisted)
+    return [rank for rank in range(manifest.world_size) if rank not in skipped]
 
 
 def _rank_file_checks(

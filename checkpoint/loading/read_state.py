@@ -29,10 +29,10 @@ from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name, split_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.state.per_rank import unpack_blob
+from vescale_fsdp.checkpoint.state.per_rank import leaf_of, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
@@ -183,7 +183,8 @@ class CheckpointTensor:
 class CheckpointReader(Mapping[str, CheckpointTensor]):
     """A checkpoint as a mapping from tensor name to `CheckpointTensor`. Needs no process group.
 
-    A tied tensor is stored, and listed, under its first name; it is found under all of its names.
+    A tied tensor is stored, and listed, under its first name; it is found under all of its names, and every tensor
+    under the converter's spelling too (``model.w`` for ``model/w``) where only one is spelled so.
 
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
@@ -193,8 +194,8 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         >>> from vescale_fsdp.checkpoint import save
         >>> save("to_open", {"model": {"w": torch.ones(2, 3)}})
         >>> reader = read_state("to_open")
-        >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item()
-        (['model/w'], 6.0)
+        >>> list(reader), reader.tree(read=True)["model"]["w"].sum().item(), tuple(reader["model.w"].shape)
+        (['model/w'], 6.0, (2, 3))
     """
 
     def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
@@ -219,7 +220,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     @functools.cached_property
     def _aliases(self) -> dict[str, int]:
-        """Further names of tied tensors, which are stored once: name -> number of the tensor."""
+        """Further names -> number of the tensor: those of tied tensors, which are stored once, and names with dots."""
         aliases: dict[str, int] = {}
 
         def visit(node: Json, name: str) -> None:
@@ -238,7 +239,11 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
                     visit(item, join_name(name, decode(key, lambda leaf: None)))
 
         visit(self.manifest.structure.tree, "")
-        return aliases
+        dotted: dict[str, int | None] = {}  # as the converter names them; None where several have the same
+        for name, place in aliases.items():
+            spelled = ".".join(split_name(name))
+            dotted[spelled] = place if dotted.get(spelled, place) == place else None
+        return {name: place for name, place in dotted.items() if place is not None} | aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.places_by_name)
@@ -301,7 +306,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         values = {}
         for name, (tree, tensors) in found.items():
             try:
-                values[name] = decode(tree, functools.partial(_per_rank_leaf, tensors), where)
+                values[name] = decode(tree, functools.partial(leaf_of, tensors), where)
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise CorruptCheckpointError(
                     "A per-rank value is not what was written.",
@@ -325,8 +330,3 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
         if self.manifest.is_zarr:
             return ZarrReads(self.storage, self._tables)
         return ReadPlan(self.storage, self._finder)
-
-
-def _per_rank_leaf(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
-    tensor = tensors[int(node["i"])]
-    return tensor.numpy() if node.get("numpy") else tensor

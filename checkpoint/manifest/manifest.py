@@ -53,6 +53,7 @@ SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 _MAX_STRIPE_BYTES = 1 << 30  # 1 GiB
 _MAX_NUMEL = 1 << 62
+_MAX_RANKS = 1 << 20  # what is computed per rank ends within seconds
 _MAX_CHUNKS = 1 << 24  # of one tensor: each is a file
 
 
@@ -359,7 +360,7 @@ def _prove(manifest: Manifest, where: str) -> None:
     save_id, stripe_bytes = manifest.save_id, manifest.stripe_bytes
     fits = {
         "save_id": isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None,
-        "world_size": type(world_size) is int and 1 <= world_size <= 1 << 24,
+        "world_size": type(world_size) is int and 1 <= world_size <= _MAX_RANKS,
         "stripe_bytes": type(stripe_bytes) is int
         and 16 <= stripe_bytes <= _MAX_STRIPE_BYTES
         and stripe_bytes % 16 == 0,

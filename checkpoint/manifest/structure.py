@@ -24,7 +24,7 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.layout.foreign_json import whole_numbers
+from vescale_fsdp.layout.foreign_json import tensor_shape, whole_numbers
 from vescale_fsdp.layout.group_layout import GroupLayout
 
 __all__ = ["Entry", "Structure", "dump_json", "renumber"]
@@ -77,7 +77,7 @@ class Entry:
             raise TypeError(f"tensor {name!r:.80} of dtype {dtype!r:.80}")
         cuts = tuple(cut_from_json(cut) for cut in data["cuts"])
         axes = whole_numbers([data["axes"]])[0]
-        return cls(name, intern(dtype), whole_numbers(data["shape"]), axes, cuts)
+        return cls(name, intern(dtype), tensor_shape(data["shape"]), axes, cuts)
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class Agreement(NamedTuple):
 
     classes: list[tuple[RankSet, Structure]]
     blob_bytes: int  # of the largest rank
+    has_resharded: bool  # on any rank
     save_id: str
     free_bytes: int | None  # the least that any rank has; None if nobody knows
 
@@ -135,12 +136,15 @@ class Coordinator:
         error: BaseException | None,
         alike: Alike = _NOTHING,
         free_bytes: int | None = None,
+        *,
+        has_resharded: bool = False,
     ) -> Agreement:
         """Compare structures; ``structure`` is None only beside an error.
 
         Args:
             alike: arguments that must be the same on all ranks, by name.
             free_bytes: what is free where this rank is going to write, if that is known.
+            has_resharded: whether the state has `Resharded` values.
 
         Raises:
             CheckpointError: on all ranks, if any rank came with an error or with another argument; a rank that came
@@ -149,18 +153,18 @@ class Coordinator:
         words = words_of(structure.digest if structure is not None else bytes(16))
         save_id = secrets.randbits(62) if self.rank == 0 else 0
         free = _ENDLESS if free_bytes is None else free_bytes
-        largest_bytes, save_id, least_free, *digests = self.raise_together(
+        largest_bytes, resharded, save_id, least_free, *digests = self.raise_together(
             error,
             "describing the state",
             alike=alike,
-            numbers=[blob_bytes, save_id, -free, *both_ways(words)],
+            numbers=[blob_bytes, has_resharded, save_id, -free, *both_ways(words)],
             is_first=True,
         )
         assert structure is not None
         world = RankSet.world(self.world_size)
         classes = [(world, structure)] if is_same(digests) else self._exchange(structure, words)
         found = None if -least_free == _ENDLESS else -least_free
-        return Agreement(classes, largest_bytes, f"{save_id:016x}", found)
+        return Agreement(classes, largest_bytes, bool(resharded), f"{save_id:016x}", found)
 
     def _exchange(self, structure: Structure, words: list[int]) -> list[tuple[RankSet, Structure]]:
         """Every distinct structure, sent once by its first rank, with the ranks that have it."""

@@ -224,7 +224,8 @@ class AsyncSaver:
         copies = {
             name: (tree, [next(rest) for _ in tensors]) for name, (tree, tensors) in taken.per_rank.items()
         }
-        return TakenState(taken.structure, dict(zip(names, staged, strict=False)), copies), copying
+        locals_by_name = dict(zip(names, staged, strict=False))
+        return TakenState(taken.structure, locals_by_name, copies, taken.resharded), copying
 
 
 _solo_saver = AsyncSaver(SoloCoordinator())

@@ -5,6 +5,7 @@ every rank                                             rank 0 besides
 -----------------------------------------------        -------------------------------------------
 take the state's structure                             lock the folder, refuse an existing checkpoint
 agree on its digest (all errors meet here)
+put the parts of `Resharded` values together, if there are some
 compute the manifest and the own file from it
 start to compare replicas (see `replicas`)
 write data-<id>/<rank>.safetensors, fsync
@@ -39,6 +40,7 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_f
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
 from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
+from vescale_fsdp.checkpoint.saving.mergeable import prove_mergeable
 from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, begin_comparison, check_choice
 from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
@@ -202,7 +204,16 @@ class Saver:
         except BaseException as caught:  # noqa: BLE001  whatever it is, all ranks must hear of it
             error = caught
         try:
-            agreed = self.coordinator.agree(structure, len(blob), error, alike, free_bytes)
+            agreed = self.coordinator.agree(
+                structure,
+                len(blob),
+                error,
+                alike,
+                free_bytes,
+                has_resharded=error is None and bool(taken.resharded),
+            )
+            if agreed.has_resharded:
+                prove_mergeable(taken, self.coordinator)
             save_id = self.save_id or agreed.save_id
 
             @cache  # forms ask for what replicas were compared by

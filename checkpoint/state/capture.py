@@ -19,7 +19,7 @@ from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, renumbe
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.state.live_objects import LiveObjects
-from vescale_fsdp.checkpoint.state.per_rank import PerRank
+from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
 from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
@@ -28,11 +28,13 @@ __all__ = ["TakenState", "take_state"]
 
 
 class TakenState(NamedTuple):
-    """A rank's structure, its tensors by name, and its per-rank values by name (encoded tree, tensors)."""
+    """A rank's structure, its tensors by name, its per-rank values by name (encoded tree, tensors), and those of them
+    that are `Resharded`."""
 
     structure: Structure
     locals_by_name: dict[str, torch.Tensor]
     per_rank: dict[str, tuple[Json, list[torch.Tensor]]]
+    resharded: dict[str, Reshardable]
 
 
 def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenState:
@@ -65,7 +67,8 @@ def take_state(state: Any, *, rank_of: dict[int, int] | None = None) -> TakenSta
             where="the state itself",
             todo="flatten it, or break the circle",
         ) from error
-    return TakenState(structure, {item.entry.name: item.local for item in taker.found}, taker.per_rank_values)
+    locals_by_name = {item.entry.name: item.local for item in taker.found}
+    return TakenState(structure, locals_by_name, taker.per_rank_values, taker.resharded)
 
 
 class _Taken(NamedTuple):
@@ -84,6 +87,7 @@ class _Taker(TreeSink):
         self.axes: dict[Axes, int] = {}
         self.found: list[_Taken] = []
         self.per_rank_values: dict[str, tuple[Json, list[torch.Tensor]]] = {}
+        self.resharded: dict[str, Reshardable] = {}
         self._names: set[str] = set()
         self._by_memory: dict[tuple[Any, ...], list[int]] = {}
         self._roles: dict[str, int] = {}
@@ -125,6 +129,8 @@ class _Taker(TreeSink):
         self._claim(name)
         leaf = _LeafTaker()
         self.per_rank_values[name] = (encode(value.value, name, leaf), leaf.tensors)
+        if isinstance(value, Resharded):
+            self.resharded[name] = value.value
         return {"$": "per_rank", "name": name}
 
     def _claim(self, name: str) -> None:

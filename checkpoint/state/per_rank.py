@@ -19,7 +19,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["PerRank", "Reshardable", "Resharded", "pack_blob", "unpack_blob"]
+__all__ = ["PerRank", "Reshardable", "Resharded", "leaf_of", "pack_blob", "unpack_blob"]
 
 Merge = Callable[[list[Any], int, int], Any]
 
@@ -80,7 +80,8 @@ class Reshardable(Protocol):
 
 class Resharded(PerRank):
     """A leaf of a state that is cut anew when other ranks go on: as `PerRank`, and on another number of ranks each gets
-    its part of what all had together.
+    its part of what all had together. A save puts the parts together once, and ends in an error on all ranks where that
+    cannot be done.
 
     Args:
         value: such as a `ReshardableSampler` or a `ReshardableLoader`.
@@ -137,6 +138,12 @@ def _tensor_of(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.
     # Filled, not viewed: an array of 0 bytes has stride 0, which no wider dtype can view.
     bytes_of(tensor).numpy()[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor
+
+
+def leaf_of(tensors: list[torch.Tensor], node: Mapping[str, Any]) -> Any:
+    """The tensor, or array, that a leaf of a per-rank value's tree numbers."""
+    tensor = tensors[int(node["i"])]
+    return tensor.numpy() if node.get("numpy") else tensor
 
 
 def unpack_blob(blob: memoryview, *, where: str) -> dict[str, tuple[Any, list[torch.Tensor]]]:

@@ -29,6 +29,7 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.dtensor.mesh_order import ascends, place_in, ranks_by_place
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
+from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
@@ -267,7 +268,9 @@ def _agrees(
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     problem = None
-    if tensor.is_nested:
+    if tensor.dim() > MAX_DIMS:
+        problem = f"a tensor of {tensor.dim()} dims, which no reader takes"
+    elif tensor.is_nested:
         problem = "a nested tensor"
     elif tensor.layout is not torch.strided:
         problem = f"a tensor of layout {tensor.layout}"
@@ -280,7 +283,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if problem is not None:
         raise CheckpointError(
             "A tensor cannot be saved or loaded.",
-            expected="a dense tensor with values, or a DTensor of such",
+            expected=f"a dense tensor with values and at most {MAX_DIMS} dims, or a DTensor of such",
             got=problem,
             where=name,
             todo="save its dense parts (values, indices, scales) as tensors of their own",

@@ -76,7 +76,7 @@ class PeftConfig:
                 todo=todo,
             )
         try:
-            data = parse_json(store.read(ADAPTER_CONFIG))
+            data = parse_json(store.read(ADAPTER_CONFIG), is_text=True)
             _refuse_others(data, where)
             return cls(
                 data["peft_type"],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from vescale_fsdp.conversion.formats.huggingface.repository import INDEX_FILE
+from vescale_fsdp.conversion.formats.huggingface.repository import index_of, stem_in
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
@@ -142,19 +142,21 @@ def _folder_problems(source: Source) -> list[str]:
     if source.kind != "hf":
         return []
     found = []
-    used = {chunk.file for tensor in source.tensors.values() for chunk in tensor.chunks} | {INDEX_FILE}
+    listed = source.store.list_files()
+    index_file = index_of(stem_in(listed))
+    used = {chunk.file for tensor in source.tensors.values() for chunk in tensor.chunks} | {index_file}
     # Weights for other loaders may lie beside (pytorch_model.bin, Mistral's consolidated.safetensors).
-    others = [file for file in source.store.list_files() if file.endswith(".safetensors") and "/" not in file]
+    others = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
     stale = [file for file in others if file not in used and not file.startswith("consolidated")]
     if stale:
         found.append(f"weight files that are not part of the model: {', '.join(stale)}; remove them")
-    if source.store.size(INDEX_FILE) is not None:
-        index = parse_json(source.store.read(INDEX_FILE))
+    if source.store.size(index_file) is not None:
+        index = parse_json(source.store.read(index_file))
         total = (
             index.get("metadata", {}).get("total_size") if isinstance(index.get("metadata"), dict) else None
         )
         if total != source.nbytes:
             found.append(
-                f"{INDEX_FILE} says total_size {total}, the files hold {source.nbytes}; write it again"
+                f"{index_file} says total_size {total}, the files hold {source.nbytes}; write it again"
             )
     return found

@@ -99,7 +99,7 @@ def inspect_command(
     if svg is not None:
         picture = draw(source, layout)
         folder, name = open_parent(svg)
-        folder.commit(name, picture.encode(), replace=True)
+        folder.commit(name, picture.encode(errors="backslashreplace"), replace=True)
     found = describe(source)
     click.echo(json.dumps(found, indent=2) if as_json else format_description(found))
 
@@ -209,7 +209,7 @@ def report_command(
     with ProgressBar(source.nbytes + (other.nbytes if other else 0), quiet=quiet) as progress:
         page = report_page(checkpoint_report(source, other, progress=progress.advance))
     folder, name = open_parent(out)
-    folder.commit(name, page.encode(), replace=True)
+    folder.commit(name, page.encode(errors="backslashreplace"), replace=True)
     if not quiet:
         click.echo(f"wrote {out}: {len(source.tensors)} tensors, {format_bytes(source.nbytes)}")
 

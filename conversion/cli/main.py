@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
 import os
 import signal
@@ -42,6 +43,8 @@ def main() -> None:
 
     A second Ctrl-C ends the process at once, whatever it waits for: what is on the disk is as safe as after a crash.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is: names of pickles may be no text
     gc.disable()  # what a command makes lives to its end; looking through all of a large plan costs seconds
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # as shells start jobs in the background

@@ -152,7 +152,7 @@ def _what_is_there(url: str) -> str:
 
 
 _INSIDE = (  # one of several checkpoints, in whatever folder
-    rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|model\.safetensors(\.index\.json)?|\.metadata"
+    rf"([^/]+/)*({re.escape(MANIFEST_NAME)}|(diffusion_pytorch_)?model\.safetensors(\.index\.json)?|\.metadata"
     r"|[^/]*mp_rank_\d+_model_states\.pt|model_world_size_\d+_rank_\d+\.pt)"
 )
 # Checkpoints that others write, which have a way to a format read here: a file's name, whose it is, the way.

@@ -143,7 +143,7 @@ FORMATS = {
         ),
     ),
     "bin": Format(
-        r"pytorch_model(_fsdp)?\.bin(\.index\.json)?",
+        r"(diffusion_)?pytorch_model(_fsdp)?\.bin(\.index\.json)?",
         lambda store, _, trust: _open_bin(store, lambda file: _open_torch(store, file, trust_pickle=trust)),
     ),
     # Its folder, or the one around it, where `latest` is. Behind those of Hugging Face: what a Trainer has gathered

@@ -13,7 +13,7 @@ from itertools import pairwise
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType
-from vescale_fsdp.layout.foreign_json import whole_numbers
+from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
 __all__ = ["StoredChunk", "StoredTensor", "TensorInfo"]
@@ -34,7 +34,7 @@ class TensorInfo:
 
     def __post_init__(self) -> None:
         try:
-            numel = math.prod(whole_numbers(self.shape))
+            numel = math.prod(tensor_shape(self.shape))
             nbytes = numel * self.dtype.itemsize
             if nbytes >= 2**63:
                 raise ValueError("more bytes than there are")
@@ -43,7 +43,7 @@ class TensorInfo:
         except ValueError as error:
             raise CorruptCheckpointError(
                 "A tensor cannot have this shape.",
-                expected="whole numbers, and fewer than 2**63 bytes",
+                expected=f"at most {MAX_DIMS} whole numbers, and fewer than 2**63 bytes",
                 got=f"{self.shape!r:.80}",
                 where=f"tensor {self.name}",
                 todo="copy the checkpoint again from where it was made",

@@ -140,10 +140,15 @@ def _bad(expected: str, got: str) -> ConversionError:
 
 @dataclass(frozen=True)
 class CastView(TensorView):
-    """A float tensor in another float type."""
+    """A float tensor in another float type.
+
+    Args:
+        overflows: gets, by name and box, how many finite values of a box that was read became infinite.
+    """
 
     inner: TensorView
     dtype: DType
+    overflows: dict[tuple[str, Box], int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def info(self) -> TensorInfo:
@@ -158,7 +163,8 @@ class CastView(TensorView):
         source = self.inner.info.dtype
         raw = np.empty(box.sizes, dtype=source.raw)
         self.inner.read_into(box, raw)
-        cast_into(raw, source, out, self.dtype)
+        if lost := cast_into(raw, source, out, self.dtype):
+            self.overflows[self.inner.info.name, box] = lost
 
     def sources(self) -> Iterator[tuple[Source, str]]:
         return self.inner.sources()

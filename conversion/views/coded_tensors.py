@@ -20,7 +20,7 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.layout.geometry import Box
+from vescale_fsdp.layout.geometry import Box, whole_box
 
 if TYPE_CHECKING:
     import numpy as np
@@ -260,11 +260,30 @@ class EncodedView(_ComputedView):
         each, (*lead, rows, cols) = self.encoding, values.shape
         tiled = values.reshape(*lead, rows // each.rows, each.rows, cols // each.cols, each.cols)
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            factors, scales = each.scales(np.abs(tiled).max(axis=(-3, -1)))
+            largest = np.abs(tiled).max(axis=(-3, -1))
+            if not np.isfinite(largest).all():
+                raise self._refusal()
+            factors, scales = each.scales(largest)
             if self.wants_scales:
                 return scales
             tiled *= factors[..., :, None, :, None]
             return each.codes(values)
+
+    def _refusal(self) -> ConversionError:
+        """One scale stands for a block: an infinity or NaN would take all of its values along."""
+        import numpy as np
+
+        shape = self.values.info.shape
+        tiles = _tiles(whole_box(shape), (1,) * len(shape))
+        counts = (int(np.count_nonzero(~np.isfinite(_floats(self.values, tile)))) for tile in tiles)
+        name = self.values.info.name
+        return ConversionError(
+            "A weight with infinities or NaNs cannot be quantised in blocks.",
+            expected="finite values",
+            got=f"{sum(counts)} of {self.values.info.numel} that are not",
+            where=f"tensor {name}",
+            todo=f"leave it as it is: --quantize '{name}=keep' before other patterns; or mend the source",
+        )
 
     def parts(self, box: Box) -> Iterator[tuple[SourceView, Box]]:
         return self.values.parts(self._whole_blocks(box)) if box.numel else iter(())

@@ -12,6 +12,7 @@ import pytest
 PACKAGES = [
     "vescale_fsdp",
     "vescale_fsdp.checkpoint",
+    "vescale_fsdp.checkpoint.transfer",
     "vescale_fsdp.conversion",
     "vescale_fsdp.integrations",
     "vescale_fsdp.optim",
@@ -21,6 +22,7 @@ PACKAGES = [
 PACKAGE_CALLS = {
     "vescale_fsdp": ["pickled_paths.install", "lazily_export"],
     "vescale_fsdp.checkpoint": ["lazily_export"],
+    "vescale_fsdp.checkpoint.transfer": ["lazily_export"],
     "vescale_fsdp.conversion": ["lazily_export"],
     "vescale_fsdp.integrations": ["lazily_export"],
 }

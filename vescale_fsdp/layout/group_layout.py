@@ -29,6 +29,7 @@ nowhere, lies inside its buffer, and starts its tensors where it says that they 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +38,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import LayoutError
+from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.run_lengths import RunLengths
 
@@ -123,6 +125,14 @@ class TensorSlot:
 
     def __post_init__(self) -> None:
         sizes = {"block_numel": self.block_numel, "offset": self.offset}
+        if len(self.shape) > MAX_DIMS:
+            raise LayoutError(
+                "A tensor of so many dims cannot be laid out.",
+                expected=f"at most {MAX_DIMS} dims",
+                got=len(self.shape),
+                where=self.fqn,
+                todo="reshape it",
+            )
         sizes |= {f"shape[{dim}]": size for dim, size in enumerate(self.shape)}
         _check_integers(sizes, f"slot {self.fqn!r}")
         object.__setattr__(self, "numel", numel_of(self.shape))
@@ -297,7 +307,7 @@ class GroupLayout:
     def _prove_disjoint(self) -> None:
         names = [slot.fqn for slot in self.slots]
         if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
             raise LayoutError("A name appears twice in one group.", expected="distinct names", got=twice)
         filled = [slot for slot in self.slots if slot.numel]
         whole = sorted((slot for slot in filled if not slot.runs), key=attrgetter("offset"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_code
-from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
+from vescale_fsdp.layout.foreign_json import parse_json, tensor_shape, whole_numbers
 
 __all__ = ["MAX_HEADER_BYTES", "HeaderEntry", "read_header"]
 
@@ -52,7 +52,7 @@ def read_header(
         got = f"length {header_bytes} in a file of {file_bytes} bytes"
         raise _corrupt("8 bytes of length, then that much JSON", got, where)
     try:
-        table = parse_json(read(8, header_bytes).decode())
+        table = parse_json(read(8, header_bytes).decode(), is_text=True)
         metadata = _strings(table.pop("__metadata__", {}))
         entries = {name: _entry(fields, base) for name, fields in table.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -70,7 +70,7 @@ def read_header(
 
 def _entry(fields: Mapping[str, Any], base: int) -> HeaderEntry:
     dtype = dtype_from_code(fields["dtype"])
-    shape = dtype.from_header_shape(whole_numbers(fields["shape"]))
+    shape = dtype.from_header_shape(tensor_shape(fields["shape"]))
     start, stop = whole_numbers(fields["data_offsets"], 2)
     if stop - start != dtype.nbytes(shape):
         raise ValueError(

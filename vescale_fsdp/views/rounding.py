@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,17 @@ __all__ = ["cast_array", "cast_into"]
 
 _NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 _BF16_NAN = 0x7FC0
+_INFINITIES: dict[str, np.unsignedinteger[Any]] = {
+    "float16": np.uint16(0x7C00),
+    "bfloat16": np.uint16(0x7F80),
+    "float32": np.uint32(0x7F800000),
+    "float64": np.uint64(0x7FF0000000000000),
+}
+_NARROWER_THAN = {  # types that lack some value of these
+    "float64": ("float32", "bfloat16", "float16"),
+    "float32": ("bfloat16", "float16"),
+    "bfloat16": ("float16",),
+}
 _BLOCK_ITEMS = 1 << 15  # intermediate values of so many stay in a core's cache
 
 
@@ -30,12 +42,28 @@ def cast_array(raw: np.ndarray, source: DType, target: DType) -> np.ndarray:
     return out
 
 
-def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:
-    """`cast_array`, written to ``out`` of the same shape."""
+def cast_into(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
+    """`cast_array`, written to ``out`` of the same shape; returns how many finite items became infinite."""
+    lost = 0
     cast = _by_torch if _torch_has(source, target) and raw.flags.writeable else _by_numpy
     with np.errstate(over="ignore", invalid="ignore"):  # too large for the target is infinity, as in torch
         for items, into in _blocks(raw, out):
             cast(items, source, into, target)
+            lost += _new_infinities(items, source, into, target)
+    return lost
+
+
+def _new_infinities(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> int:
+    """How many items are infinite as ``target`` and were finite."""
+    if target.name not in _NARROWER_THAN.get(source.name, ()):
+        return 0
+    infinite = _is_infinite(out, target)
+    return int(np.count_nonzero(infinite & ~_is_infinite(raw, source))) if infinite.any() else 0
+
+
+def _is_infinite(raw: np.ndarray, dtype: DType) -> np.ndarray:
+    infinity = _INFINITIES[dtype.name]
+    return (raw << infinity.dtype.type(1)) == infinity << infinity.dtype.type(1)  # the sign falls off
 
 
 def _by_numpy(raw: np.ndarray, source: DType, out: np.ndarray, target: DType) -> None:

@@ -1,9 +1,9 @@
 """What a target tensor is made of: source tensors, by name, under maps that move boxes and codecs that round.
 
     "layers.0.q.weight"                       a tensor of another name
-    fuse("q", "k", "v")                       one after the other along a dim; `cut` takes one out again
-    stack("expert0.w", "expert1.w")           along a new dim; `pick` takes one out again
-    transpose("w")                            dims in another order
+    concatenate("q", "k", "v")                one after the other along a dim; `slice` takes one out again
+    stack("expert0.w", "expert1.w")           along a new dim; `index` takes one out again
+    permute("w")                              dims in another order
     codes("w", Fp8Blocks())                   what a codec makes of the whole tensor: `codes` and `scales`
 
 Links nest. Each resolves into *leaves*: a box of one source tensor, and where it lies in the target, dim by dim.
@@ -30,15 +30,15 @@ __all__ = [
     "Mapped",
     "Named",
     "codes",
-    "cut",
-    "fuse",
+    "concatenate",
+    "index",
     "leaves_of",
     "link_from_json",
     "link_to_json",
-    "pick",
+    "permute",
     "scales",
+    "slice",
     "stack",
-    "transpose",
 ]
 
 Shape = tuple[int, ...]
@@ -101,38 +101,71 @@ def _link(item: Linkable) -> Link:
     return Named(item) if isinstance(item, str) else item
 
 
-def fuse(*inputs: Linkable, dim: int = 0) -> Link:
-    """Tensors one after the other along a dim: q, k and v as one matrix."""
+def concatenate(*inputs: Linkable, dim: int = 0) -> Link:
+    """Tensors one after the other along a dim: q, k and v as one matrix.
+
+    Examples:
+        >>> links = {"qkv.weight": concatenate("q.weight", "k.weight", "v.weight")}
+        >>> links |= {"w2": stack("experts.0.w2", permute("experts.1.w2_t")), "rest.weight": "head.weight"}
+        >>> sorted(links)  # for plan_transfer(source, target, links=links)
+        ['qkv.weight', 'rest.weight', 'w2']
+    """
     return Mapped(Concat(dim), tuple(map(_link, inputs)))
 
 
-def cut(of: Linkable, start: int, size: int, *, dim: int = 0) -> Link:
-    """Indices [start, start + size) of a dim."""
+def slice(of: Linkable, start: int, size: int, *, dim: int = 0) -> Link:
+    """Indices [start, start + size) of a dim: q of a fused q, k and v.
+
+    Examples:
+        >>> links = {"q.weight": slice("qkv.weight", 0, 64)}
+    """
     return Mapped(Slice(dim, start, size), (_link(of),))
 
 
 def stack(*inputs: Linkable, dim: int = 0) -> Link:
-    """Tensors of one shape along a new dim: experts as one tensor."""
+    """Tensors of one shape along a new dim: experts as one tensor.
+
+    Examples:
+        >>> links = {"experts.w2": stack("experts.0.w2", "experts.1.w2")}
+    """
     return Mapped(Stack(dim), tuple(map(_link, inputs)))
 
 
-def pick(of: Linkable, index: int, *, dim: int = 0) -> Link:
-    """One index of a dim, which is gone: one expert."""
-    return Mapped(Index(dim, index), (_link(of),))
+def index(of: Linkable, number: int, *, dim: int = 0) -> Link:
+    """One index of a dim, which is gone: one expert.
+
+    Examples:
+        >>> links = {f"experts.{e}.w2": index("experts.w2", e) for e in range(2)}
+    """
+    return Mapped(Index(dim, number), (_link(of),))
 
 
-def transpose(of: Linkable, dims: Sequence[int] = (1, 0)) -> Link:
-    """Dims in another order: dim i of the result is dim ``dims[i]`` of the input."""
+def permute(of: Linkable, dims: Sequence[int] = (1, 0)) -> Link:
+    """Dims in another order: dim i of the result is dim ``dims[i]`` of the input; by default a transpose.
+
+    Examples:
+        >>> links = {"w_t": permute("w"), "kernel": permute("conv.weight", (2, 3, 1, 0))}
+    """
     return Mapped(Permute(tuple(dims)), (_link(of),))
 
 
 def codes(name: str, codec: Codec) -> Link:
-    """The codes of a whole tensor, made by its holders."""
+    """The codes of a whole tensor, made by its holders.
+
+    Examples:
+        >>> from vescale_fsdp.quantize import Fp8Blocks
+        >>> links = {"w": codes("w", Fp8Blocks()), "w_scale_inv": scales("w", Fp8Blocks())}
+    """
     return Coded(name, codec, "codes")
 
 
 def scales(name: str, codec: Codec) -> Link:
-    """The scales of a whole tensor's blocks."""
+    """The scales of a whole tensor's blocks.
+
+    Examples:
+        >>> from vescale_fsdp.quantize import Fp8Blocks
+        >>> links = {"w_scale_inv": scales("w", Fp8Blocks())}
+    """
     return Coded(name, codec, "scales")
 
 

@@ -185,7 +185,8 @@ def plan_transfer(
 
     Args:
         source, target: who holds what, by `describe_states`; tensors of the source that nothing asks for stay.
-        links: what target tensors are made of (see `links`); others come from the source tensor of their name.
+        links: what target tensors are made of, such as ``{"qkv": concatenate("q", "k", "v")}`` with the functions of
+            `vescale_fsdp.checkpoint.transfer`; others come from the source tensor of their name.
         cast: round floats to the target's dtype where it is another.
         budget_bytes: of memory that each rank may use for messages, at least 4 KiB.
 

@@ -16,7 +16,11 @@ from typing import Any
 
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_store
-from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_file, natural_key
+from vescale_fsdp.conversion.formats.huggingface.repository import (
+    is_of_diffusers,
+    is_weight_file,
+    natural_key,
+)
 from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
@@ -86,13 +90,26 @@ class Assets:
             self.config = _config_in(self._store)
 
     def set_weights_dtype(self, name: str) -> None:
-        """Keep config.json in step with weights that were cast: loaders believe the config, not the files."""
+        """Keep config.json in step with weights that were cast: loaders believe the config, not the files. Those of
+        diffusers have no such entry."""
+        if is_of_diffusers(self.config or {}):
+            return
         key = next((key for key in _DTYPE_KEYS if key in (self.config or {})), _DTYPE_KEYS[0])
         self._changes[key] = name
 
     def set_quantization(self, found: dict[str, Any] | None) -> None:
         """Keep config.json in step with codes that were made, or are gone (None)."""
         self._changes |= {**dict.fromkeys(QUANTIZATION_KEYS), QUANTIZATION_KEYS[0]: found}
+
+    def name_dtype_held(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> None:
+        """Keep config.json in step with what is left of the ordinary floats: a type that none has gives way to the one
+        that config.json named before, or else to that of most."""
+        held = _float_types(infos, quantized)
+        if held and _named_dtype(self.settings) not in held:
+            before = _named_dtype(self.config or {})
+            self.set_weights_dtype(
+                before if before is not None and before in held else held.most_common(1)[0][0]
+            )
 
     def untie(self) -> None:
         """Keep config.json in step with weights that are stored apart: loaders believe the config."""
@@ -107,8 +124,7 @@ class Assets:
     def disagreements(self, infos: Iterable[TensorInfo], quantized: Collection[str]) -> list[str]:
         """What config.json says of the weights' types that they deny; loaders believe the config."""
         config, found = self.settings, list[str]()
-        held = Counter(i.dtype.name for i in infos if i.dtype.kind == "float" and i.name not in quantized)
-        said = next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
+        held, said = _float_types(infos, quantized), _named_dtype(config)
         if said and held and said not in held:
             most = held.most_common(1)[0][0]
             found.append(
@@ -133,6 +149,15 @@ class Assets:
         if file != CONFIG_FILE or not self._changes or self.config is None:
             return self._store.read_pieces(file)
         return [(json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()]
+
+
+def _float_types(infos: Iterable[TensorInfo], quantized: Collection[str]) -> Counter[str]:
+    """How many tensors are ordinary floats of each type."""
+    return Counter(i.dtype.name for i in infos if i.dtype.kind == "float" and i.name not in quantized)
+
+
+def _named_dtype(config: Mapping[str, Any]) -> str | None:
+    return next((str(config[key]).removeprefix("torch.") for key in _DTYPE_KEYS if config.get(key)), None)
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,7 +197,7 @@ def own_config(store: Storage) -> dict[str, Any]:
 
 def _config_in(store: Storage) -> dict[str, Any]:
     try:
-        loaded = parse_json(store.read(CONFIG_FILE))
+        loaded = parse_json(store.read(CONFIG_FILE), is_text=True)
     except ValueError as error:
         refuse_pointers(store, [CONFIG_FILE], error)
         loaded = f"{type(error).__name__}: {error}"

@@ -10,14 +10,17 @@ from dataclasses import replace
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.huggingface.repository import (
     BEING_WRITTEN,
-    INDEX_FILE,
-    SINGLE_FILE,
+    index_of,
     is_weight_file,
+    single_of,
+    stem_in,
 )
 from vescale_fsdp.conversion.formats.huggingface.safetensors import joined_metadata, read_tensors
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import equal_bytes
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
-from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
+from vescale_fsdp.conversion.views.tensor_view import SourceView
+from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box
@@ -63,24 +66,26 @@ def open_hf_folder(store: Storage) -> Source:
             todo="wait for the save to end, or save again",
         )
     files = [file for file in listed if file.endswith(".safetensors") and "/" not in file]
-    has_index = store.size(INDEX_FILE) is not None
-    if has_index and SINGLE_FILE in files:
+    stem = stem_in(listed)
+    single, index = single_of(stem), index_of(stem)
+    has_index = store.size(index) is not None
+    if has_index and single in files:
         raise ConversionError(
             "The folder holds two models.",
-            expected=f"either {SINGLE_FILE} or {INDEX_FILE}",
+            expected=f"either {single} or {index}",
             got="both",
             where=store.where,
             todo="remove the one that is out of date (transformers would load the single file)",
         )
-    mapped = weight_map(store) if has_index else None
-    if mapped is None and SINGLE_FILE in files:
-        files = [SINGLE_FILE]
+    mapped = weight_map(store, index) if has_index else None
+    if mapped is None and single in files:
+        files = [single]
     elif mapped is not None:
         files = sorted(set(mapped.values()))
     elif len(files) != 1 or _ONE_OF_SEVERAL.search(files[0]):
         raise ConversionError(
             "The folder has files of a model that is cut into several, but no index.",
-            expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its files",
+            expected=f"{single}, or {index} and its files",
             got=", ".join(files[:4]) or "no safetensors file",
             where=store.where,
             todo="pass one of the files instead of the folder, or restore the index",
@@ -91,9 +96,10 @@ def open_hf_folder(store: Storage) -> Source:
         tensors, headers[file] = read_tensors(store, file)
         return tensors
 
-    tensors = joined_files(store, files, mapped, read)
+    tensors, notes = joined_files(store, files, mapped, read, index)
     metadata = joined_metadata(headers, store.where)
-    return Source("hf", store, tensors, facts={"weight files": str(len(files))}, file_metadata=metadata)
+    facts = {"weight files": str(len(files))}
+    return Source("hf", store, tensors, facts=facts, file_metadata=metadata, warnings=notes)
 
 
 def open_shards(store: Storage) -> Source:
@@ -168,37 +174,56 @@ def joined_files(
     files: Iterable[str],
     mapped: Mapping[str, str] | None,
     read: Callable[[str], Mapping[str, StoredTensor]],
-    index_file: str = INDEX_FILE,
-) -> dict[str, StoredTensor]:
-    """The tensors of all files, held against what an index says of each.
+    index_file: str,
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of all files, held against what an index says of each; and warnings where they say more than it.
+
+    As transformers loads them: tensors that the index does not name are taken too, and one that lies in several files
+    if its bytes are the same in each (they are read and compared).
 
     Raises:
-        CorruptCheckpointError: if a name is there that belongs elsewhere, or belongs there and is not.
+        CorruptCheckpointError: if a name is not where the index says, or files hold different tensors of one name.
     """
+    tables = {file: read(file) for file in files}
+    for name, file in (mapped or {}).items():
+        if name not in tables[file]:
+            other = next(
+                (f"found in {other}" for other, table in tables.items() if name in table), "not there"
+            )
+            raise _disagree(store, index_file, name, f"in {file}", other)
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        found = read(file)
-        tensors |= found
-        if mapped is None:
-            continue
-        for name in found:
-            if mapped.get(name) != file:
-                expected = f"in {mapped.get(name, 'no file')}"
-                raise _disagree(store, index_file, name, expected, f"found in {file}")
-        for name, place in mapped.items():
-            if place == file and name not in found:
-                raise _disagree(store, index_file, name, f"in {place}", "not there")
-    return tensors
+    homes: dict[str, str] = dict(mapped or {})
+    twice: list[str] = []
+    for file, table in tables.items():
+        for name, tensor in table.items():
+            home = homes.setdefault(name, file)
+            if home == file:
+                tensors[name] = tensor
+                continue
+            twice.append(name)
+            if not _same_bytes(store, name, tables[home][name], tensor):
+                raise _disagree(
+                    store, index_file, name, f"in {home} alone", f"another one of that name in {file}"
+                )
+    unnamed = [name for name in tensors if mapped is not None and name not in mapped]
+    notes = {"tensors that the index does not name, taken as transformers does": unnamed}
+    notes |= {"tensors that lie in several files, with the same bytes": twice}
+    return tensors, tuple(f"{note}: {some(names)}" for note, names in notes.items() if names)
 
 
-def weight_map(store: Storage, index_file: str = INDEX_FILE) -> dict[str, str]:
+def _same_bytes(store: Storage, name: str, *tensors: StoredTensor) -> bool:
+    left, right = (SourceView(Source("hf", store, {name: tensor}), name, name) for tensor in tensors)
+    return equal_bytes(left, right)
+
+
+def weight_map(store: Storage, index_file: str) -> dict[str, str]:
     """Tensor name -> file, as the index says.
 
     Raises:
         CorruptCheckpointError: if the index is damaged or points outside of the folder.
     """
     try:
-        index = parse_json(store.read(index_file))
+        index = parse_json(store.read(index_file), is_text=True)
         found = {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(

@@ -1,5 +1,5 @@
-"""Reading folders whose weights are torch.save files: Hugging Face's of the time before safetensors, and the whole
-models that accelerate gathers on one rank (``pytorch_model_fsdp.bin``)."""
+"""Reading folders whose weights are torch.save files: transformers' and diffusers' of the time before safetensors, and
+the whole models that accelerate gathers on one rank (``pytorch_model_fsdp.bin``)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from vescale_fsdp.conversion.source.source import Source
 
 __all__ = ["open_bin_folder"]
 
-BIN_FILE = "pytorch_model.bin"
-BIN_INDEX_FILE = "pytorch_model.bin.index.json"
-FSDP_FILE = "pytorch_model_fsdp.bin"
+_STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
 
 def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Source:
@@ -24,9 +22,12 @@ def open_bin_folder(store: Storage, open_file: Callable[[str], Source]) -> Sourc
         ConversionError: if a file holds no dict of tensors, or its pickle names more than tensors need.
         CorruptCheckpointError: if index and files disagree or a file is damaged.
     """
-    has_index = store.size(BIN_INDEX_FILE) is not None
-    mapped = weight_map(store, BIN_INDEX_FILE) if has_index else None
-    alone = BIN_FILE if store.size(BIN_FILE) is not None else FSDP_FILE
-    files = sorted(set(mapped.values())) if mapped is not None else [alone]
-    tensors = joined_files(store, files, mapped, lambda file: open_file(file).tensors, BIN_INDEX_FILE)
-    return Source("bin", store, tensors, facts={"weight files": str(len(files))})
+    indices = [f"{stem}.bin.index.json" for stem in _STEMS]
+    index = next((file for file in indices if store.size(file) is not None), None)
+    mapped = None if index is None else weight_map(store, index)
+    alone = next(
+        (f"{stem}.bin" for stem in _STEMS if store.size(f"{stem}.bin") is not None), f"{_STEMS[0]}.bin"
+    )
+    files = [alone] if mapped is None else sorted(set(mapped.values()))
+    tensors, notes = joined_files(store, files, mapped, lambda file: open_file(file).tensors, index or alone)
+    return Source("bin", store, tensors, facts={"weight files": str(len(files))}, warnings=notes)

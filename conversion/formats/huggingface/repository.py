@@ -1,8 +1,9 @@
 """How tensors are spread over the files of a Hugging Face repository, and what the files are called.
 
 One file: ``model.safetensors`` and no index. Several: ``model-00001-of-0000N.safetensors`` and an index
-that maps every name to its file. Names are placed greedily in natural order (``layers.2`` before
-``layers.10``), so the split depends on names, shapes and the limit only, never on where the tensors came
+that maps every name to its file. The models of diffusers (``unet``, ``vae``, ..) have ``diffusion_pytorch_model`` in
+place of ``model``; their config.json says ``_class_name``. Names are placed greedily in natural order (``layers.2``
+before ``layers.10``), so the split depends on names, shapes and the limit only, never on where the tensors came
 from.
 """
 
@@ -10,29 +11,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 
 __all__ = [
     "BEING_WRITTEN",
-    "INDEX_FILE",
-    "SINGLE_FILE",
     "ShardPlan",
     "index_bytes",
+    "index_of",
+    "is_of_diffusers",
     "is_weight_file",
     "natural_key",
     "plan_shards",
+    "single_of",
+    "stem_in",
+    "stem_of",
 ]
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+_MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
 BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
 MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index
 _WEIGHTS = re.compile(
-    r"(model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"
+    r"(model|diffusion_pytorch_model|pytorch_model|tf_model|flax_model)([-.].*)?\.(safetensors|bin|h5|msgpack)(\.index\.json)?"
 )
 
 
@@ -49,6 +53,34 @@ class ShardPlan:
         return sum(info.nbytes for info in self.infos)
 
 
+def is_of_diffusers(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model of diffusers."""
+    return isinstance(config.get("_class_name"), str)
+
+
+def stem_of(config: Mapping[str, Any]) -> str:
+    """What the names of weight files begin with, beside such a config.json."""
+    return _DIFFUSERS_MODEL if is_of_diffusers(config) else _MODEL
+
+
+def stem_in(files: Collection[str]) -> str:
+    """The same of a folder with these files."""
+    has = {single_of(_DIFFUSERS_MODEL), index_of(_DIFFUSERS_MODEL)}.intersection(files)
+    return (
+        _DIFFUSERS_MODEL if has and not {single_of(_MODEL), index_of(_MODEL)}.intersection(files) else _MODEL
+    )
+
+
+def single_of(stem: str) -> str:
+    """The file of a model that is one file."""
+    return f"{stem}.safetensors"
+
+
+def index_of(stem: str) -> str:
+    """The index of a model that is several."""
+    return f"{stem}.safetensors.index.json"
+
+
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key in which runs of digits compare as numbers."""
     parts = re.split(r"(\d+)", name)
@@ -60,7 +92,9 @@ def is_weight_file(name: str) -> bool:
     return "/" not in name and (_WEIGHTS.fullmatch(name) is not None or name.endswith(".safetensors"))
 
 
-def plan_shards(infos: Iterable[TensorInfo], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
+def plan_shards(
+    infos: Iterable[TensorInfo], max_shard_bytes: int, stem: str = _MODEL
+) -> tuple[ShardPlan, ...]:
     """Spread tensors over files of at most ``max_shard_bytes`` bytes; a larger tensor gets its own.
 
     Raises:
@@ -82,10 +116,10 @@ def plan_shards(infos: Iterable[TensorInfo], max_shard_bytes: int) -> tuple[Shar
         groups[-1].append(info)
         filled += info.nbytes
     if len(groups) == 1:
-        return (ShardPlan(SINGLE_FILE, tuple(groups[0])),)
+        return (ShardPlan(single_of(stem), tuple(groups[0])),)
     count = len(groups)
     return tuple(
-        ShardPlan(f"model-{i:05d}-of-{count:05d}.safetensors", tuple(group))
+        ShardPlan(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tuple(group))
         for i, group in enumerate(groups, 1)
     )
 

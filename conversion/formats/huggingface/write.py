@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 from vescale_fsdp.conversion.formats.huggingface.repository import (
-    INDEX_FILE,
     index_bytes,
+    index_of,
     is_weight_file,
     plan_shards,
+    stem_of,
 )
 from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
 from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
@@ -35,11 +36,12 @@ def plan_hf(
         ConversionError: for a type safetensors lacks, or an index too large for loaders.
     """
     by_name = {view.info.name: view for view in views}
-    shards = plan_shards([view.info for view in views], max_shard_bytes)
+    stem = stem_of(assets.settings)
+    shards = plan_shards([view.info for view in views], max_shard_bytes, stem)
     closing = [ClosingFile(file, assets.reader(file)) for file in assets.files]
     if len(shards) > 1:
         index = index_bytes(shards)
-        closing.append(ClosingFile(INDEX_FILE, lambda: (index,)))
+        closing.append(ClosingFile(index_of(stem), lambda: (index,)))
     files = []
     for shard in shards:
         header = make_header(shard.infos, {"format": "pt", **(metadata or {})})

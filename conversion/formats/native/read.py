@@ -51,6 +51,8 @@ def open_native(store: Storage) -> Source:
         CorruptCheckpointError: if the manifest is damaged or a file is missing or has another size.
     """
     manifest = Manifest.from_bytes(store.read(MANIFEST_NAME), where=f"{store.where}/{MANIFEST_NAME}")
+    if manifest.split_bytes is not None:  # asked before anything is computed per rank
+        store.required_info(manifest.file_name(manifest.world_size - 1))
     shares = manifest.shares
     files = [RankFile(manifest, rank, its_shares) for rank, its_shares in enumerate(shares)]
     chunks = (_array_chunks if manifest.is_zarr else _pieces)(store, manifest, files)

@@ -467,3 +467,16 @@ def test_an_error_nobody_asks_for(asked: bool, tmp_path: Path) -> None:
     assert ended.returncode == (0 if asked else 1)
     assert ("failed: FileExistsError" in ended.stderr) is not asked
     assert ("File exists" in ended.stdout) is asked
+
+
+def test_one_tensor_under_either_spelling(tmp_path: Path) -> None:
+    """The converter's names are found too, unless several tensors, or a name of its own, have the same."""
+    state = {"m": {"a.b": torch.tensor(1), "c/d": torch.tensor(2)}, "x": {"y.z": torch.tensor(3)}}
+    save(
+        tmp_path / "c",
+        {**state, "x.y": {"z": torch.tensor(4)}, "m.e": torch.tensor(5), "m2": {"m.e": torch.tensor(6)}},
+    )
+    reader = read_state(tmp_path / "c")
+    found = {name: int(reader[name].read()) for name in ("m.a.b", "m/a.b", "m.c/d", "m.e", "m2.m.e")}
+    assert found == {"m.a.b": 1, "m/a.b": 1, "m.c/d": 2, "m.e": 5, "m2.m.e": 6}
+    assert "x.y.z" not in reader and "x/y.z" in reader and list(reader).count("m/a.b") == 1

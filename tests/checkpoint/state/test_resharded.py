@@ -21,6 +21,9 @@ from vescale_fsdp.checkpoint import (
     ReshardableLoader,
     ReshardableSampler,
     Resharded,
+    async_save,
+    load,
+    save,
 )
 from vescale_fsdp.errors import CheckpointError
 
@@ -204,3 +207,65 @@ def test_per_rank_stays_per_rank(tmp_path: Path) -> None:
     run_ranks(2, _train, tmp_path, 2, False)
     for text in run_ranks(1, _restores, tmp_path):
         assert "state of another one" in text and "Resharded" in text and dist.is_available()
+
+
+class _Part:
+    """A value of a user's own: parts are tensors, which are merged if all ranks are at the same place."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "tensor": torch.full((2,), float(self.place))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+    def merge(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        if any(not torch.equal(state["tensor"], states[0]["tensor"]) for state in states):
+            raise ValueError("ranks at different places")
+        return states[0]
+
+    def split(self, whole: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+        return whole
+
+
+def _saves(root: Path, kind: str) -> str | None:
+    """What a save says of values whose parts fit or do not fit, in the foreground and the background."""
+    rank = dist.get_rank()
+    value: Any
+    if kind == "seeds":
+        value = ReshardableSampler(100, seed=rank)
+    elif kind == "loaders":
+        sampler = ReshardableSampler(100 + rank)
+        value = ReshardableLoader(DataLoader(range(200), batch_size=4, sampler=sampler))
+    elif kind == "epochs":  # uneven: the first rank has one sample more, and the others begin the next epoch
+        value = ReshardableSampler(4 * dist.get_world_size() + 1)
+        for _ in range(2):
+            _ = list(islice(value, 5 if rank == 0 else 3))
+    else:
+        value = _Part(rank if kind == "own" else 7)
+    state = {"data": [Resharded(value)], "rng": PerRank(rank)}
+    try:
+        if kind == "own":
+            async_save(root / kind, state).wait()
+        else:
+            save(root / kind, state)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_parts_that_cannot_be_merged_are_refused_when_saved(tmp_path: Path) -> None:
+    """On all ranks, naming the value and its ranks; nothing is left. Parts that fit are saved."""
+    for kind in ("seeds", "loaders", "own"):
+        for text in run_ranks(2, _saves, tmp_path, kind):
+            assert text is not None and "data/0 of ranks 0, 1" in text
+        assert not list(tmp_path.glob(f"{kind}/**/manifest.json"))
+    for kind in ("epochs", "equal"):
+        assert run_ranks(2, _saves, tmp_path, kind) == [None] * 2
+        load(
+            tmp_path / kind,
+            {"data": [Resharded(_Part(0) if kind == "equal" else ReshardableSampler(9))]},
+            strict=False,
+        )

@@ -13,17 +13,11 @@ from hypothesis import given, settings
 from tests.checkpoint.transfer.cases import descriptions, moved, part_of, region_of
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Distribution, LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.transfer import codes, concatenate, scales
 from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
 from vescale_fsdp.checkpoint.transfer.planning.balance import levelled_shares
 from vescale_fsdp.checkpoint.transfer.planning.description import DescribedTensor, StateDescription
-from vescale_fsdp.checkpoint.transfer.planning.links import (
-    Linkable,
-    Mapped,
-    Named,
-    codes,
-    fuse,
-    scales,
-)
+from vescale_fsdp.checkpoint.transfer.planning.links import Linkable, Mapped, Named
 from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfers
 from vescale_fsdp.checkpoint.transfer.planning.report import transfer_report
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan, plan_transfer
@@ -105,7 +99,7 @@ def test_all_that_does_not_meet_is_listed_at_once() -> None:
     )
     links: dict[str, Linkable] = {
         "narrow": "b",
-        "misfit": fuse("a", "n"),
+        "misfit": concatenate("a", "n"),
         "torn": Mapped(Reshape((16,)), (Named("a"),)),
         "nowhere": "a",
     }

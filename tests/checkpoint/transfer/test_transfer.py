@@ -12,16 +12,8 @@ from torch.distributed.tensor import distribute_tensor as distribute_stock
 from tests.checkpoint.transfer.live_states import Placed, all_meshes, placed, state_of
 from tests.dtensor.test_properties import search_together
 from tests.support.distributed import cpu_mesh, run_ranks
-from vescale_fsdp.checkpoint.transfer.planning.links import (
-    Link,
-    codes,
-    cut,
-    fuse,
-    pick,
-    scales,
-    stack,
-    transpose,
-)
+from vescale_fsdp.checkpoint.transfer import codes, concatenate, index, permute, scales, slice, stack
+from vescale_fsdp.checkpoint.transfer.planning.links import Link
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import plan_transfer
 from vescale_fsdp.checkpoint.transfer.transfer import Transfer, describe_states
 from vescale_fsdp.quantize import Fp8Blocks, Int8Rows, Mxfp8, quantize
@@ -49,14 +41,14 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Lin
     found: dict[str, tuple[Link | str, torch.Tensor]] = {"same": ("a", a), "cast": ("a", a.bfloat16())}
     found["wide"] = ("half", a.bfloat16().float())
     if a.dim():
-        found["fused"] = (fuse("a", "b", dim=a.dim() - 1), torch.cat([a, b], a.dim() - 1))
+        found["fused"] = (concatenate("a", "b", dim=a.dim() - 1), torch.cat([a, b], a.dim() - 1))
         found["stacked"] = (stack("a", "b", dim=1), torch.stack([a, b], 1))
     if a.dim() and a.shape[0] > 1:
-        found["part"] = (cut(fuse("a", "b"), 1, a.shape[0]), torch.cat([a, b])[1 : 1 + a.shape[0]])
-        found["picked"] = (pick(stack("a", "b"), 1), b)
+        found["part"] = (slice(concatenate("a", "b"), 1, a.shape[0]), torch.cat([a, b])[1 : 1 + a.shape[0]])
+        found["picked"] = (index(stack("a", "b"), 1), b)
     if a.dim() == 2:
         found["turned"] = (
-            transpose(fuse("a", transpose(transpose("b")))),
+            permute(concatenate("a", permute(permute("b")))),
             torch.cat([a, b]).t().contiguous(),
         )
     if quantized is not None and a.numel():
@@ -64,7 +56,7 @@ def made_of(a: torch.Tensor, b: torch.Tensor, codec: Any) -> dict[str, tuple[Lin
         found["scales"] = (scales("a", codec), quantized.scales)
         both = torch.stack([quantized.codes, quantize(b.float(), codec).codes])
         found["experts"] = (stack(codes("a", codec), codes("b", codec)), both)
-        found["turned codes"] = (transpose(codes("a", codec)), quantized.codes.t().contiguous())
+        found["turned codes"] = (permute(codes("a", codec)), quantized.codes.t().contiguous())
     return found
 
 

@@ -241,26 +241,55 @@ def test_safetensors_with_holes_or_overlaps(
         open_source(str(file))
 
 
-def test_index_that_disagrees_with_the_files(tmp_path: Path) -> None:
-    """A name mapped to the wrong file, to no file, or missing from the index."""
-    save_file({"a": torch.ones(4)}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.ones(4)}, tmp_path / "model-00002-of-00002.safetensors")
-    one, two = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
-    for mapping, name in (
-        ({"a": two, "b": one}, "a|b"),
-        ({"a": one, "b": two, "c": two}, "c"),
-        ({"a": one}, ""),
-        ({"a": "../evil", "b": two}, "a"),
-    ):
-        index = {"metadata": {}, "weight_map": mapping}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        if name:
-            with pytest.raises(CorruptCheckpointError, match=rf"index disagrees(.|\n)*expected: ({name}) "):
-                open_source(str(tmp_path))
-        else:
-            assert list(open_source(str(tmp_path)).tensors) == ["a"]
-    save_file({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / two)  # "a" in two files
-    index = {"metadata": {}, "weight_map": {"a": one, "b": two}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CorruptCheckpointError, match=rf"expected: a in {one}(.|\n)*found in {two}"):
+def _indexed(folder: Path, mapping: dict[str, str], **files: dict[str, torch.Tensor]) -> Path:
+    """A folder of ``one`` and ``two`` with an index."""
+    for stem, tensors in files.items():
+        save_file(tensors, folder / f"{stem}.safetensors")
+    index = {"metadata": {}, "weight_map": {name: f"{stem}.safetensors" for name, stem in mapping.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mapping", "name"),
+    [
+        ({"a": "two", "b": "one"}, "a"),
+        ({"a": "one", "b": "two", "c": "two"}, "c"),
+        ({"a": "../evil", "b": "two"}, "a"),
+    ],
+)
+def test_index_that_disagrees_with_the_files(tmp_path: Path, mapping: dict[str, str], name: str) -> None:
+    """A name mapped to the wrong file, to no file, or outside."""
+    _indexed(tmp_path, mapping, one={"a": torch.ones(4)}, two={"b": torch.ones(4)})
+    with pytest.raises(CorruptCheckpointError) as caught:
+        open_source(str(tmp_path))
+    assert str(caught.value.expected).startswith(f"{name} ")
+
+
+def test_what_an_index_leaves_out_is_loaded_as_transformers_does(tmp_path: Path) -> None:
+    """Tensors that it does not name, and equal ones in two files, with a line for each; unequal ones are refused."""
+    a, b, c = torch.arange(4.0), torch.ones(2), torch.tensor(float("nan"))
+    mapping = {"a": "one", "b": "two"}
+    _indexed(tmp_path, mapping, one={"a": a, "c": c, "d": c.clone()}, two={"b": b, "a": a, "d": c})
+    source = open_source(str(tmp_path))
+    assert sorted(source.tensors) == ["a", "b", "c", "d"] and len(source.warnings) == 2
+    assert source.tensors["a"].chunks[0].file == "one.safetensors"
+    report = convert(source, tmp_path.parent / f"{tmp_path.name}-out", "hf")
+    assert set(source.warnings) <= set(report.warnings)
+    for other in (a + 1, a.double(), a.view(2, 2), torch.tensor([0.0, 1.0, 2.0, -3.0])):
+        save_file({"b": b, "a": other}, tmp_path / "two.safetensors")
+        with pytest.raises(CorruptCheckpointError) as caught:
+            open_source(str(tmp_path))
+        assert str(caught.value.expected).startswith("a ")
+
+
+def test_equal_duplicates_of_bin_files(tmp_path: Path) -> None:
+    """The same of folders of the time before safetensors."""
+    for number, tensors in ((1, {"a": torch.ones(4)}), (2, {"a": torch.ones(4), "b": torch.zeros(3).t()})):
+        torch.save(tensors, tmp_path / f"pytorch_model-0000{number}-of-00002.bin")
+    index = {"weight_map": {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert sorted(open_source(str(tmp_path)).tensors) == ["a", "b"]
+    torch.save({"a": torch.zeros(4), "b": torch.zeros(3)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(CorruptCheckpointError):
         open_source(str(tmp_path))

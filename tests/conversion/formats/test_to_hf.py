@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support.distributed import cpu_mesh, run_ranks
 from tests.support.dtype_zoo import make_tensor, same_bytes, zoo
 from vescale_fsdp.conversion.checks.diff import diff
+from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
@@ -403,3 +404,56 @@ def test_what_files_say_of_their_tensors_goes_along(tmp_path: Path) -> None:
     assert {difference.kind for difference in differences} == {"only_a"} and len(differences) == 2
     report = convert(source, str(tmp_path / "dcp"), "dcp")
     assert report.warnings
+
+
+_UNET = {"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.31.0", "in_channels": 4}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 32])
+def test_models_of_diffusers_keep_their_file_names(tmp_path: Path, max_shard_bytes: int) -> None:
+    """One or several files, an old result of the other name removed; and what was written is read again."""
+    pipeline = tmp_path / "pipeline" / "unet"
+    pipeline.mkdir(parents=True)
+    (pipeline / "config.json").write_text(json.dumps(_UNET))
+    tensors = {"conv_in.weight": torch.randn(4, 4), "conv_out.weight": torch.randn(4, 4)}
+    dcp_folder = _save({"model": tensors}, tmp_path / "dcp")
+    out = tmp_path / "out" / "unet"
+    out.mkdir(parents=True)
+    for old in (
+        "model.safetensors",
+        "diffusion_pytorch_model.bin",
+        "diffusion_pytorch_model.safetensors.index.json",
+    ):
+        (out / old).write_bytes(b"old")
+    options = {"assets": str(pipeline), "max_shard_bytes": max_shard_bytes, "dtype": ["bf16"]}
+    _convert(dcp_folder, out, overwrite=True, **options)
+    single, several = (
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model-00001-of-00002.safetensors",
+    )
+    names = {path.name for path in out.iterdir()}
+    assert names == (
+        {single, "config.json"}
+        if max_shard_bytes > 32
+        else {several, several.replace("00001-of", "00002-of"), f"{single}.index.json", "config.json"}
+    )
+    assert json.loads((out / "config.json").read_text()) == _UNET
+    again = open_source(str(out))
+    assert sorted(again.tensors) == sorted(tensors) and not verify(again).problems
+    report = convert(again, str(tmp_path / "again"), "hf", ConvertOptions(max_shard_bytes=10**9))
+    assert [file.name for file in report.plan.files] == [single]
+    with pytest.raises(ConversionError) as caught:
+        open_source(str(tmp_path / "out"))
+    assert "folder of one checkpoint" in str(caught.value.todo)
+
+
+def test_variants_beside_a_model_of_diffusers(tmp_path: Path) -> None:
+    """Repositories have a half-precision copy beside the model, and files from before safetensors."""
+    tensors = {"conv_in.weight": torch.randn(4, 4)}
+    save_file(tensors, tmp_path / "diffusion_pytorch_model.safetensors")
+    save_file({"conv_in.weight": torch.zeros(1)}, tmp_path / "diffusion_pytorch_model.fp16.safetensors")
+    assert open_source(str(tmp_path)).info("conv_in.weight").shape == (4, 4)
+    old = tmp_path / "old"
+    old.mkdir()
+    torch.save(tensors, old / "diffusion_pytorch_model.bin")
+    assert open_source(str(old)).info("conv_in.weight").shape == (4, 4)

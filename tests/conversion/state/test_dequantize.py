@@ -340,3 +340,90 @@ def test_config_and_weights_that_disagree(tmp_path: Path) -> None:
     assert "no quantization_config" in warned({}, coded)
     assert warned({"quantization_config": FP8_CONFIG}, coded) == ""
     assert warned({"quantization_config": FP8_CONFIG}, coded, dequantize="bf16") == ""
+
+
+_LINEAR = "model.layers.0.mlp.up_proj.weight"
+_ODD = "model.layers.0.self_attn.kv.weight"  # no multiple of a block
+_EXPERT = "model.layers.0.mlp.experts.down_proj"
+
+
+def _sources() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any] | None]]:
+    """Models of every kind of codes, beside ordinary weights of bfloat16."""
+    plain = {
+        "model.norm.weight": torch.randn(128).bfloat16(),
+        _ODD: torch.randn(64, 128).bfloat16(),
+        _EXPERT: torch.randn(2, 64, 128).bfloat16(),
+    }
+    linear = torch.randn(128, 128).bfloat16()
+    fp8 = {**Fp8Quantize(QUANTIZER)._quantize_one(_LINEAR, linear)}
+    fp8 |= {_ODD: torch.randn(64, 128).to(FP8), f"{_ODD}_scale_inv": torch.ones(1, 1)}
+    blocks = {f"{_EXPERT}_blocks": torch.randint(0, 255, (2, 128, 2, 16), dtype=torch.uint8)}
+    blocks |= {f"{_EXPERT}_scales": torch.full((2, 128, 2), 127, dtype=torch.uint8), _LINEAR: linear}
+    without_expert = {name: tensor for name, tensor in plain.items() if name != _EXPERT}
+    return {
+        "plain": (plain | {_LINEAR: linear}, None),
+        "fp8": (plain | fp8, FP8_CONFIG),
+        "mxfp4": (without_expert | blocks, {"quant_method": "mxfp4"}),
+    }
+
+
+@pytest.mark.parametrize("source", sorted(_sources()))
+@pytest.mark.parametrize("dequantize", [None, "bf16", "fp32", "fp16"])
+@pytest.mark.parametrize(
+    "quantize",
+    [(), ("fp8-128x128",), ("mxfp4",), ("fp8-128x128", "*.mlp.up*=keep"), ("*.mlp.up*=fp8-128x128",)],
+)
+@pytest.mark.parametrize("dtype", [(), ("fp16",)])
+def test_the_config_says_what_lies_there(
+    tmp_path: Path, source: str, dequantize: str | None, quantize: tuple[str, ...], dtype: tuple[str, ...]
+) -> None:
+    """For every pair of the two options: the type of the floats, and how the codes are made."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dequantize": dequantize, "quantize": quantize, "dtype": dtype}
+    try:
+        found, config = _convert(_folder(tmp_path / "hf", *_sources()[source]), **options)
+    except ConversionError:
+        assert (dequantize is None) != (source == "plain") or "*.mlp.up*=keep" in quantize
+        return
+    codes = {name for name, tensor in found.items() if tensor.dtype == FP8}
+    mxfp4 = {name for name, tensor in found.items() if name.endswith("_blocks")}
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    assert method == ("fp8" if codes else "mxfp4" if mxfp4 else None)
+    scales = {name for name in found if name.endswith(("_scale_inv", "_scales"))}
+    held = {str(t.dtype)[6:] for n, t in found.items() if n not in codes | mxfp4 | scales}
+    assert config["dtype"] in held
+    if dequantize is not None and not quantize and not dtype:
+        assert config["dtype"] == {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}[dequantize]
+    if method and quantize:
+        kept = config["quantization_config"]["modules_to_not_convert"]
+        assert not any(name.removesuffix(".weight") in kept for name in codes)
+
+
+@pytest.mark.parametrize("scheme", ["fp8-128x128", "mxfp4"])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_infinities_take_no_block_along(tmp_path: Path, scheme: str, bad: float) -> None:
+    """One would make its block's scale infinite: the weight is refused with the count, or kept by a pattern."""
+    name = _EXPERT if scheme == "mxfp4" else _LINEAR
+    shape = (2, 64, 128) if scheme == "mxfp4" else (256, 128)
+    weight, other = torch.randn(shape), torch.randn(shape)
+    weight.view(-1)[[3, 40, 8000]] = bad
+    tensors = {name: weight, name.replace("layers.0", "layers.1"): other}
+    folder = _folder(tmp_path / "hf", tensors)
+    with pytest.raises(ConversionError) as caught:
+        _convert(folder, quantize=[scheme])
+    assert caught.value.where == f"tensor {name}" and str(caught.value.got).startswith("3 of ")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+    found, _ = _convert(folder, quantize=[f"{name}=keep", scheme])
+    assert same_bytes(found[name], weight)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_casts_say_what_they_cannot_hold(tmp_path: Path, dtype: str) -> None:
+    """Finite values that become infinite are counted by tensor; infinities that were there are not."""
+    large = torch.full((3, 1000), torch.finfo(torch.float32).max)
+    large[0] = float("inf")
+    tensors = {"mask": large, "w": torch.ones(4)}
+    folder = _folder(tmp_path / "hf", tensors)
+    report = convert(open_source(str(folder)), f"{folder}-out", "hf", ConvertOptions(dtype=[dtype]))
+    (warning,) = (each for each in report.warnings if "infinite" in each)
+    assert "mask (2000 of 3000" in warning and "w (" not in warning

@@ -20,8 +20,8 @@ from tests.integrations.weight_sync.engine_doubles import (
 )
 from tests.support.distributed import cpu_mesh, run_ranks
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of
+from vescale_fsdp.checkpoint.transfer import codes, concatenate, scales
 from vescale_fsdp.checkpoint.transfer.planning import rank_transfers
-from vescale_fsdp.checkpoint.transfer.planning.links import codes, fuse, scales
 from vescale_fsdp.dtensor.ragged_dtensor import distribute_tensor
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.integrations.weight_sync import WholeTensors, shard_specs, weight_source
@@ -65,7 +65,7 @@ def whole_tensors() -> list[int]:
     """Every tensor, made of others too, on all ranks and on one; a second pass plans nothing and sees new values."""
     full, state = trainer()
     codec = Fp8Blocks(4, 4)
-    links = {"qk": fuse("q", "k"), "norm": "norm", "large": "large"}
+    links = {"qk": concatenate("q", "k"), "norm": "norm", "large": "large"}
     links |= {"codes": codes("large", codec), "scale": scales("large", codec), "steps": "steps"}
     made = WholeTensors(state, links=links, dtype=torch.bfloat16, receivers=(1,), bucket_bytes=4096)
     every = WholeTensors(state, verify=True)
@@ -97,7 +97,8 @@ def wrong_calls() -> None:
     """What cannot be made is listed at once, on all ranks; a state that changes midway is refused on all ranks."""
     _, state = trainer()
     said = met(
-        PlacementError, lambda: WholeTensors(state, links={"a": "gone", "b": fuse("q", "norm"), "c": "q"})
+        PlacementError,
+        lambda: WholeTensors(state, links={"a": "gone", "b": concatenate("q", "norm"), "c": "q"}),
     )
     assert "2 that do not" in said and "no tensor 'gone'" in said and "cannot be joined" in said
     for receivers in ((2,), (), (0, 0)):

@@ -112,7 +112,7 @@ class WholeTensors:
 
     Args:
         state: nested dicts and lists of live tensors, read anew in each pass; None on ranks that have none of it.
-        links: what is made, by name (see `vescale_fsdp.checkpoint.transfer.planning.links`); default: every tensor
+        links: what is made, by name (see `vescale_fsdp.checkpoint.transfer`); default: every tensor
             of the state.
         dtype: of the floats that are made, where they are not codes; default: as they are.
         receivers: ranks that get values; default: all.

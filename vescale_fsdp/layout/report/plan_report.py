@@ -204,7 +204,7 @@ class PlanReport:
         texts = {"plan.txt": f"{self}\n", **{f"{stem}.svg": each.svg() for stem, each in pictures.items()}}
         storage = LocalStorage(folder, durable=False)
         for name, text in texts.items():  # each whole or not at all
-            storage.commit(name, text.encode(), replace=True)
+            storage.commit(name, text.encode(errors="backslashreplace"), replace=True)
         return tuple(Path(folder) / name for name in texts)
 
 
