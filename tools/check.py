@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PYTHON = sys.executable
 # Tests of the pure modules and of the house rules: no worker processes, seconds in all.
 FAST_TESTS = (
-    "house/test_errors.py",
+    "house/rules/test_errors.py",
     "house/test_public.py",
     "layout/test_geometry.py",
     "layout/test_granularity.py",

@@ -106,6 +106,27 @@ def goes_on(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: S
     return {"epochs": [(epoch.members, epoch.step, epoch.tier) for epoch in job.epochs], "local": local}
 
 
+def loses_a_node(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
+    """An elastic job on two nodes, with the recipe of docs/state_in_motion.md; the second is lost in the third step."""
+    node = 2 * rank // num_ranks
+    (folder / f"memory-{node}").mkdir(exist_ok=True)
+
+    def checkpoints(num_ranks: int) -> CheckpointManager:
+        ram = RamTier("job", replicas=1, folder=folder / f"memory-{node}")
+        return CheckpointManager(folder / "steps", save_interval=50, keep_last=2, async_=True, ram=ram)
+
+    def train_step(job: ElasticJob, step: int) -> None:
+        assert job.training is not None
+        _step(job.training)
+        if step == 2 and node:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    membership = StoreMembership(store, num_first=num_ranks, timeout_s=60)
+    job = ElasticJob(membership, _training, checkpoints, timeout_s=10 * TIMEOUT_S)
+    job.run(train_step, 5)
+    return [(len(epoch.members), epoch.step, epoch.tier) for epoch in job.epochs]
+
+
 def meets(folder: Path, rank: int, num_ranks: int, store: dist.Store, spots: Spots) -> Any:
     """Rank 0 trains, the others serve: two jobs, each with a process group of its own; three versions of weights.
 

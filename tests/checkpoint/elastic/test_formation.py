@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.elastic.formation import Death, End, Program, launch, spots_of
-from tests.checkpoint.elastic.forming_programs import goes_on, meets, trains
+from tests.checkpoint.elastic.forming_programs import goes_on, loses_a_node, meets, trains
 
 _ALL = os.environ.get("FAULTS") == "all"
 _SEED = int(os.environ.get("FAULTS_SEED", "0"))
@@ -120,6 +120,15 @@ def test_some_calls(tmp_path: Path, program: Program, death: Death) -> None:
     """One rank is killed at a call, or stalled."""
     _CHECKS[program](tmp_path, death)
     assert (tmp_path / "death").exists()
+
+
+def test_one_of_two_nodes_is_lost(tmp_path: Path) -> None:
+    """The other goes on from its memory, which has copies of what was lost."""
+    ends = launch(loses_a_node, tmp_path, 4, limit_s=_LIMIT_S)
+
+    assert [end.exit_code for end in ends.values()] == [0, 0, -signal.SIGKILL, -signal.SIGKILL], ends
+    first, (num_ranks, step, tier) = ends[0].result
+    assert first[0] == 4 and (num_ranks, step, tier) in ((2, 2, "ram"), (2, 1, "ram")), ends
 
 
 def _thinned(spots: list[str]) -> list[str]:

@@ -133,7 +133,7 @@ class OrderWatch:
             self._is_awaited = False
             self._is_compared.wait(_SETTLE_S)
             if self._differs:
-                self._is_compared.wait()  # for the logs of others: bounded, see `_conclude`
+                self._is_compared.wait(BOUND_S)  # for the logs of others
 
     def explain(self, failure: RuntimeError) -> None:
         """A collective has failed: raise what it failed of, if that is the order.

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # Waits without an argument that says for how long.
 _ENDLESS = {"wait", "join", "result", "exception", "get", "acquire", "accept", "recv", "communicate", "pause"}

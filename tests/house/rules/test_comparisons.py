@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = [file for folder in ("tests", "tools", "examples") for file in sorted((ROOT / folder).rglob("*.py"))]
 SIZES = {"abs", "norm", "item", "vector_norm"}  # what turns values into a number that is held against a bound
 EQUALITIES = {"torch.equal", "torch.allclose", "torch.isclose", "same_bytes", "math.isclose"}
