@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -18,11 +19,13 @@ import torch.distributed.checkpoint as dcp
 
 from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion import diff, verify
 from vescale_fsdp.conversion.cli.summary import summary
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert, plan_conversion
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.output.copying import CopyLimits
+from vescale_fsdp.conversion.output.journal import Journal
 from vescale_fsdp.conversion.output.run_plan import Execution, Part, RunOptions
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError
@@ -278,6 +281,7 @@ KILLED_PUBLISHING = f"""
 import itertools, os, signal, sys
 from vescale_fsdp.conversion import ConvertOptions, CopyLimits, RunOptions, convert, open_source
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
+from vescale_fsdp.checkpoint.storage.open import open_store
 source, out, moment = sys.argv[1:]
 count, rename = itertools.count(), LocalStorage.rename
 def rename_or_die(store, old, new):
@@ -448,6 +452,28 @@ def test_two_runs_into_one_target(tmp_path: Path, overwrite: bool) -> None:
     )
     convert(open_source(str(tmp_path / "two.pt")), target, "hf", options)
     assert open_source(target).tensors.keys() == {f"two.{i}" for i in range(4)}
+
+
+def test_two_runs_that_begin_at_once_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has no `flock`, one of two journals is created."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    first, second = (Journal(open_store(str(tmp_path / "out")), "", "the same plan") for _ in range(2))
+    remove, begun = LocalStorage.remove, list[str]()
+
+    def begin_first(store: LocalStorage, name: str) -> None:
+        remove(store, name)
+        if store is second.store and not begun:
+            begun.append(name)
+            first.start()
+
+    monkeypatch.setattr(LocalStorage, "remove", begin_first)
+    with pytest.raises(ConversionError):
+        second.start()
+    assert begun and first.is_started and not second.is_started
 
 
 def test_a_run_that_ended_while_another_was_planned(tmp_path: Path) -> None:
