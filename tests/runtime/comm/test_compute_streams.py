@@ -72,6 +72,8 @@ def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: b
 class Towers(nn.Module):
     """Three units; each call is given which of them run, in which order, and which on the side stream."""
 
+    waits_for_readers = True
+
     def __init__(self) -> None:
         super().__init__()
         self.units = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
@@ -91,7 +93,8 @@ class Towers(nn.Module):
         other.wait_stream(here)
         with self.recorder.on(other):
             unit.weight * 0.5
-        here.wait_stream(other)
+        if self.waits_for_readers:
+            here.wait_stream(other)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.recorder is not None
@@ -127,8 +130,8 @@ class FreesForTheCurrentStream(CommContext):
 KINDS: dict[str, tuple[tuple[int, ...], int | None, bool]] = {
     "shards": ((1,), None, False),
     "read twice": ((1,), None, True),
-    "replicas": ((2, 2), None, True),
-    "parts": ((4,), 2, True),
+    "replicas": ((2, 2), None, False),
+    "parts": ((4,), 2, False),
 }
 
 
@@ -170,6 +173,17 @@ def test_memory_is_freed_behind_its_reader() -> None:
     assert len(found) > len(ORDERS) / 10
     hazards = [text for texts in found.values() for text in texts]
     assert all("freed to stream" in text and "are still used by" in text for text in hazards)
+
+
+def towers_with_readers_left_alone() -> dict[Any, list[str]]:
+    with mock.patch.object(Towers, "waits_for_readers", False):
+        return towers(CommContext, "read twice", ORDERS[::3])
+
+
+def test_a_second_reader_is_seen() -> None:
+    """Negative control: a stream that reads a unit and is not waited for is a hazard."""
+    (found,) = run_ranks(1, towers_with_readers_left_alone)
+    assert len(found) > len(ORDERS[::3]) / 4
 
 
 class DoesNotWaitForMakers(UnshardedGrads):
