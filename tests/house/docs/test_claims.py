@@ -38,7 +38,11 @@ OPTIONS = {
     name: {opt for param in command.params for opt in (*param.opts, *param.secondary_opts)} | {"--help"}
     for name, command in cli.commands.items()
 }
-TOOLS = [*(ROOT / "tools").rglob("*.py"), ROOT / "vescale_fsdp/elastic/store_server.py"]
+TOOLS = [
+    *(ROOT / "tools").rglob("*.py"),
+    ROOT / "vescale_fsdp/elastic/store_server.py",
+    ROOT / "tests/conftest.py",
+]
 OF_TOOLS = set(re.findall(r"--[a-z][a-z-]+", "".join(file.read_text() for file in TOOLS)))
 SOURCES = {
     file.name

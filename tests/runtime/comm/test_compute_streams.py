@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -71,15 +72,33 @@ def test_buffers_are_freed_on_two_streams(context: type[CommContext], is_safe: b
 class Towers(nn.Module):
     """Three units; each call is given which of them run, in which order, and which on the side stream."""
 
+    waits_for_readers = True
+
     def __init__(self) -> None:
         super().__init__()
         self.units = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
         self.turns: tuple[tuple[int, bool], ...] = ()
         self.recorder: StreamRecorder | None = None
+        self.here: Any = None
+        self.side: Any = None
+        self.is_read_twice = False  # by the other stream as well, while the unit runs
+
+    def read_beside(self, unit: nn.Linear, *unused: Any) -> None:
+        """A hook of a unit, inside of its own: the stream that does not run it reads its weights, and is waited for."""
+        if not self.is_read_twice:
+            return
+        assert self.recorder is not None and self.side is not None
+        here = self.recorder.current()
+        other = self.side if here.name != "side" else self.here
+        other.wait_stream(here)
+        with self.recorder.on(other):
+            unit.weight * 0.5
+        if self.waits_for_readers:
+            here.wait_stream(other)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.recorder is not None
-        here, side = self.recorder.current(), RecordedStream(self.recorder, "side")
+        self.here, self.side = here, side = self.recorder.current(), RecordedStream(self.recorder, "side")
         side.wait_stream(here)
         values = {False: x, True: x}
         for number, is_aside in self.turns:
@@ -107,13 +126,27 @@ class FreesForTheCurrentStream(CommContext):
         super().free_lingering()
 
 
-def towers(context: type[CommContext]) -> dict[Any, list[str]]:
+# The mesh, whether full parameters are kept in parts, and whether both streams read them.
+KINDS: dict[str, tuple[tuple[int, ...], int | None, bool]] = {
+    "shards": ((1,), None, False),
+    "read twice": ((1,), None, True),
+    "replicas": ((2, 2), None, False),
+    "parts": ((4,), 2, False),
+}
+
+
+def towers(context: type[CommContext], kind: str, orders: list[Any]) -> dict[Any, list[str]]:
     """Hazards of a first forward in each order, and of one that follows a forward in another order."""
     found = {}
-    for number, turns in enumerate(ORDERS):
+    shape, parts, is_read_twice = KINDS[kind]
+    mesh = cpu_mesh(*shape)
+    for number, turns in enumerate(orders):
         model = Towers()
+        for unit in model.units:
+            unit.register_forward_hook(model.read_beside)  # called before the hook that reshards
         for module in (*model.units, model):
-            fully_shard(module, mesh=cpu_mesh())
+            fully_shard(module, mesh=mesh, reshard_after_forward=parts)
+        model.is_read_twice = is_read_twice
         with recording(model, context=context) as recorder, torch.set_grad_enabled(number % 4 == 0):
             model.recorder = recorder
             for model.turns in (turns, ORDERS[number * 31 % len(ORDERS)]):
@@ -126,17 +159,31 @@ def towers(context: type[CommContext]) -> dict[Any, list[str]]:
     return found
 
 
-def test_units_on_two_streams_in_any_order() -> None:
-    """Full parameters are freed behind the stream that read them, where no order of units is known or another one."""
-    assert run_ranks(1, towers, CommContext) == [{}]
+@pytest.mark.parametrize("kind", KINDS)
+def test_units_on_two_streams_in_any_order(kind: str) -> None:
+    """Full parameters are freed behind the streams that read them, where no order of units is known or another one."""
+    world = math.prod(KINDS[kind][0])
+    # Of those on several ranks, whose collectives take longer, every third: each unit, stream and place is among them.
+    assert run_ranks(world, towers, CommContext, kind, ORDERS[:: 1 if world == 1 else 3]) == [{}] * world
 
 
 def test_memory_is_freed_behind_its_reader() -> None:
     """Negative control: a wait for the current stream leaves memory that the other one still reads."""
-    (found,) = run_ranks(1, towers, FreesForTheCurrentStream)
+    (found,) = run_ranks(1, towers, FreesForTheCurrentStream, "shards", ORDERS)
     assert len(found) > len(ORDERS) / 10
     hazards = [text for texts in found.values() for text in texts]
     assert all("freed to stream" in text and "are still used by" in text for text in hazards)
+
+
+def towers_with_readers_left_alone() -> dict[Any, list[str]]:
+    with mock.patch.object(Towers, "waits_for_readers", False):
+        return towers(CommContext, "read twice", ORDERS[::3])
+
+
+def test_a_second_reader_is_seen() -> None:
+    """Negative control: a stream that reads a unit and is not waited for is a hazard."""
+    (found,) = run_ranks(1, towers_with_readers_left_alone)
+    assert len(found) > len(ORDERS[::3]) / 4
 
 
 class DoesNotWaitForMakers(UnshardedGrads):
