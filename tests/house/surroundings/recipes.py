@@ -233,7 +233,9 @@ def samplers(folder: Path) -> Call:
 
 def loaders(folder: Path) -> Call:
     sampler = ck.ReshardableSampler(6, rank=0, world_size=1)
-    loader = ck.ReshardableLoader(DataLoader(range(6), batch_size=3, sampler=sampler))  # type: ignore[arg-type]
+    loader: ck.ReshardableLoader[Any] = ck.ReshardableLoader(
+        DataLoader(range(6), batch_size=3, sampler=sampler)
+    )  # type: ignore[arg-type]
 
     def call() -> Any:
         loader.set_epoch(1)
@@ -378,7 +380,7 @@ def optimizers(folder: Path) -> Call:
 # -- with a process group of one rank -----------------------------------------------------------------------
 
 
-def _sharded(seed: int = 0, **options: Any) -> nn.Module:
+def _sharded(seed: int = 0, **options: Any) -> Any:
     model = _net(seed)
     for module in (*model, model):
         fully_shard(module, mesh=cpu_mesh(), **options)

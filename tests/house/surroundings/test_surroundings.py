@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from tests.house.docs.public_names import PUBLIC, is_ours
-from tests.house.recipes_of_functions import GROUP, SOLO, Recipe, describe
+from tests.house.surroundings.recipes import GROUP, SOLO, Recipe, describe
 from tests.house.test_names import FILES, ROOT
 from tests.support.distributed import run_ranks
 from vescale_fsdp.checkpoint import async_save, verify
@@ -100,15 +100,18 @@ NOT_CALLED = {
     "vescale_fsdp.is_supported": "asks a table",
     "vescale_fsdp.checkpoint.Ragged": "torch.distributed.checkpoint calls the parts that it needs",
     "vescale_fsdp.checkpoint.RamTier": "the manager calls the parts that it needs",
-    "vescale_fsdp.checkpoint.CheckpointReader": "`load` calls the others",
-    "vescale_fsdp.checkpoint.BestOf": "integers and numbers alone: tests/checkpoint/steps",
-    "vescale_fsdp.checkpoint.ProgressReport": "likewise",
+    "vescale_fsdp.checkpoint.AllOf": "numbers alone, as all policies: tests/checkpoint/steps",
+    "vescale_fsdp.checkpoint.AnyOf": "likewise",
+    "vescale_fsdp.checkpoint.BeforeDeadline": "likewise",
+    "vescale_fsdp.checkpoint.BestOf": "likewise",
+    "vescale_fsdp.checkpoint.EveryMinutes": "likewise",
+    "vescale_fsdp.checkpoint.OnSignal": "likewise",
+    "vescale_fsdp.checkpoint.SavePolicy": "likewise",
     "vescale_fsdp.conversion": "no tensors of torch's, but for formats of torch's: tests/conversion",
     "vescale_fsdp.StateDescription": "integers and names alone: tests/checkpoint/transfer/test_plan.py",
     "vescale_fsdp.TransferPlan": "likewise",
     "vescale_fsdp.DCP": "what `save` does not call is for other forms",
     "vescale_fsdp.optim.": "what a step does not call checks a state: tests/optim/test_state_dict.py",
-    "vescale_fsdp.quantize.BlockGrid": "integers alone: tests/quantize/test_block_grid.py",
     "vescale_fsdp.quantize.BlockCodec": "abstract",
     "vescale_fsdp.checkpoint.Reshardable": "a protocol",
 }
@@ -347,7 +350,7 @@ def test_threads_children_and_the_end() -> None:
 
 def _check_processes(folder: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.house.test_surroundings", str(folder)],
+        [sys.executable, "-m", "tests.house.surroundings.test_surroundings", str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
