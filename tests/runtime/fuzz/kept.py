@@ -34,6 +34,10 @@ WRONG = {
         blocks=(Block(unit="pair"), Block(runs="some ranks")),
         steps=(Step((Micro(forwards=2, apart=True),)),),
     ),
+    "all that is trained of a unit is used on one rank alone, two forwards before their backwards": Program(
+        blocks=(Block(), Block(frozen="base", spare="some ranks")),
+        steps=(Step((Micro(forwards=2, apart=True),)),),
+    ),
     "a unit whose output one rank throws away": Program(
         blocks=(Block(), Block(runs="some ranks"), Block()),
     ),

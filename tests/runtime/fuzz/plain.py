@@ -75,7 +75,7 @@ class _Plain:
         """What is wrong with one thing that all ranks have seen."""
         kind, step = everyone[0].what, int(everyone[0].where.removeprefix("step ").split(".")[0])
         if kind != "start" and self.program.steps[step].thaws != self.is_thawed:
-            thaw(self.model)
+            thaw(dict(self.model.named_parameters()))
             self.is_thawed = not self.is_thawed
         if kind in ("loss", "output"):
             expected = self._losses(everyone[0].where) if kind == "loss" else self._outputs(everyone[0].where)
