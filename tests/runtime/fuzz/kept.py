@@ -28,11 +28,15 @@ CURED = {
     ),
 }
 
-# Forwards that only some ranks run: other gathers, which cannot be made up for. `OrderWatch` raises on all ranks, later
-# than a program is waited for.
+# Forwards that only some ranks run: other gathers, which cannot be made up for; and reductions at the end of backwards
+# that are not the last. `OrderWatch` raises on all ranks, later than a program is waited for.
 WRONG = {
     "of a list of modules one rank runs fewer, two forwards before their backwards": Program(
         blocks=(Block(unit="pair"), Block(runs="some ranks")),
+        steps=(Step((Micro(forwards=2, apart=True),)),),
+    ),
+    "all that is trained of a unit is used on one rank alone, two forwards before their backwards": Program(
+        blocks=(Block(), Block(frozen="base", spare="some ranks")),
         steps=(Step((Micro(forwards=2, apart=True),)),),
     ),
     "a unit whose forward one rank leaves out": Program(

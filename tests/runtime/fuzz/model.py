@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -113,9 +114,9 @@ def _trains(name: str, program: Program) -> bool:
     return frozen == "no" or (frozen == "base" and not is_base)
 
 
-def thaw(model: nn.Module) -> None:
+def thaw(params: Mapping[str, nn.Parameter]) -> None:
     """Train what is frozen of the first block, and freeze what is trained; a second time: back."""
-    for name, param in model.named_parameters():
+    for name, param in params.items():
         if name.startswith("blocks.0."):
             param.requires_grad_(not param.requires_grad)
 

@@ -5,7 +5,8 @@ were compared: so no difference grows, and what is left is rounding alone. Its b
 most m in size (the largest gradient of that tensor, added up over ranks, micro-batches and forwards)::
 
     gradients     (terms + 4) * eps * m      eps of the widest rounding on the way: the reduction's dtype, or the one
-                                             that computes where a tensor's uses add up there; terms: what is added
+                                             that computes where a tensor's uses add up there; terms: what is added, and
+                                             twice the layers where products may be summed in another order
     losses        eps of the dtype that computes, times the depth of the model and the width of a layer
     norms         eps of the stored dtype, times the number of tensors
     optimizers    16 eps of the stored dtype: the same operators on the same values, in pieces of other sizes; Muon's
@@ -74,7 +75,7 @@ class _Plain:
         """What is wrong with one thing that all ranks have seen."""
         kind, step = everyone[0].what, int(everyone[0].where.removeprefix("step ").split(".")[0])
         if kind != "start" and self.program.steps[step].thaws != self.is_thawed:
-            thaw(self.model)
+            thaw(dict(self.model.named_parameters()))
             self.is_thawed = not self.is_thawed
         if kind in ("loss", "output"):
             expected = self._losses(everyone[0].where) if kind == "loss" else self._outputs(everyone[0].where)
@@ -142,9 +143,10 @@ class _Plain:
 
     def _forward_errors(self, seen: Seen, expected: Values) -> Iterator[str]:
         eps = torch.finfo(self.computes or self.stored).eps
-        depth = 3 + 3 * sum(block.times for block in self.program.blocks)
         for name, value in expected.items():
-            yield from _apart(name, seen.values[name], value, depth * WIDTH * eps * float(value.abs().max()))
+            yield from _apart(
+                name, seen.values[name], value, self._depth * WIDTH * eps * float(value.abs().max())
+            )
 
     def _grads_errors(self, found: Values) -> Iterator[str]:
         sync = self._sync
@@ -187,7 +189,14 @@ class _Plain:
         dtypes = [self.stored, self.computes or self.stored, self.reduces or self.stored]
         smallest = max(torch.finfo(dtype).tiny * torch.finfo(dtype).eps for dtype in dtypes)
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return total, (uses + 4) * (eps * size + smallest)
+        # Products too may be summed in another order, by other kernels and by tensor parallelism, once a layer.
+        layers = 2 * self._depth if self.program.tp or self.computes is None else 0
+        return total, (uses + 4 + layers) * (eps * size + smallest)
+
+    @property
+    def _depth(self) -> int:
+        """How many matrices an input passes, at most."""
+        return 3 + 3 * sum(block.times for block in self.program.blocks)
 
     def _gets_zeros(self, name: str) -> bool:
         """Whether zeros are asked for where nobody used a parameter of a unit that somebody has run."""

@@ -224,7 +224,7 @@ def _step(
 ) -> Iterator[Seen]:
     step = program.steps[number]
     if step.thaws:
-        thaw(model)
+        thaw(params)
     if step.evaluates and not step.late:
         yield _evaluation(program, model, number, replica)
     for micro in range(len(step.micros)):
@@ -252,7 +252,7 @@ def _step(
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step.zeros == "none")
     if step.thaws:
-        thaw(model)
+        thaw(params)
 
 
 def _evaluation(program: Program, model: Any, number: int, replica: int) -> Seen:
