@@ -102,7 +102,7 @@ def load(
         state: nested like the state that was saved.
         strict: raise if leaves are missing or unexpected, or a name pattern fits none; False reports what is
             missing or unexpected instead.
-        include: name patterns (fnmatch, such as ``"model/*"``); only leaves that fit one are loaded.
+        include: name patterns (fnmatch, such as ``"model/*"`` or ``"model.*"``); only leaves that fit one are loaded.
         verify: "while" hashes what has been read, so that bytes come from the disk or over the network once.
             Damage is found all the same, but tensors may hold some of it when the error is raised: a
             `PartialLoadError` then. "before" reads and hashes all bytes before the first tensor is overwritten

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, has_tensors, join_name
+from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, has_tensors, join_name, split_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.checkpoint.state.encode import is_stateful, remade
 from vescale_fsdp.checkpoint.state.live_objects import (
@@ -141,7 +141,8 @@ class _Matcher:
     def _selected(self, name: str) -> bool:
         if self._include is None:
             return True
-        fitting = [pattern for pattern in self._include if fnmatchcase(name, pattern)]
+        names = (name, ".".join(split_name(name)))  # the converter's spelling too
+        fitting = [pattern for pattern in self._include if any(fnmatchcase(each, pattern) for each in names)]
         self.found.unused.difference_update(fitting)
         return bool(fitting)
 

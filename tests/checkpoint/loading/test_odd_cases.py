@@ -479,4 +479,8 @@ def test_one_tensor_under_either_spelling(tmp_path: Path) -> None:
     reader = read_state(tmp_path / "c")
     found = {name: int(reader[name].read()) for name in ("m.a.b", "m/a.b", "m.c/d", "m.e", "m2.m.e")}
     assert found == {"m.a.b": 1, "m/a.b": 1, "m.c/d": 2, "m.e": 5, "m2.m.e": 6}
+    for pattern in ("m/a*", "m.a*"):
+        wanted = {"m": {"a.b": torch.tensor(0), "c/d": torch.tensor(0)}}
+        report = load(tmp_path / "c", wanted, include=pattern)
+        assert {name: int(t) for name, t in wanted["m"].items()} == {"a.b": 1, "c/d": 0}, report
     assert "x.y.z" not in reader and "x/y.z" in reader and list(reader).count("m/a.b") == 1
