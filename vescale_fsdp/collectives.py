@@ -430,7 +430,7 @@ def break_group(group: dist.ProcessGroup) -> None:
     backends = set(_backends_of(group).values())
     if "gloo" in backends:
         # gloo's abort ends nothing (torch 2.13); a message that is not waited for closes all connections.
-        room = torch.empty(1, dtype=torch.uint8)
+        room = torch.empty(1, dtype=torch.uint8, device="cpu")
         with suppress(RuntimeError):  # also where they are closed already
             work = dist.irecv(room, group=group, group_src=(group.rank() + 1) % group.size(), tag=_BREAK_TAG)
             assert work is not None

@@ -108,6 +108,7 @@ def save(
             commit.
 
     Examples:
+        >>> import torch
         >>> state = {"model": torch.nn.Linear(4, 2), "step": 10}
         >>> save("saved", state, user={"config": "tiny"})
         >>> from vescale_fsdp.checkpoint import read_state

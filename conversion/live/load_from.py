@@ -89,6 +89,7 @@ def load_from(
     converted on disk. Tied weights stay one: a folder that stores them once fills both names.
 
     >>> import tempfile
+    >>> import torch
     >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, f"{(folder := tempfile.mkdtemp())}/linear.pt")
     >>> with torch.device("meta"):
     ...     model = nn.Linear(3, 2)

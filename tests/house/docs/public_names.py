@@ -12,6 +12,7 @@ __all__ = ["PUBLIC", "is_ours", "public_names"]
 PACKAGES = (
     "vescale_fsdp",
     "vescale_fsdp.checkpoint",
+    "vescale_fsdp.checkpoint.transfer",
     "vescale_fsdp.conversion",
     "vescale_fsdp.integrations",
     "vescale_fsdp.optim",

@@ -40,6 +40,7 @@ from vescale_fsdp import (
 )
 from vescale_fsdp import checkpoint as ck
 from vescale_fsdp import conversion as conv
+from vescale_fsdp.checkpoint import transfer as links_of
 
 __all__ = ["GROUP", "SOLO", "describe"]
 
@@ -307,6 +308,35 @@ def from_files(folder: Path) -> Call:
 # -- tensors ------------------------------------------------------------------------------------------------
 
 
+def linked_transfers(folder: Path) -> Call:
+    codec = quantize.Fp8Blocks()
+    trained = {"a": torch.arange(8.0).view(2, 4), "b": torch.ones(2, 4)}
+    served = {
+        "joined": torch.zeros(4, 4),
+        "cut": torch.zeros(1, 4),
+        "stacked": torch.zeros(2, 2, 4),
+        "row": torch.zeros(4),
+        "turned": torch.zeros(4, 2),
+        "codes": torch.zeros(2, 4, dtype=codec.code_dtype),
+        "scales": torch.zeros(1, 1),
+    }
+
+    def call() -> Any:
+        links = {
+            "joined": links_of.concatenate("a", "b"),
+            "cut": links_of.slice("a", 1, 1),
+            "stacked": links_of.stack("a", "b"),
+            "row": links_of.index("a", 1),
+            "turned": links_of.permute("b"),
+            "codes": links_of.codes("a", codec),
+            "scales": links_of.scales("a", codec),
+        }
+        Transfer(plan_transfer(*describe_states(trained, served), links=links)).run(trained, served)
+        return served
+
+    return call
+
+
 def transfers(folder: Path) -> Call:
     trained, served = {"w": torch.arange(8.0)}, {"w": torch.zeros(8)}
 
@@ -543,6 +573,7 @@ SOLO: tuple[Recipe, ...] = (
     conversion,
     from_files,
     transfers,
+    linked_transfers,
     codecs,
     optimizers,
 )
