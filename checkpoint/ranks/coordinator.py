@@ -69,6 +69,7 @@ _POLL_S = 0.001
 _LONGEST_S = 1800.0  # torch's own time-out of groups
 _ENDLESS = 2**62  # more bytes than any storage has
 _NOTHING_DONE = "nothing was committed"
+_MEETING_WORDS = 32  # numbers that ranks compare at the first meeting of a call, at most
 
 
 def _severity(error: BaseException | None) -> int:
@@ -353,6 +354,33 @@ class GroupCoordinator(Coordinator):
             self._wait_for(work, first_doing)
         return tensor.tolist()
 
+    def _meet(self, values: list[int], doing: str) -> list[int]:
+        """`_max` at the first meeting of a call, of one size for all calls: gloo ends processes whose sizes differ.
+
+        Raises:
+            CheckpointError: on all ranks, if they make different calls.
+        """
+        assert len(values) <= _MEETING_WORDS
+        call = xxhash.xxh3_64_intdigest(doing.partition(" ")[0].encode()) >> 2
+        room = [0] * (_MEETING_WORDS - len(values))
+        high, low, *found = self._max([call, -call, *values, *room], doing)
+        if high != -low:
+            raise CheckpointError(
+                "Ranks make different calls at the same time.",
+                expected="the same call on all ranks",
+                got="; ".join(f"rank {rank} is {each}" for rank, each in self._first_of_each(doing)),
+                where=f"rank {self.rank}, {doing}",
+                todo="make saves and loads on all ranks of the group in the same order; nothing was written",
+            )
+        return found[: len(values)]
+
+    def _first_of_each(self, doing: str) -> list[tuple[int, str]]:
+        """What ranks do, each with the first rank that does it; a few of them."""
+        found: dict[str, int] = {}
+        for rank, each in enumerate(self._gathered(doing, "comparing calls")):
+            found.setdefault(each, rank)
+        return [(rank, each) for each, rank in found.items()][:8]
+
     def _wait_for(self, work: dist.Work | None, first_doing: str | None) -> None:
         assert work is not None  # this rank is in the group
         if self._roll_call is None:
@@ -400,7 +428,8 @@ class GroupCoordinator(Coordinator):
         is_first: bool = False,
     ) -> list[int]:
         arguments = both_ways(words_of(alike))
-        worst, *found = self._max([_severity(error), *arguments, *numbers], doing if is_first else None)
+        values = [_severity(error), *arguments, *numbers]
+        worst, *found = self._meet(values, doing) if is_first else self._max(values)
         if worst:
             self._raise_gathered(error, worst, doing, outcome)
         if not is_same(found[: len(arguments)]):

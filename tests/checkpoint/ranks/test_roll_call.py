@@ -154,3 +154,23 @@ def _asks_a_stalled_store() -> str:
 def test_a_stalled_store_is_given_up_when_the_group_is() -> None:
     """torch's clients would wait for ever."""
     assert "0.5 s" in run_ranks(1, _asks_a_stalled_store)[0]
+
+
+def _calls_differ(folder: Path, per_rank: tuple[str, ...]) -> str:
+    """What a call raises where ranks make different ones; afterwards they make the same one."""
+    group = dist.new_group(list(range(len(per_rank))), timeout=timedelta(seconds=30))
+    calls = _calls(folder, group)
+    calls["save"]()
+    with pytest.raises(CheckpointError) as caught:
+        calls[per_rank[dist.get_rank()]]()
+    state = {"w": torch.zeros(10)}
+    load(folder / "c", state, process_group=group)
+    assert torch.equal(state["w"], torch.ones(10))
+    return str(caught.value.got)
+
+
+@pytest.mark.parametrize("per_rank", [("save", "load"), ("load", "save"), ("load", "save", "load")])
+def test_ranks_that_make_different_calls_hear_of_it(tmp_path: Path, per_rank: tuple[str, ...]) -> None:
+    """On all ranks, and the next call is as if nothing had been."""
+    for got in run_ranks(len(per_rank), _calls_differ, tmp_path, per_rank):
+        assert "rank 0 " in got and "rank 1 " in got
