@@ -240,8 +240,11 @@ class Storage(ABC):
         """The storage of another folder in the folder that this one lies in. Raises as `take_over`."""
         raise UnsupportedOperation(f"{self.where}: folders are not renamed")
 
-    def take_over(self, other: Storage) -> None:
+    def take_over(self, other: Storage, last: str = "") -> None:
         """Hold what another folder beside this one holds, at once; what was here is gone, and that folder too.
+
+        Args:
+            last: the file that comes last where that takes more than one call; until then it is not here.
 
         Raises:
             UnsupportedOperation: where folders cannot be renamed.

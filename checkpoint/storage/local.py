@@ -381,10 +381,10 @@ class LocalStorage(Storage):
     def beside(self, name: str) -> LocalStorage:
         return self._like_this(Path(os.path.realpath(self.root)).with_name(name))
 
-    def take_over(self, other: Storage) -> None:
+    def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, LocalStorage)
         self._held.clear()
-        move_over(other.root, Path(os.path.realpath(self.root)))
+        move_over(other.root, Path(os.path.realpath(self.root)), last)
         other.remove("")
 
     def open_file(self, name: str) -> FileReader:

@@ -3,8 +3,9 @@
     local          .name.saving/..                     until all have written; then it is `name`, at once
     object store   name/..  and its marker             while `config.json` (or `.metadata`) is gone; it comes last
 
-What was there stays whole on disks until the rename, whoever dies when. Object stores rename nothing: an old folder
-there is no longer valid once the first byte is written. A marker tells our own readers so, where they would take files
+What was there stays whole on disks until the rename, whoever dies when. Disks that rename no folders get the files one
+by one, the deciding one last (`checkpoint.storage.folder_exchange`). Object stores rename nothing: an old folder there
+is no longer valid once the first byte is written. A marker tells our own readers so, where they would take files
 without the deciding one.
 """
 
@@ -111,12 +112,14 @@ class WrittenFolder:
                 self.working.remove("")
             raise
         try:
-            self.final.take_over(self.working)
+            self.final.take_over(self.working, self.decisive)
             self.final.sync_folder("")
             for name in LOCK_NAMES:
                 self.final.remove(name)
         except BaseException as error:
-            error.add_note(f"{self.final.where} is the old folder or the new one, whole")
+            error.add_note(
+                f"{self.final.where} is the old folder or the new one, whole, or holds no {self.decisive}"
+            )
             raise
 
     def _left(self) -> str:

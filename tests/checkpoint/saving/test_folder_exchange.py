@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from vescale_fsdp import DCP
+from vescale_fsdp.checkpoint import save
 from vescale_fsdp.checkpoint.storage import folder_exchange
 from vescale_fsdp.checkpoint.storage.folder_exchange import move_over
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
@@ -61,3 +68,61 @@ def test_a_lock_in_a_folder_that_was_renamed_is_none(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     with storage.lock():
         assert (tmp_path / "work").is_dir()
+
+
+def _without_folder_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def refused(one: Path, other: Path) -> None:
+        if os.path.isdir(one):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        rename(one, other)
+
+    monkeypatch.setattr(folder_exchange, "_renameat2", lambda: None)
+    monkeypatch.setattr(os, "rename", refused)
+
+
+def test_a_mounted_bucket_renames_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A form of several files is saved, replaced and loaded; one line says how."""
+    caplog.set_level(logging.INFO)
+    _without_folder_renames(monkeypatch)
+    for value in (1.0, 2.0):
+        save(tmp_path / "c", {"w": torch.full((300,), value)}, format=DCP(), overwrite=True)
+        state = {"w": torch.zeros(300)}
+        dcp.load(state, checkpoint_id=tmp_path / "c")
+        assert torch.equal(state["w"], torch.full((300,), value))
+        assert os.listdir(tmp_path) == ["c"]
+    said = [record for record in caplog.records if record.name == folder_exchange.__name__]
+    assert [record.levelno for record in said] == [logging.INFO] * 2
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_deciding_file_comes_last(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed behind any file, the folder holds all of the new one or lacks the deciding file."""
+    _without_folder_renames(monkeypatch)
+    for folder, names in ((".out.saving", ("a", "deep/b", "c")), ("out", ("a", "c", "old"))):
+        for name in names:
+            path = tmp_path / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(folder)
+    replace = os.replace
+    calls: list[str] = []
+
+    def killed(one: Path, other: Path) -> None:
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        calls.append(other.name)
+        replace(one, other)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with suppress(KeyboardInterrupt):
+        move_over(tmp_path / ".out.saving", tmp_path / "out", last="a")
+
+    out = tmp_path / "out"
+    assert (out / "a").exists() == (number == 3)
+    assert calls == ["c", "b", "a"][:number]
+    if number == 3:
+        found = {f"{path.relative_to(out)}": path.read_text() for path in out.rglob("*") if path.is_file()}
+        assert found == dict.fromkeys(("a", "deep/b", "c"), ".out.saving")

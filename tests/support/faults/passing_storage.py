@@ -42,8 +42,8 @@ class PassingStorage(Storage):
     def beside(self, name: str) -> Storage:
         return self.inner.beside(name)
 
-    def take_over(self, other: Storage) -> None:
-        self.inner.take_over(other)
+    def take_over(self, other: Storage, last: str = "") -> None:
+        self.inner.take_over(other, last)
 
     def open_file(self, name: str) -> FileReader:
         return self.inner.open_file(name)

@@ -100,9 +100,9 @@ class WatchedStorage(PassingStorage):
     def beside(self, name: str) -> Storage:
         return WatchedStorage(self.inner.beside(name), self._watch, "beside/")
 
-    def take_over(self, other: Storage) -> None:
+    def take_over(self, other: Storage, last: str = "") -> None:
         assert isinstance(other, WatchedStorage)
-        self._do("take_over", "", lambda: self.inner.take_over(other.inner))
+        self._do("take_over", "", lambda: self.inner.take_over(other.inner, last))
 
     def list_files(self) -> list[str]:
         return self._do("list_files", "", self.inner.list_files)
