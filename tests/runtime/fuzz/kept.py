@@ -26,11 +26,6 @@ CURED = {
     "a unit whose output needs a gradient on one rank only is gathered there alone in the backward": Program(
         blocks=(Block(frozen="base", spare="some ranks"), Block()), frozen_ends=True, reshard=True
     ),
-}
-
-# Forwards that only some ranks run: other gathers, which cannot be made up for; and reductions at the end of backwards
-# that are not the last. `OrderWatch` raises on all ranks, later than a program is waited for.
-WRONG = {
     "of a list of modules one rank runs fewer, two forwards before their backwards": Program(
         blocks=(Block(unit="pair"), Block(runs="some ranks")),
         steps=(Step((Micro(forwards=2, apart=True),)),),
@@ -39,6 +34,11 @@ WRONG = {
         blocks=(Block(), Block(frozen="base", spare="some ranks")),
         steps=(Step((Micro(forwards=2, apart=True),)),),
     ),
+}
+
+# Forwards that only some ranks run: other gathers, which cannot be made up for. `OrderWatch` raises on all ranks, later
+# than a program is waited for.
+WRONG = {
     "a unit whose forward one rank leaves out": Program(
         blocks=(Block(), Block(runs="some ranks"), Block()),
     ),
