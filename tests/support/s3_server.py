@@ -62,8 +62,11 @@ class Weather:
 @contextmanager
 def s3_server(weather: Weather) -> Iterator[str]:
     """The end point of a server with one bucket, called "bucket"."""
+    from moto.core.model_instances import reset_model_data
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
+
+    reset_model_data()  # of the whole process: what an earlier server stored
 
     application = weather.wrap(DomainDispatcherApplication(create_backend_app))
     running = make_server("127.0.0.1", 0, application, threaded=True)

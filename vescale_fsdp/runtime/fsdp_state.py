@@ -397,8 +397,8 @@ class FSDPState:
         self._methods_running = 0  # of one that ended in an exception
         for group in self.groups:
             group.collect_grads()
-        # Without the unit's own forward, or by way of inputs that need no gradient. Only some ranks may have them, so they
-        # wait for the last backward, in which all ranks reduce.
+        # Without the unit's own forward, or by way of inputs that need no gradient. Only some ranks may have them, so
+        # they wait for the last backward, in which all ranks reduce.
         late = any(group.grads for group in self.groups)
         if is_last and (late or self._took_part or self._wants_zeros or self._is_owed):
             self._outstanding = 0

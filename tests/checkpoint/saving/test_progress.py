@@ -25,6 +25,8 @@ from vescale_fsdp.checkpoint import (
     load,
     save,
 )
+from vescale_fsdp.checkpoint.ranks.coordinator import solo_coordinator
+from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import CheckpointError, ConversionError
 
@@ -159,12 +161,19 @@ def test_what_cannot_fit_is_not_begun(tmp_path: Path) -> None:
 
 def test_memory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank asks for what it stores itself, replicas too: the other ranks of a node may store less."""
-    manager = CheckpointManager(tmp_path / "steps", ram=RamTier("run", folder=tmp_path / "shm"))
+    tier, coordinator = RamTier("run", folder=tmp_path / "shm"), solo_coordinator()
+    run = RunFile((("0123abcd", None),))
+    state = {"w": torch.ones(1024)}
+
+    def is_taken(step: int) -> bool:
+        save_id, _ = tier.begin(coordinator, run)
+        return tier.save(coordinator, step, state, None, save_id=save_id, run=run, behind=coordinator)
+
     monkeypatch.setattr(LocalStorage, "free_bytes", 4095)
-    with pytest.raises(CheckpointError, match=r"no room[\s\S]*vescale-run"):
-        manager.save(1, {"w": torch.ones(1024)})
+    with pytest.warns(UserWarning, match=r"no room[\s\S]*vescale-run"):
+        assert not is_taken(1)
     monkeypatch.setattr(LocalStorage, "free_bytes", 2 * 4096)
-    manager.save(1, {"w": torch.ones(1024)})
+    assert is_taken(2)
 
 
 def test_a_conversion_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

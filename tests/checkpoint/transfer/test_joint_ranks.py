@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ def met(work: Callable[[], object]) -> str:
     return ""
 
 
+@mock.patch.object(coordinator, "_DOCUMENT_BYTES", 1000)
 def meets_a_stranger(folder: str) -> dict[str, str]:
     """Rank 1 sends what is no message of it; what each rank raises, by kind."""
     with pytest.raises(PlacementError):  # not this machine alone, and no secret
@@ -118,7 +120,6 @@ def meets_a_stranger(folder: str) -> dict[str, str]:
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    coordinator._DOCUMENT_BYTES = 1000
     pickled = pickle.dumps(Bomb(f"{folder}/executed"))
     recorded = b""
     found: dict[str, str] = {}

@@ -60,7 +60,9 @@ def _save_all(folder: Path) -> None:
         state
     )
     run = RunFile((("0123abcd", None),))  # the same on all ranks
-    RamTier("run", folder=folder / "ram").save(coordinator_for(), 4, state, None, run=run)
+    tier, ranks = RamTier("run", folder=folder / "ram"), coordinator_for()
+    save_id, _ = tier.begin(ranks, run)
+    assert tier.save(ranks, 4, state, None, save_id=save_id, run=run, behind=ranks)
     state.pop("rng")
     dcp.save(
         {key: value for key, value in state.items() if key != "step"} | {"step": 7},
