@@ -171,8 +171,9 @@ class FSDPModule(_Base):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last one of this forward's.
 
-        False keeps the forward's order for those that follow, and leaves the reduction of units that the next
-        backward does not come by to them. For the whole tree, whichever of its modules is asked.
+        False keeps the forward's order for those that follow. The last one reduces the units that the others do not
+        come by, and gradients that arise without a unit's own forward. For the whole tree, whichever of its modules
+        is asked.
         """
         state = self._state()
         state.is_last_backward = is_last_backward
