@@ -6,6 +6,7 @@ routine then reads boxes of any format (`box_reading.py`).
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ class Source:
     _ranges: CheckedRanges = field(default_factory=CheckedRanges)
     _intervals: dict[str, list[_Interval] | None] = field(default_factory=dict)
     _proven: dict[str, set[int]] = field(default_factory=dict)
+    _rereading: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
@@ -255,9 +257,12 @@ class Source:
         proven, checked = self._proven.setdefault(file, set()), self.checked(file)
         if index in proven or checked is None:
             return
-        if checksum is None:
-            checksum = checked.hash_stripe(index, bytearray(_SCRATCH_BYTES))
-        checked.prove_stripe(index, checksum)
+        if checksum is not None:
+            checked.prove_stripe(index, checksum)
+        else:
+            with self._rereading:  # threads that each have a part of the stripe read it once between them
+                if index not in proven:
+                    checked.prove_stripe(index, checked.hash_stripe(index, bytearray(_SCRATCH_BYTES)))
         proven.add(index)
 
     def seen_in_part(self) -> list[SeenPieces]:
