@@ -238,8 +238,9 @@ def _sample(tensors: Sequence[torch.Tensor], phase: int) -> np.ndarray[Any, Any]
         return _gathered(addresses, firsts, steps, counts, itemsize)
     found = np.empty(counts.sum(), _bits(itemsize))
     is_gathered = np.repeat(is_dense, counts)
-    dense = (values[is_dense] for values in (addresses, firsts, steps, counts))
-    found[is_gathered] = _gathered(*dense, itemsize=itemsize)
+    found[is_gathered] = _gathered(
+        addresses[is_dense], firsts[is_dense], steps[is_dense], counts[is_dense], itemsize
+    )
     views = [
         _strided(tensors[place], int(firsts[place]), int(steps[place]))
         for place in np.flatnonzero(~is_dense).tolist()
