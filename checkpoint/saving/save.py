@@ -93,7 +93,7 @@ def save(
         format: "native" (one safetensors file per rank, the fast one), "zarr" (one zarr v3 array per
             tensor, for tools outside PyTorch; loads back at any world size as well), or a form that others read:
             `vescale_fsdp.HuggingFace(..)`, `vescale_fsdp.DCP()`.
-        process_group: the ranks that save; default: all.
+        process_group: the ranks that save; default: all. Its timeout is how long they wait for one that does not come.
         progress: is told how far this rank has come; True draws a bar on rank 0.
         check_replicas: how ranks that hold the same part of a tensor compare it, since each writes a share. "sample"
             compares a digest of some elements of each tensor, other ones in each save, which finds replicas that have
