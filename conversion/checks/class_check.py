@@ -26,8 +26,6 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
-__all__ = ["ClassCheck", "check_planned", "check_written"]
-
 
 @dataclass(frozen=True)
 class ClassCheck:

@@ -42,8 +42,6 @@ from vescale_fsdp.errors import ConversionError, some
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HuggingFace"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Form):

@@ -17,8 +17,6 @@ from vescale_fsdp.conversion.report.value_summary import ValueSummary, values_of
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, pieces_of
 
-__all__ = ["checkpoint_report"]
-
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
 _MOST_STEPS = 10_000
 _VALUE_CHARS = 200

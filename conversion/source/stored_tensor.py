@@ -16,8 +16,6 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
-__all__ = ["StoredChunk", "StoredTensor", "TensorInfo"]
-
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
 
 

@@ -10,8 +10,6 @@ from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan, TensorItem
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, nest
 
-__all__ = ["plan_torch"]
-
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:
     """One file that ``torch.load(file, weights_only=True)`` reads.

@@ -8,8 +8,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["DAMAGE", "damaged", "read_metadata"]
-
 DAMAGE = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 """What metadata that lacks something makes its readers raise."""
 
