@@ -10,7 +10,7 @@ from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport, Read, Verif
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.checkpoint.memory.peer_memory import LostPartError
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CorruptCheckpointError, PartialLoadError

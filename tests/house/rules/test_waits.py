@@ -37,11 +37,11 @@ IDLE = "the end of its object or process: a daemon, for which nothing waits"
 CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
-    "checkpoint/loading/shared_stripes.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/manager.py": {"handle.wait()": SAVE, "self._ram.wait()": GROUP, "self.wait()": SAVE},
     "checkpoint/memory/ram_tier.py": {"copies.wait()": GROUP, "self.wait()": GROUP},
     "checkpoint/ranks/background.py": {"job.future.exception()": DONE, "queue.get()": IDLE},
     "checkpoint/ranks/coordinator.py": {"work.wait()": GROUP},
+    "checkpoint/ranks/exchange.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/ranks/roll_call.py": {"work.wait()": GROUP},
     "checkpoint/saving/async_save.py": {
         "self._job.future.exception()": SAVE,
