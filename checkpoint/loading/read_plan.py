@@ -38,8 +38,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.loading.locate import ShareFinder
 from vescale_fsdp.checkpoint.loading.shared_stripes import (
     SharedStripes,
@@ -100,7 +100,7 @@ class _ReadJob(NamedTuple):
     def prove_in(self, data: Bytes) -> None:
         """Compare checksums of the bytes as they were brought to memory."""
         for index, start, stop in self._stripes():
-            self.file.prove_stripe(index, xxhash.xxh3_64_intdigest(data[start:stop].data))
+            self.file.prove_stripe(index, checksum_of(data[start:stop].data))
 
     def take(self) -> int:
         """Bring every sink its bytes, as they are; returns the bytes that were read."""
@@ -137,7 +137,7 @@ class _ReadJob(NamedTuple):
 
     def _read_and_hash(self, runs: Sequence[_FileRun]) -> int:
         """Read runs, slice by slice; the checksum of them, and of what nobody wants between them."""
-        digest, done = xxhash.xxh3_64(), self.start
+        digest, done = RunningChecksum(), self.start
         unwanted: Bytes | None = None
         for start, memories in [*runs, _FileRun(self.stop, [])]:
             if done < start:
