@@ -172,13 +172,11 @@ def convert(
 
 
 def _overflows(state: CarriedState) -> list[str]:
-    """What this run's casts could not hold."""
-    from vescale_fsdp.conversion.views.casting import CastView
-
+    """Values too large for the types that this run rounded them to, by casts, dequantisation or a merge."""
     found = [
-        f"{name} ({sum(view.overflows.values())} of {view.info.numel} as {view.dtype.name})"
+        f"{name} ({lost} of {view.info.numel} as {view.info.dtype.name})"
         for name, view in state.views.items()
-        if isinstance(view, CastView) and view.overflows
+        if (lost := view.overflows)
     ]
     return [f"finite values are infinite in their new type: {some(found)}"] if found else []
 

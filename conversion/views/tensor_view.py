@@ -60,6 +60,11 @@ class TensorView(ABC):
         """The one stored tensor whose items are its own, one by one, if there is one."""
         return None
 
+    @property
+    def overflows(self) -> int:
+        """How many finite values that were read became infinite in the type they were rounded to."""
+        return 0
+
     @abstractmethod
     def identity(self) -> str:
         """Where its values come from; two runs with equal identities read the same things."""
@@ -190,6 +195,10 @@ class MappedView(TensorView):
     def over(self, leaf: Callable[[SourceView], TensorView]) -> TensorView:
         return MappedView(self.map, tuple(view.over(leaf) for view in self.inputs))
 
+    @property
+    def overflows(self) -> int:
+        return sum(view.overflows for view in self.inputs)
+
     def identity(self) -> str:
         return f"{self.map!r}({', '.join(view.identity() for view in self.inputs)})"
 
@@ -231,6 +240,10 @@ class RenamedView(TensorView):
     @property
     def sameness(self) -> Hashable:
         return self.inner.sameness
+
+    @property
+    def overflows(self) -> int:
+        return self.inner.overflows
 
     def identity(self) -> str:
         return self.inner.identity()
