@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
@@ -185,8 +185,11 @@ class ScaledView(_ComputedView):
                 values *= np.float32(self.factor)
             if self.offset is not None:
                 values += np.float32(self.offset)
-            into = out[(*tile.slices(box.offsets), ...)]  # the ellipsis keeps a 0-d tensor an array
-            if lost := cast_into(values.view(np.uint32), _F32, into, self.dtype):
+            place: tuple[Any, ...] = (
+                *tile.slices(box.offsets),
+                ...,
+            )  # the ellipsis keeps a 0-d tensor an array
+            if lost := cast_into(values.view(np.uint32), _F32, out[place], self.dtype):
                 self.lost[tile] = lost
 
     @property
