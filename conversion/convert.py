@@ -155,7 +155,7 @@ def convert(
             report.plan.when_written(read)
             keep(check_written(report.plan, read))
 
-        keep(check_planned(report.plan, by_table=not chosen.run.dry_run))
+        keep(check_planned(report.plan, asks="always" if chosen.run.dry_run else "doubt"))
         announce(report.plan.tensor_nbytes)
 
         execution = Execution(
