@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
     from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
     from vescale_fsdp.checkpoint.dcp.reader import RaggedLoadPlanner, RaggedReader
     from vescale_fsdp.checkpoint.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
-        get_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
         set_state_dict,
@@ -92,6 +93,7 @@ __all__ = [
 lazily_export(
     __name__,
     {
+        "torch.distributed.checkpoint.state_dict": "get_state_dict",
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
         "vescale_fsdp.checkpoint.dcp.reader": "RaggedLoadPlanner RaggedReader",
         "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
@@ -108,7 +110,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
-        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
+        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
         "vescale_fsdp.checkpoint.loading.verify_checkpoint": "Problem VerifyReport verify",
     },

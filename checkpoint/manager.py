@@ -69,8 +69,6 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpointError, PartialLoadError
 
-__all__ = ["CheckpointManager", "Restored"]
-
 _EXPORTS = "exports"  # folder of steps in another form
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,6 @@ from vescale_fsdp.checkpoint.step_search import Candidate, StepSearch
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CorruptCheckpointError, PartialLoadError
 
-__all__ = ["Restored", "StepLoad", "first_good"]
-
 
 @dataclass(frozen=True)
 class Restored:

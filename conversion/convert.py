@@ -31,8 +31,6 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState, model_stat
 from vescale_fsdp.conversion.views.tensor_view import TensorView, repeated_dims, without_repeats
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["TARGETS", "ConvertOptions", "ConvertReport", "convert", "plan_conversion"]
-
 _ORDER_LOST = (
     "safetensors files do not keep the order of a model's parameters: a start on several ranks may have to move "
     "pieces between them, which only costs time"

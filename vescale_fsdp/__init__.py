@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from vescale_fsdp.runtime.fsdp_module import (
         FSDPModule,
         UnshardHandle,
-        register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from vescale_fsdp.runtime.fsdp_state import register_fsdp_forward_method
     from vescale_fsdp.runtime.fully_shard import fully_shard
     from vescale_fsdp.runtime.setup.data_mesh import DataParallelMeshDims
     from vescale_fsdp.torch_private import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -136,7 +136,8 @@ lazily_export(
         "vescale_fsdp.runtime.fully_shard": "fully_shard",
         "vescale_fsdp.layout.granularity": "Element Flat Granularity Rows Tiles Whole",
         "vescale_fsdp.layout.group_layout": "GroupLayout ModelLayout TensorSlot",
-        "vescale_fsdp.runtime.fsdp_module": "FSDPModule UnshardHandle register_fsdp_forward_method share_comm_ctx",
+        "vescale_fsdp.runtime.fsdp_module": "FSDPModule UnshardHandle share_comm_ctx",
+        "vescale_fsdp.runtime.fsdp_state": "register_fsdp_forward_method",
         "vescale_fsdp.dtensor.operators.dispatch_table": "is_supported",
         "vescale_fsdp.layout.padding": "PaddingPolicy PaddingWarning",
         "vescale_fsdp.layout.placement": "RaggedShard StridedRaggedShard",

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 else:
     Loader = object  # importlib.abc brings tempfile and shutil: 10 ms of every start
 
-__all__ = ["CLASSES", "install"]
-
 # Old module -> {new module: classes that pickles may name}.
 CLASSES = {
     "vescale_fsdp.checkpoint.per_rank": {"vescale_fsdp.checkpoint.state.per_rank": "PerRank"},

@@ -34,8 +34,6 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import unflatten_state_dict
 
-__all__ = ["RaggedSavePlanner", "RaggedWriter"]
-
 
 class RaggedSavePlanner(SavePlanner):
     """Plans nothing: the state goes to the engine as it is.

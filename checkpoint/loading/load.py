@@ -44,8 +44,6 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpoin
 from vescale_fsdp.torch_modes import plainly
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["LoadReport", "Loader", "Read", "Supply", "Verify", "load", "prove_choices"]
-
 Verify = Literal["before", "while", "never"]
 Read = Literal["once", "each", "auto"]
 Strict = bool | Literal["missing"]

@@ -56,8 +56,6 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
-__all__ = ["ReadPlan", "Reads"]
-
 T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB

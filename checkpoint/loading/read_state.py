@@ -26,8 +26,8 @@ from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan, Reads
 from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
-from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name, split_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
@@ -37,8 +37,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
-
-__all__ = ["CheckpointReader", "CheckpointTensor", "read_manifest", "read_state"]
 
 _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB
 

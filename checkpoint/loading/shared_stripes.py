@@ -26,8 +26,6 @@ import torch
 
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 
-__all__ = ["SharedStripes", "StripeRun", "exchange_stripes", "plan_shared", "waves_of_stripes"]
-
 _MAX_INCOMING = 8  # turns that a rank receives in one wave
 
 

@@ -16,8 +16,6 @@ from vescale_fsdp.checkpoint.ranks.first_error import noting
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, Storage
 from vescale_fsdp.errors import CorruptCheckpointError, some
 
-__all__ = ["OpenRankFile"]
-
 _GONE = (FileNotFoundError, NotADirectoryError)
 
 

@@ -23,8 +23,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["ChunkTables", "read_chunk"]
-
 _SCRATCH_BYTES = 1 << 20  # 1 MiB
 
 

@@ -32,19 +32,6 @@ from vescale_fsdp.layout.run_lengths import RunLengths
 if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = [
-    "Axes",
-    "Axis",
-    "Cut",
-    "Distribution",
-    "Holders",
-    "LayoutCut",
-    "ShardCut",
-    "UnitsCut",
-    "cut_from_json",
-    "shard_order",
-]
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -27,7 +27,7 @@ from vescale_fsdp.checkpoint.manifest.distribution import (
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION, MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION
 from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, prove_complete
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.region import Region
@@ -37,15 +37,6 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import FlatRange
-
-__all__ = [
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "Manifest",
-    "NoCheckpointError",
-    "build_manifest",
-]
 
 STRIPE_BYTES = 1 << 20  # 1 MiB: one checksum each, and the unit of verified reads
 SPLIT_BYTES = 64 << 10  # 64 KiB: replicas share the writing of anything larger

@@ -28,17 +28,6 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES
 
-__all__ = [
-    "BLOB_NAME",
-    "CHECKSUM_BYTES",
-    "CHUNKS_NAME",
-    "RESERVED_NAMES",
-    "TABLE_NAME",
-    "FilePiece",
-    "RankFile",
-    "pack_table",
-]
-
 BLOB_NAME = "__per_rank__"
 TABLE_NAME = "__checksums__"
 CHUNKS_NAME = "__chunks__"  # only in files that hold no tensors

@@ -27,8 +27,6 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.foreign_json import tensor_shape, whole_numbers
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["Entry", "Structure", "dump_json", "renumber"]
-
 
 def dump_json(value: Json) -> bytes:
     """The one way JSON is written here: compact, so that equal values have equal bytes."""

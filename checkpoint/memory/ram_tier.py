@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.loading.file_checks import rank_file_problem
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
-from vescale_fsdp.checkpoint.manifest.file_names import parse_rank_file_name, step_name
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
@@ -59,8 +59,6 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CheckpointError
-
-__all__ = ["RamTier"]
 
 _NO_COPIES = "copies of a step in memory could not be made; the loss of a node may lose it"
 

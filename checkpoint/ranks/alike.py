@@ -11,8 +11,6 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["Alike", "both_ways", "is_same", "unlike", "words_of"]
-
 Alike = Mapping[str, Json]
 _ABSENT = "nothing"  # stands for a key that a rank does not have
 

@@ -41,20 +41,6 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError, CorruptCheckpoin
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_private import default_store, store_of, timeout_of
 
-__all__ = [
-    "ABORT",
-    "COMMIT",
-    "Agreement",
-    "Coordinator",
-    "GroupCoordinator",
-    "SoloCoordinator",
-    "coordinator_for",
-    "is_interrupt",
-    "is_of_storage",
-    "solo_coordinator",
-]
-
-
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 _NOTHING: Alike = {}

@@ -20,8 +20,6 @@ import torch
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import FileReader, FileWriter, Storage
 
-__all__ = ["FROM_DISK", "FileMove", "move_files", "waves_of"]
-
 _PIECE_BYTES = 4 << 20  # 4 MiB, twice for each file that a rank sends or receives
 
 

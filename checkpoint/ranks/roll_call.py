@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["RollCall"]
-
 _PATIENCE_S = 5.0  # without a word
 _NOTES_S = 2.0  # until ranks that came at about the same time have noted it too
 _POLL_S = 0.02

@@ -49,8 +49,6 @@ from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for
 from vescale_fsdp.torch_modes import plainly
 
-__all__ = ["AsyncSaver", "SaveHandle", "async_save"]
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _HEAD_START_S = 0.005

@@ -23,8 +23,6 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
-__all__ = ["Commit", "Form", "RankShare", "told_if_busy"]
-
 
 class Commit(NamedTuple):
     """What is to be done when all ranks have written.

@@ -18,8 +18,6 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
-__all__ = ["NativeForm", "write_rank_file"]
-
 _RUN_BYTES = 4 << 20  # 4 MiB of stripes to a piece of work
 
 

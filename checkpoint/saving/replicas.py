@@ -30,8 +30,6 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 
-__all__ = ["CheckReplicas", "begin_comparison", "check_choice"]
-
 CheckReplicas = Literal["all", "sample", False]
 
 _BYTES_PER_ELEMENT = (

@@ -53,8 +53,6 @@ from vescale_fsdp.errors import ArgumentError, CheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_modes import plainly
 
-__all__ = ["Format", "Saved", "Saver", "form_of", "plain_json", "save"]
-
 Format = Literal["native", "zarr"] | Form
 _FORMS: dict[str, ManifestForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]

@@ -32,8 +32,6 @@ from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
-__all__ = ["ZarrForm"]
-
 
 class ZarrForm(ManifestForm):
     """One zarr v3 array for each tensor; ranks' files hold per-rank values and the checksums of chunks."""

@@ -34,8 +34,6 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import StridedShard, is_wrapper, local_of
 
-__all__ = ["Described", "Describer"]
-
 
 class Described(NamedTuple):
     """What a manifest says of a tensor, and this rank's part of it.

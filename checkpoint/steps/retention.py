@@ -11,8 +11,6 @@ from vescale_fsdp.checkpoint.steps.step_folders import StepFolder, no_longer_kep
 from vescale_fsdp.checkpoint.steps.step_records import best_steps, is_pinned, read_record
 from vescale_fsdp.checkpoint.storage.base import Storage
 
-__all__ = ["Retention"]
-
 
 @dataclass(frozen=True)
 class Retention:

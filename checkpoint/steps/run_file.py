@@ -23,17 +23,6 @@ import xxhash
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, step_name
 from vescale_fsdp.checkpoint.storage.base import Storage
 
-__all__ = [
-    "BRANCH_DIGITS",
-    "RUN_FILE_NAME",
-    "RootHold",
-    "RunFile",
-    "abandoned_steps",
-    "hold_root",
-    "manifest_digest",
-    "read_run_file",
-]
-
 RUN_FILE_NAME = "run.json"
 BRANCH_DIGITS = 8  # hex digits of a save_id that name the branch
 _MOST_BRANCHES = 64  # older ones have no steps in memory any more

@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import IN_FLIGHT, T
 from vescale_fsdp.collectives import Work, receive_async, send_async, wait_for
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Exchange", "Rooms"]
-
 _CACHED_BYTES = 1 << 20  # 1 MiB
 
 

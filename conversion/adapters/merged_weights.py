@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["merged_state"]
-
 _LORA = {".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"}
 _LORA |= {
     ".lora_magnitude_vector": "m",

@@ -26,8 +26,6 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.layout.safetensors_header import read_header
 
-__all__ = ["Asks", "ClassCheck", "check_planned", "check_written"]
-
 Asks = Literal["always", "doubt", "never"]
 """When the class itself is asked, which takes a child process: where the table does not say yes, to confirm a no of the
 table, or not at all."""

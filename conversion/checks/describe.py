@@ -11,8 +11,6 @@ from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["describe", "draw", "format_description"]
-
 
 def describe(source: Source) -> dict[str, Any]:
     """Everything known about a source without reading its tensors, as plain values."""

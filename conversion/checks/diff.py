@@ -26,8 +26,6 @@ from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.rounding import cast_array
 
-__all__ = ["Difference", "Tolerance", "Views", "diff", "matched_views"]
-
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
 Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)
 _F64 = dtype_from_torch("float64")

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.conversion.formats.huggingface.repository import index_of, stem_in
 from vescale_fsdp.conversion.output.copying import Progress
 from vescale_fsdp.conversion.source.source import Source
@@ -24,8 +25,6 @@ from vescale_fsdp.layout.foreign_json import parse_json
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.file_checks import Check
-
-__all__ = ["CheckReport", "verify"]
 
 _READ_BYTES = 4 * 2**20  # 4 MiB
 _THREADS = 2  # one hashes while the other waits for the disk

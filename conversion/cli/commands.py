@@ -36,8 +36,6 @@ from vescale_fsdp.conversion.formats.table import TARGETS
 if TYPE_CHECKING:
     from vescale_fsdp.layout.planner import Scatter
 
-__all__ = ["Stopped", "cli"]
-
 
 class Stopped(click.Abort):
     """Ctrl-C came while files were being written."""

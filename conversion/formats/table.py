@@ -28,8 +28,6 @@ if TYPE_CHECKING:
         [CarriedState, ConvertOptions, Assets, str], OutputPlan
     ]  # the text is the target's file name
 
-__all__ = ["FORMATS", "KINDS", "OPTIMIZER_FORMS", "TARGETS", "TRAINED", "Format", "Target"]
-
 OPTIMIZER_FORMS = ("keep", "nested", "flattened", "drop")
 
 

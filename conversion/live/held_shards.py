@@ -29,8 +29,6 @@ from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, re
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 
-__all__ = ["HeldShards"]
-
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB
 
 

@@ -43,8 +43,6 @@ from vescale_fsdp.errors import ConversionError, some
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HuggingFace"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Form):
@@ -67,8 +65,8 @@ class HuggingFace(Form):
         max_shard_bytes: the most bytes of tensors in one file.
         budget_bytes: the most bytes of other ranks' tensors that a rank holds at a time.
         require_check: refuse a save that the class in config.json does not take, or whose class the shipped table does
-            not know. By default the former is a warning: the table knows common classes alone, and the class itself, which
-            may take other names too, is not asked while a model trains.
+            not know. By default the former is a warning: the class itself, which may take other names too, is not asked
+            while a model trains.
 
     Raises:
         ConversionError: for a type that floats are not cast to, or limits that are too small.

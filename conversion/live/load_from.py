@@ -37,8 +37,6 @@ from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.torch_modes import plainly
 
-__all__ = ["LoadFromReport", "load_from"]
-
 _log = logging.getLogger(__name__)
 _NOTHING_LOADED = "nothing was overwritten"
 _HALF_LOADED = "tensors may hold some of what was to be loaded"

@@ -35,8 +35,6 @@ from vescale_fsdp.conversion.output.stretches import Stretch, StretchFiller, str
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["Copier", "CopyLimits", "Progress", "written_digest"]
-
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
 
 _MAX_THREADS = 1024  # more would wait for each other

@@ -22,19 +22,6 @@ from vescale_fsdp.conversion.views.tensor_view import TensorView
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.source.crc import Crc
 
-__all__ = [
-    "ClosingFile",
-    "ComputedBytes",
-    "Content",
-    "CrcOf",
-    "FilePlan",
-    "FixedBytes",
-    "OutputPlan",
-    "TensorItems",
-    "Written",
-    "whole",
-]
-
 Written = Callable[[str, int, int], bytes]
 """Bytes of a data file of the plan by its name, offset and number, once it is written."""
 

@@ -25,8 +25,6 @@ from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.source.stored_tensor import is_inflated
 from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, read_range
 
-__all__ = ["checkpoint_report"]
-
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
 _SAMPLED_PIECES = 4  # of a tensor that is not read whole
 _MOST_STEPS = 10_000

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from vescale_fsdp.conversion.source.crc import Crc
 from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["CheckedRange", "CheckedRanges", "SeenPieces"]
-
 
 @dataclass(frozen=True)
 class CheckedRange:

@@ -17,8 +17,6 @@ try:
 except ImportError:  # no build for this platform: a tenth of the speed
     from zlib import crc32
 
-__all__ = ["CRC32", "CRC32C", "Crc"]
-
 _ONE = 0x80000000  # the polynomial 1: in reflected order the highest bit is the lowest power
 
 

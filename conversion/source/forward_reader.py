@@ -15,8 +15,6 @@ import xxhash
 if TYPE_CHECKING:
     from vescale_fsdp.conversion.source.source import Source
 
-__all__ = ["ForwardReader"]
-
 
 class ForwardReader:
     """Reads of one thread; what it has read is proven once `finish` has returned.

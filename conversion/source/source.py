@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["BoxReader", "ByteRange", "Source", "StoredValue", "StripedFile", "constant"]
-
 _SCRATCH_BYTES = 2**20  # 1 MiB: hashed while in the cache
 
 BoxReader = Callable[[Box], "np.ndarray"]

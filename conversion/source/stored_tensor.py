@@ -16,11 +16,7 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import MAX_DIMS, tensor_shape, whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, run_start
 
-__all__ = ["MOST_GROWTH", "UNCHECKED_BYTES", "StoredChunk", "StoredTensor", "TensorInfo", "is_inflated"]
-
-UNCHECKED_BYTES = (
-    4 << 30
-)  # 4 GiB: tensors up to this size are read and written, however little of them is stored
+UNCHECKED_BYTES = 4 << 30  # 4 GiB: so much is read and written, however little of it is stored
 MOST_GROWTH = 32  # more than any decoding of codes: 4 bits to 64 are 16
 _MAX_GRID_CELLS = 4_000_000  # of the coordinate grid on which overlapping boxes are looked for
 

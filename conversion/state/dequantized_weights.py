@@ -30,8 +30,6 @@ from vescale_fsdp.views.index_maps import Permute, Reshape
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["dequantized"]
-
 _F32 = dtype_from_torch("float32")
 _BLOCK = (128, 128)  # of transformers' FineGrainedFP8Config, where config.json does not name one
 _MX_BLOCK = 32

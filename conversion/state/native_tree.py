@@ -20,8 +20,6 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
-__all__ = ["native_manifest", "native_tree"]
-
 
 class _TensorLeaf(NamedTuple):
     """Stands for a tensor while the tree is made."""

@@ -27,8 +27,6 @@ from vescale_fsdp.views.index_maps import Permute, Reshape
 if TYPE_CHECKING:
     from vescale_fsdp.views.block_codes import Fp8Encoding, Mxfp4Encoding
 
-__all__ = ["SCHEMES", "QuantizeRules", "newly_quantized"]
-
 SCHEMES = ("fp8-128x128", "mxfp4")
 _KEEP = "keep"
 _F32 = dtype_from_torch("float32")

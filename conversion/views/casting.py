@@ -22,8 +22,6 @@ from vescale_fsdp.layout.geometry import Box
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["CastRules", "CastView", "float_type", "require_one_rule_each"]
-
 
 @dataclass(frozen=True)
 class CastRules:

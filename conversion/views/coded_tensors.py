@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from vescale_fsdp.views.block_codes import Fp8Encoding, Mxfp4Encoding
 
-__all__ = ["DecodedView", "EncodedView", "RawBytesView", "ScaledView"]
-
 _TILE_NUMEL = 2**18
 _F32 = dtype_from_torch("float32")
 _U8 = dtype_from_torch("uint8")

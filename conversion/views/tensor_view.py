@@ -22,18 +22,6 @@ from vescale_fsdp.views.index_maps import IndexMap, InputPiece, Reshape, Slice
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "MappedView",
-    "RenamedView",
-    "SourceView",
-    "TensorView",
-    "ZerosView",
-    "pieces_of",
-    "read_range",
-    "repeated_dims",
-    "without_repeats",
-]
-
 
 class TensorView(ABC):
     """A tensor that can be read box by box."""

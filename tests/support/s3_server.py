@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Weather", "bucket_client", "s3_server"]
-
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 

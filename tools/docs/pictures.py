@@ -10,8 +10,6 @@ from pathlib import Path
 from vescale_fsdp import Rows, plan_report
 from vescale_fsdp.layout.report.pictures import layout_svg
 
-__all__ = ["FOLDER", "pictures"]
-
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 BLOCK = {
     "attn.q.weight": (384, 384),

@@ -18,8 +18,6 @@ from vescale_fsdp.dtensor.spec import local_shape
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of, whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = ["exchange"]
-
 
 def _shard_box(placement: Placement, shape: Sequence[int], num_ranks: int, rank: int) -> Box:
     assert type(placement) is Shard

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Rule", "carry_out", "set_rules"]
-
 Rule = Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 _rule_of: Callable[[torch._ops.OpOverload], Rule]  # bound by `set_rules`

@@ -6,8 +6,6 @@ import torch
 
 from vescale_fsdp.errors import UnsupportedOpError
 
-__all__ = ["check_grad_dtype"]
-
 
 def check_grad_dtype(wanted: torch.dtype | None, dtype: torch.dtype, where: str) -> None:
     """Refuse a ``grad_dtype`` other than the tensor's own dtype.

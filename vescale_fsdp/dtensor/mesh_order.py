@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.torch_modes import outside_fake_mode
 
-__all__ = ["ascends", "place_in", "ranks_by_place", "ranks_in"]
-
 
 def ranks_in(mesh: DeviceMesh) -> list[Any]:
     """The ranks of a mesh as it names them: a list, nested as deep as the mesh has axes."""

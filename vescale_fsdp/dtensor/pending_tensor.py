@@ -12,8 +12,6 @@ from vescale_fsdp.dtensor.redistribute import start_redistribution
 from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["PendingTensor", "redistribute_async"]
-
 
 class PendingTensor:
     """A tensor on its way to other placements; `wait` returns it. Not differentiable.

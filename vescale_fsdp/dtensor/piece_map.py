@@ -28,17 +28,6 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.run_lengths import RunLengths
 from vescale_fsdp.torch_private import local_of
 
-__all__ = [
-    "PieceMap",
-    "contiguous_pieces_of",
-    "local_grad",
-    "local_part_of",
-    "local_tensor",
-    "move_to",
-    "pieces_of",
-    "zeros_beside",
-]
-
 
 @dataclass(frozen=True)
 class PieceMap:

@@ -14,8 +14,6 @@ from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, printoptions
 
-__all__ = ["axes_of", "axis_text", "piece_text"]
-
 
 def axes_of(mesh: DeviceMesh) -> tuple[Sequence[str], Sequence[int]]:
     """What to call the axes of a mesh, and their sizes."""

@@ -54,15 +54,6 @@ from vescale_fsdp.torch_private import (
     takes_address_for_memory,
 )
 
-__all__ = [
-    "RaggedDTensor",
-    "distribute_tensor",
-    "is_ragged",
-    "redistribute",
-    "wrap_like",
-]
-
-
 _torchs_local: Any = vars(DTensor)["_local_tensor"]  # the slot that a RaggedDTensor keeps its piece in
 
 

@@ -53,8 +53,6 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-__all__ = ["Redistribution", "redistribute_local", "start_redistribution"]
-
 # The steps of a move: each work that has to end before it can go on is yielded; the new local is returned.
 _Steps = Generator[Work | None, None, torch.Tensor]
 

@@ -14,8 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import UnsupportedOpError
 
-__all__ = ["refuse_before_steps"]
-
 _INSTEAD: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.Adafactor: "use vescale_fsdp.optim.AdamW8bit, whose state is small too, or torch.optim.AdamW",
     torch.optim.Muon: "use vescale_fsdp.optim.Muon, which brings each matrix together on one rank",

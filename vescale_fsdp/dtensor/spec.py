@@ -30,17 +30,6 @@ from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contigu
 from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
 from vescale_fsdp.torch_private import DTensorSpec, TensorMeta
 
-__all__ = [
-    "boxes_of",
-    "inner_box",
-    "is_ragged_spec",
-    "local_shape",
-    "make_spec",
-    "piece_of",
-    "ragged_axis",
-    "spec_with",
-]
-
 
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype

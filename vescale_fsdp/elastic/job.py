@@ -34,8 +34,6 @@ from vescale_fsdp.elastic.renewal import check_renewable, renew_data, renew_mode
 from vescale_fsdp.runtime.setup.data_mesh import default_mesh
 from vescale_fsdp.torch_private import forget_meshes
 
-__all__ = ["ElasticJob", "Epoch", "Training"]
-
 _logger = logging.getLogger("vescale_fsdp")
 _POLL_S = 0.02
 

@@ -39,8 +39,6 @@ from vescale_fsdp.runtime.setup.group_plan import GroupPlan
 from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
 
-__all__ = ["check_renewable", "renew_data", "renew_model", "renew_optimizer"]
-
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
     """Prove that a model can be put on other ranks later.

@@ -22,8 +22,6 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_group, price_of
 from vescale_fsdp.layout.shard_search import Sizes, least_shard, pack_contiguous
 
-__all__ = ["padding_ratio", "plan_buffers"]
-
 MESSAGE_PRICE = 100 << 17
 """Of a second message in a launch, in the planner's hundredths of an element: it takes about as long as 128 Ki
 elements of a running one (some 5 us at 50 GB/s in bf16)."""

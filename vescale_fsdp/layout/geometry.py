@@ -21,17 +21,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = [
-    "Box",
-    "FlatRange",
-    "boxes_of_range",
-    "chunk_of",
-    "contiguous_strides",
-    "numel_of",
-    "run_start",
-    "whole_box",
-]
-
 
 class FlatRange(NamedTuple):
     """Half-open range [start, stop) of flat element indices; empty if ``start >= stop``."""

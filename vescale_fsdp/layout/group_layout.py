@@ -42,8 +42,6 @@ from vescale_fsdp.layout.foreign_json import MAX_DIMS
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.run_lengths import RunLengths
 
-__all__ = ["GroupLayout", "ModelLayout", "Piece", "PieceRun", "TensorSlot", "runs_between"]
-
 
 class Piece(NamedTuple):
     """What one rank holds of one tensor: a flat range of the tensor, and where it starts in the shard."""

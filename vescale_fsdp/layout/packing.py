@@ -19,17 +19,6 @@ from typing import NamedTuple
 
 from vescale_fsdp.layout.group_layout import PieceRun, runs_between
 
-__all__ = [
-    "Gap",
-    "PlacedSizes",
-    "RepeatedSizes",
-    "fold_repeats",
-    "free_gaps",
-    "place_in_order",
-    "place_scattered",
-    "starts_of",
-]
-
 MAX_PERIOD = 8  # sizes in a repeated list; an expert has at most three matrices and three biases
 ANY_NUMBER = 1 << 62
 

@@ -26,8 +26,6 @@ from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import Scatter, TensorSpec
 
-__all__ = ["Cures", "PaddingPolicy", "PaddingWarning", "check_padding", "find_cures"]
-
 MAX_MODULES_PER_UNIT = 64
 MAX_PLANNED_TENSORS = 4_000  # larger units are not tried: planning them would take longer than it helps
 

@@ -26,8 +26,6 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.run_lengths import RunLengths
 
-__all__ = ["RaggedShard", "StridedRaggedShard"]
-
 _INSTEAD = (
     "use vescale_fsdp.distribute_tensor, or set_model_state_dict and its like of vescale_fsdp.checkpoint"
 )

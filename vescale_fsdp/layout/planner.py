@@ -26,8 +26,6 @@ from vescale_fsdp.layout.geometry import chunk_of, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout, PieceRun, TensorSlot
 from vescale_fsdp.layout.shard_search import Packing, Sizes, pack_contiguous, pack_scattered
 
-__all__ = ["ALIGN_BYTES", "Scatter", "TensorSpec", "align_numel_of", "plan_by_rows", "plan_group", "price_of"]
-
 ALIGN_BYTES = 128
 """Shards and tensor starts lie at multiples of this: a cache line, and more than NCCL, TMA or any GEMM wants."""
 

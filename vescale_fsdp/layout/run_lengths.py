@@ -16,8 +16,6 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise, repeat
 from typing import overload
 
-__all__ = ["RunLengths"]
-
 
 @dataclass(frozen=True)
 class RunLengths(Sequence[int]):

@@ -36,8 +36,6 @@ from vescale_fsdp.layout.packing import (
     starts_of,
 )
 
-__all__ = ["Packing", "Sizes", "least_shard", "pack_contiguous", "pack_scattered"]
-
 Sizes = tuple[tuple[int, int], ...]
 """(numel, block_numel) per tensor, none of them empty."""
 

@@ -30,8 +30,6 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_modes import is_fake, outside_modes
 
-__all__ = ["Member", "reach_consensus", "require_uncompared"]
-
 ValueT = TypeVar("ValueT")
 _NOTHING = "nothing: its model ends here"
 

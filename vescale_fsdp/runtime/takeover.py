@@ -40,8 +40,6 @@ from vescale_fsdp.torch_private import (
     storage_id,
 )
 
-__all__ = ["gives_own", "rebind", "refuse_full_tensors", "settle"]
-
 
 def rebind(group: ParamGroup, *, is_whole: bool) -> None:
     """Take over what the modules hold, after ``_apply`` or ``load_state_dict``; pieces may still be missing.

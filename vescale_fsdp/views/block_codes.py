@@ -19,8 +19,6 @@ from functools import cache
 
 import numpy as np
 
-__all__ = ["Fp8Encoding", "Mxfp4Encoding", "code_table", "nibble_table"]
-
 _E4M3_MAX = np.float32(448.0)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX = np.float32(6.0)

@@ -15,8 +15,6 @@ import numpy as np
 
 from vescale_fsdp.layout.dtypes import DType
 
-__all__ = ["cast_array", "cast_into"]
-
 _NUMPY = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 _BF16_NAN = 0x7FC0
 _INFINITIES: dict[str, np.unsignedinteger[Any]] = {

@@ -35,8 +35,6 @@ from vescale_fsdp.checkpoint.transfer.planning.shares import ALIGN_BYTES
 from vescale_fsdp.checkpoint.transfer.planning.sources import PlacedLeaf, SourceTensor
 from vescale_fsdp.errors import PlacementError
 
-__all__ = ["BUDGET_BYTES", "IN_FLIGHT", "TransferPlan", "plan_transfer"]
-
 BUDGET_BYTES = 64 << 20  # 64 MiB
 IN_FLIGHT = 4  # messages each way that a rank has on the wire or in its hands
 _VERSION = 1

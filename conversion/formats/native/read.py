@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
@@ -29,8 +30,6 @@ from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
-
-__all__ = ["NativeLeaves", "open_native"]
 
 _MAX_OPEN_FILES = 64
 

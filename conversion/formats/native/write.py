@@ -15,7 +15,7 @@ from functools import partial
 import xxhash
 
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
@@ -36,8 +36,6 @@ from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-
-__all__ = ["plan_native"]
 
 _STRETCH_STRIPES = 64  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
 _MAX_RANKS = 65_536  # each has a file, which is planned

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from vescale_fsdp.conversion.output.plan import ComputedBytes, Content, CrcOf, FixedBytes, TensorItems
 from vescale_fsdp.conversion.source.crc import CRC32
 
-__all__ = ["plan_archive"]
-
 _ALIGNMENT_BYTES = 64
 _MAX_32 = 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008

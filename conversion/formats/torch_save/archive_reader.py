@@ -23,8 +23,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredChunk
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
-__all__ = ["ReadRange", "TorchArchive"]
-
 ReadRange = Callable[[int, int], bytes]  # (offset, nbytes) -> exactly those bytes
 
 _HEAD_BYTES = 4096  # holds the pickle of a one-tensor archive and the header of its data

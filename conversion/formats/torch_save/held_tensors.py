@@ -23,8 +23,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, whole_box
 
-__all__ = ["HeldTensor", "box_reader", "differing_files", "is_tensor_ref", "stored_tensor"]
-
 
 @dataclass(frozen=True)
 class HeldTensor:

@@ -17,8 +17,6 @@ from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
-__all__ = ["Call", "Global", "New", "TensorOut", "dump_pickle", "torch_dtype", "torch_size"]
-
 
 class Global(NamedTuple):
     """Something importable, by name."""

@@ -11,8 +11,6 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, nest
 from vescale_fsdp.conversion.views.tensor_view import repeated_dims, without_repeats
 
-__all__ = ["plan_torch"]
-
 
 def plan_torch(state: CarriedState, file: str) -> OutputPlan:
     """One file that ``torch.load(file, weights_only=True)`` reads; what a source repeats by strides is stored once.

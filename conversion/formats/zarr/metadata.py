@@ -11,8 +11,6 @@ from vescale_fsdp.conversion.source.stored_tensor import UNCHECKED_BYTES, Tensor
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["DAMAGE", "damaged", "has_chunks", "present_bytes", "read_metadata"]
-
 _MANY_CHUNKS = 2**16  # of an array; fewer are looked for one by one
 _MOST_ABSENT = 64  # chunks of an array with many for each one that is stored
 

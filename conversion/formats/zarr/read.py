@@ -37,8 +37,6 @@ from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
-__all__ = ["Array3", "has_manifest", "open_zarr"]
-
 _ATTRIBUTE = "vescale_conversion"  # of a root that to-zarr wrote before it wrote native checkpoints
 _AT_ONCE = 10  # as the zarr library sets out, by `async.concurrency`
 _UNDECODED = (*DAMAGE, EOFError, RuntimeError, zlib.error)  # of the codecs that zarr brings

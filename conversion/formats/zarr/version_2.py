@@ -23,8 +23,6 @@ from vescale_fsdp.layout.dtypes import DType, dtype_from_numpy, dtype_from_torch
 from vescale_fsdp.layout.foreign_json import whole_numbers
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, whole_box
 
-__all__ = ["ARRAY_FILE", "GROUP_FILE", "Array2", "LastChunk"]
-
 ARRAY_FILE = ".zarray"
 GROUP_FILE = ".zgroup"
 # numcodecs knows more, one of which runs pickles.

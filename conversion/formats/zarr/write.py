@@ -43,8 +43,6 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
-__all__ = ["plan_zarr"]
-
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
 
 

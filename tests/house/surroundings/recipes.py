@@ -42,8 +42,6 @@ from vescale_fsdp import checkpoint as ck
 from vescale_fsdp import conversion as conv
 from vescale_fsdp.checkpoint import transfer as links_of
 
-__all__ = ["GROUP", "SOLO", "describe"]
-
 Call = Callable[[], Any]
 Recipe = Callable[[Path], Call]
 

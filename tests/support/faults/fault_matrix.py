@@ -50,18 +50,6 @@ from vescale_fsdp.errors import CheckpointError, VescaleError
 from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = [
-    "ERRORS",
-    "SETTINGS",
-    "Cell",
-    "Outcome",
-    "Setting",
-    "all_cells",
-    "judged",
-    "record",
-    "run_cells",
-]
-
 WORLD = 2
 _GROUP_TIMEOUT_S = 15.0
 _CELL_DEADLINE_S = 90.0

@@ -18,8 +18,6 @@ from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.run_lengths import RunLengths
 
-__all__ = ["CallAlongDims", "along_dims", "call_of", "holds_whole", "run_along"]
-
 
 class CallAlongDims(NamedTuple):
     """An operator along dims as it was asked for."""

@@ -18,8 +18,6 @@ from vescale_fsdp.dtensor.operators import random_values as random
 from vescale_fsdp.dtensor.operators.arguments import first_ragged, refuse
 from vescale_fsdp.torch_private import operator_names
 
-__all__ = ["FAMILIES", "is_supported", "operator_table", "rule_of"]
-
 aten = torch.ops.aten
 
 

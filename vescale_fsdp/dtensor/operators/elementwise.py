@@ -33,15 +33,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_private import local_of, piece_in
 
-__all__ = [
-    "elementwise",
-    "foreach",
-    "like_factory",
-    "masked_put",
-    "new_factory",
-    "non_finite_check",
-]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import inner_box, make_spec, piece_of, ragged_axis
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = ["flat_view"]
-
 
 def flat_view(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view, or several as of ``split``, each of one run of the tensor's flat order."""

@@ -19,8 +19,6 @@ import torch
 
 from vescale_fsdp.layout.geometry import FlatRange
 
-__all__ = ["normals", "philox", "uniforms"]
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

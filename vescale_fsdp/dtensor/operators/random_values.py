@@ -27,8 +27,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import boxes_of
 from vescale_fsdp.layout.geometry import Box, FlatRange, run_start
 
-__all__ = ["get_rng_state", "manual_seed", "random_fill", "random_like", "set_rng_state"]
-
 
 class _StreamCounter:
     """The seed, and the number of the next stream. One per process, as torch's default generator is."""

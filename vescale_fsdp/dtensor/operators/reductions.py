@@ -31,8 +31,6 @@ from vescale_fsdp.dtensor.spec import inner_box, make_spec
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.torch_private import NormPartial, foreach_norm_of
 
-__all__ = ["TOTALS", "all_close", "equal", "foreach_norm", "reduction"]
-
 aten = torch.ops.aten
 
 

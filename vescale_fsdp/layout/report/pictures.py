@@ -21,8 +21,6 @@ from typing import NamedTuple
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.layout.report.svg_canvas import INK, PADDING, PAPER, Canvas
 
-__all__ = ["Curve", "layout_picture", "layout_svg", "padding_picture", "rank_colour", "short_names"]
-
 MAX_LANES = 16  # ranks drawn before the middle is left out
 MAX_TENSORS = 14  # tensors drawn in the tensor panel
 MAX_SEGMENTS = 90  # pieces drawn in one tensor bar; more would be a blur

@@ -26,8 +26,6 @@ from vescale_fsdp.layout.report.model_shapes import PlannedUnit, ShapeSource, sh
 from vescale_fsdp.layout.report.pictures import Curve, layout_picture, padding_picture
 from vescale_fsdp.layout.report.svg_canvas import Canvas
 
-__all__ = ["PlanReport", "PlanRow", "PlannedGroup", "PlannedParam", "plan_report"]
-
 ROOT = "(root)"
 
 

@@ -20,8 +20,6 @@ from vescale_fsdp.dtensor.piece_map import PieceMap
 from vescale_fsdp.optim.muon.bucket_exchange import WIRE_DTYPE, Bucket, Ranks, Travel
 from vescale_fsdp.optim.muon.matrices import Matrix
 
-__all__ = ["MuonPlan", "SteppedParam", "assign_owners", "newton_schulz_flops", "plan_step"]
-
 
 @dataclass(frozen=True)
 class SteppedParam:

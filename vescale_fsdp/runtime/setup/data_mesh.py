@@ -33,16 +33,6 @@ from vescale_fsdp.torch_private import (
     unflatten_mesh,
 )
 
-__all__ = [
-    "DataMesh",
-    "DataParallelMeshDims",
-    "SpmdAxes",
-    "data_mesh",
-    "default_mesh",
-    "device_of",
-    "mesh_of_info",
-]
-
 
 @dataclass(frozen=True)
 class SpmdAxes:

@@ -32,8 +32,6 @@ from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
 from vescale_fsdp.torch_modes import is_fake
 from vescale_fsdp.torch_private import grad_dtype_of
 
-__all__ = ["GroupPlan", "PlanRules", "mark_taken", "plan_groups"]
-
 
 @dataclass(frozen=True)
 class PlanRules:
