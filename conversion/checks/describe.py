@@ -51,7 +51,7 @@ def draw(source: Source, number: int | None = None) -> str:
     Raises:
         ConversionError: if the format knows no layouts, or not so many.
     """
-    from vescale_fsdp.layout.report.pictures import layout_svg
+    from vescale_fsdp.layout.pictures import layout_svg
 
     layouts = source.layouts
     if not layouts or (number is not None and number >= len(layouts)):

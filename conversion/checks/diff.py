@@ -24,7 +24,7 @@ from vescale_fsdp.conversion.views.tensor_view import (
 )
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
-from vescale_fsdp.views.rounding import cast_array
+from vescale_fsdp.views.float_codes import cast_array
 
 _READ_BYTES = 4 * 2**20  # 4 MiB per side
 Views = dict[tuple[str, str], TensorView]  # by ("model", its name there) or ("other", full name)

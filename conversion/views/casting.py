@@ -156,7 +156,7 @@ class CastView(TensorView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.views.rounding import cast_into
+        from vescale_fsdp.views.float_codes import cast_into
 
         source = self.inner.info.dtype
         raw = np.empty(box.sizes, dtype=source.raw)

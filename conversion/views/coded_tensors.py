@@ -25,7 +25,7 @@ from vescale_fsdp.layout.geometry import Box, whole_box
 if TYPE_CHECKING:
     import numpy as np
 
-    from vescale_fsdp.views.block_codes import Fp8Encoding, Mxfp4Encoding
+    from vescale_fsdp.views.float_codes import Fp8Encoding, Mxfp4Encoding
 
 _TILE_NUMEL = 2**18
 _F32 = dtype_from_torch("float32")
@@ -174,7 +174,7 @@ class ScaledView(_ComputedView):
     def read_into(self, box: Box, out: np.ndarray) -> None:
         import numpy as np
 
-        from vescale_fsdp.views.rounding import cast_into
+        from vescale_fsdp.views.float_codes import cast_into
 
         for tile in _tiles(box, (1,) * len(box.sizes)):
             values = _floats(self.values, tile)

@@ -59,8 +59,10 @@ BOUNDS: dict[str, dict[str, str]] = {
     "conversion/live/joint_files.py": {"job.result()": THREAD, "self._rooms.get()": THREAD},
     "conversion/output/threads.py": {"ended.wait()": THREAD},
     "vescale_fsdp/collectives.py": {"work.wait()": GROUP},
-    "vescale_fsdp/dtensor/pending_tensor.py": {"self._move.wait()": GROUP},
-    "vescale_fsdp/dtensor/ragged_dtensor.py": {"Redistribution(steps).wait()": GROUP},
+    "vescale_fsdp/dtensor/ragged_dtensor.py": {
+        "self._move.wait()": GROUP,
+        "Redistribution(steps).wait()": GROUP,
+    },
     "vescale_fsdp/dtensor/redistribute.py": {"start_redistribution(local, source, target).wait()": GROUP},
     "vescale_fsdp/elastic/job.py": {"self._manager.wait()": SAVE, "self._membership.wait()": MEMBERS},
     "vescale_fsdp/elastic/presence.py": {
