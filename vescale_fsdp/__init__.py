@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         is_ragged,
         redistribute,
     )
-    from vescale_fsdp.elastic.job import ElasticJob, Training
+    from vescale_fsdp.elastic.job import ElasticJob, TrainingState
     from vescale_fsdp.elastic.membership import Membership, Quorum
     from vescale_fsdp.elastic.store_membership import StoreMembership
     from vescale_fsdp.elastic.torchft_membership import TorchftMembership
@@ -85,7 +85,7 @@ __all__ = [
     "TensorSpec",
     "Tiles",
     "TorchftMembership",
-    "Training",
+    "TrainingState",
     "Transfer",
     "TransferHandle",
     "TransferPlan",
@@ -129,7 +129,7 @@ lazily_export(
         "vescale_fsdp.dtensor.dcp_hooks": "check_storage_writer",
         "vescale_fsdp.dtensor.pending_tensor": "PendingTensor redistribute_async",
         "vescale_fsdp.dtensor.ragged_dtensor": "RaggedDTensor distribute_tensor is_ragged redistribute",
-        "vescale_fsdp.elastic.job": "ElasticJob Training",
+        "vescale_fsdp.elastic.job": "ElasticJob TrainingState",
         "vescale_fsdp.elastic.membership": "Membership Quorum",
         "vescale_fsdp.elastic.store_membership": "StoreMembership",
         "vescale_fsdp.elastic.torchft_membership": "TorchftMembership",
