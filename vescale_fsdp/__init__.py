@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         redistribute,
         redistribute_async,
     )
-    from vescale_fsdp.elastic.job import ElasticJob, Training
+    from vescale_fsdp.elastic.job import ElasticJob, TrainingState
     from vescale_fsdp.elastic.membership import Membership, Quorum
     from vescale_fsdp.elastic.store_membership import StoreMembership
     from vescale_fsdp.elastic.torchft_membership import TorchftMembership
@@ -86,7 +86,7 @@ __all__ = [
     "TensorSpec",
     "Tiles",
     "TorchftMembership",
-    "Training",
+    "TrainingState",
     "Transfer",
     "TransferHandle",
     "TransferPlan",
@@ -131,7 +131,7 @@ lazily_export(
         "vescale_fsdp.dtensor.ragged_dtensor": (
             "PendingTensor RaggedDTensor distribute_tensor is_ragged redistribute redistribute_async"
         ),
-        "vescale_fsdp.elastic.job": "ElasticJob Training",
+        "vescale_fsdp.elastic.job": "ElasticJob TrainingState",
         "vescale_fsdp.elastic.membership": "Membership Quorum",
         "vescale_fsdp.elastic.store_membership": "StoreMembership",
         "vescale_fsdp.elastic.torchft_membership": "TorchftMembership",

@@ -20,7 +20,7 @@ from tests.conversion.live.live_models import CASES, bytes_of_folder, converted,
 from tests.support.distributed import RankError, run_ranks
 from tests.support.faults.stream_storage import StreamStorage
 from vescale_fsdp import DCP, HuggingFace
-from vescale_fsdp.checkpoint import CheckpointManager, PerRank, async_save, read_state, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, async_save, read_state, save
 from vescale_fsdp.checkpoint.ranks.coordinator import GroupCoordinator, SoloCoordinator
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver
 from vescale_fsdp.checkpoint.state.capture import take_state
@@ -282,10 +282,15 @@ def test_the_old_folder_outlives_a_rank_that_fails_or_dies(tmp_path: Path) -> No
 def _export(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     form = HuggingFace(assets=folder / "assets-False", model_prefix="model")
-    for async_ in (False, True):
-        root = folder / f"run-{async_}"
+    for asynchronous in (False, True):
+        root = folder / f"run-{asynchronous}"
         manager = CheckpointManager(
-            root, keep_last=1, save_interval=2, async_=async_, export=form, export_every=3
+            root,
+            retention=1,
+            save_policy=EverySteps(2),
+            asynchronous=asynchronous,
+            export=form,
+            export_every=3,
         )
         for step in range(1, 7):
             state = {"model": {"a": ragged(mesh, torch.full((9, 5), float(step)))}, "step": step}
