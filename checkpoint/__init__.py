@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.lazy import lazily_export
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     from vescale_fsdp.checkpoint.data.reshardable_loader import ReshardableLoader
     from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
     from vescale_fsdp.checkpoint.dcp.reader import RaggedLoadPlanner, RaggedReader
     from vescale_fsdp.checkpoint.dcp.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,
-        get_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
         set_state_dict,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
     from vescale_fsdp.checkpoint.saving.save import save
     from vescale_fsdp.checkpoint.state.per_rank import PerRank, Reshardable, Resharded
+    from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy
     from vescale_fsdp.checkpoint.steps.save_policy import (
         AllOf,
         AnyOf,
@@ -70,6 +72,7 @@ __all__ = [
     "ReshardableSampler",
     "Resharded",
     "Restored",
+    "RetentionPolicy",
     "SaveContext",
     "SaveHandle",
     "SavePolicy",
@@ -92,6 +95,7 @@ __all__ = [
 lazily_export(
     __name__,
     {
+        "torch.distributed.checkpoint.state_dict": "get_state_dict",
         "vescale_fsdp.checkpoint.saving.async_save": "SaveHandle async_save",
         "vescale_fsdp.checkpoint.dcp.reader": "RaggedLoadPlanner RaggedReader",
         "vescale_fsdp.checkpoint.dcp.writer": "RaggedSavePlanner RaggedWriter",
@@ -101,6 +105,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.data.reshardable_loader": "ReshardableLoader",
         "vescale_fsdp.checkpoint.data.reshardable_sampler": "ReshardableSampler",
         "vescale_fsdp.checkpoint.memory.ram_tier": "RamTier",
+        "vescale_fsdp.checkpoint.steps.retention": "RetentionPolicy",
         "vescale_fsdp.checkpoint.steps.save_policy": "AllOf AnyOf BeforeDeadline BestOf EveryMinutes "
         "EverySteps OnSignal SaveContext SavePolicy",
         "vescale_fsdp.checkpoint.steps.step_folders": "latest",
@@ -108,7 +113,7 @@ lazily_export(
         "vescale_fsdp.checkpoint.storage.progress": "ProgressReport",
         "vescale_fsdp.checkpoint.loading.read_state": "CheckpointReader CheckpointTensor read_state",
         "vescale_fsdp.checkpoint.saving.save": "save",
-        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict get_state_dict "
+        "vescale_fsdp.checkpoint.dcp.state_dict": "get_model_state_dict get_optimizer_state_dict "
         "set_model_state_dict set_optimizer_state_dict set_state_dict",
         "vescale_fsdp.checkpoint.loading.verify_checkpoint": "Problem VerifyReport verify",
     },

@@ -32,8 +32,6 @@ from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["Candidate", "StepSearch", "StoredStep"]
-
 _FIRST_PAUSE_S = 0.01
 _LAST_PAUSE_S = 0.5
 _MIN_READS = 3  # however long they take, and whatever the patience

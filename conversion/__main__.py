@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Entry point. Ctrl-C while the command is still being imported ends without a traceback, as later."""

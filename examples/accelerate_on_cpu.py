@@ -9,8 +9,6 @@ from __future__ import annotations
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-__all__ = ["allow_fsdp_on_cpu"]
-
 
 def allow_fsdp_on_cpu() -> None:
     """Call it before ``Accelerator(...)``, or between ``TrainingArguments(...)`` and ``Trainer(...)``."""

@@ -17,8 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "python_sources", "read_corpus"]
-
 NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Llama", "LlamaBlock", "LlamaShape", "start_weights"]
-
 
 @dataclass(frozen=True)
 class LlamaShape:

@@ -20,8 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from examples.llama import Llama, LlamaShape
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """One rank: shard, load, gather every weight, and write the digests of their bytes."""

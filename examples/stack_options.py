@@ -6,8 +6,6 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["GLOBAL_BATCH", "MICRO_BATCHES", "Options", "parse_options"]
-
 GLOBAL_BATCH = 12
 MICRO_BATCHES = 2
 

@@ -6,8 +6,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["CONFIG", "Sequences", "tiny_llama"]
-
 CONFIG = LlamaConfig(
     vocab_size=67,
     hidden_size=40,

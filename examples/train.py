@@ -41,8 +41,6 @@ from examples.corpus import Batches, read_corpus
 from examples.llama import Llama, LlamaShape, start_weights
 from vescale_fsdp import FSDPModule, Granularity, MixedPrecisionPolicy, Rows, fully_shard, manual_seed
 
-__all__ = ["PROMPT", "SHAPE", "Trainer", "digests", "main"]
-
 SHAPE = LlamaShape()
 PROMPT = b"def read(self, path):\n        return "
 BLOCK_ROWS = Rows(32)

@@ -15,8 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-__all__ = ["Job", "JobFailed", "losses_of"]
-
 ROOT = Path(__file__).parent.parent
 POLL_S = 0.05
 

@@ -27,26 +27,6 @@ from vescale_fsdp.torch_private import (
     timeout_of,
 )
 
-__all__ = [
-    "Work",
-    "all_gather_each",
-    "all_gather_into",
-    "all_reduce_at_once",
-    "all_reduce_in_place",
-    "all_to_all_into",
-    "break_group",
-    "broadcast_in_place",
-    "gathered",
-    "new_group",
-    "receive_async",
-    "reduce_in_place",
-    "reduce_scatter_into",
-    "runs_beside",
-    "send_async",
-    "sums_in_wider",
-    "wait_for",
-]
-
 
 def new_group(
     base: dist.ProcessGroup, ranks: list[int] | None = None, *, backend: str | None = None

@@ -27,26 +27,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-__all__ = [
-    "ArgumentError",
-    "CheckpointError",
-    "ConversionError",
-    "CorruptCheckpointError",
-    "DamagedLoadError",
-    "LayoutError",
-    "LifecycleError",
-    "MisuseError",
-    "PartialLoadError",
-    "PlacementError",
-    "UnknownNameError",
-    "UnsupportedOpError",
-    "VescaleError",
-    "allows_untried",
-    "explain",
-    "some",
-]
-
-
 _UNSAID = object()  # of a part that the message goes without
 
 

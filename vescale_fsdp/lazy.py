@@ -19,8 +19,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__all__ = ["lazily_export", "lazy_function"]
-
 
 class _LazyPackage(ModuleType):
     """A package with names that are looked up when first asked for."""

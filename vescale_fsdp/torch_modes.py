@@ -21,22 +21,6 @@ import torch.distributed._symmetric_memory as symmetric
 # torch 2.11-2.13: tensors of a mode that traces or estimates memory; their values cannot be asked for.
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = [
-    "AS_IT_IS",
-    "fake_mode_of",
-    "in_functorch",
-    "is_fake",
-    "meet_over",
-    "outside_fake_mode",
-    "outside_modes",
-    "plainly",
-    "process_group_pool",
-    "profiled",
-    "symmetric_pool",
-    "without_autocast",
-    "without_grad",
-]
-
 Given = ParamSpec("Given")
 T = TypeVar("T")
 

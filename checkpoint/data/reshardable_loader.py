@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader
 from vescale_fsdp.checkpoint.data.reshardable_sampler import ReshardableSampler
 from vescale_fsdp.errors import ArgumentError
 
-__all__ = ["ReshardableLoader"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from torch.utils.data import Sampler
 
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-__all__ = ["ReshardableSampler"]
-
 _CHUNK = 4096  # samples that become Python numbers at a time
 _ALIKE = ("num_samples", "shuffle", "seed", "drop_last")
 

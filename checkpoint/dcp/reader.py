@@ -40,8 +40,6 @@ from vescale_fsdp.errors import CheckpointError, explain
 from vescale_fsdp.layout.geometry import Box, FlatRange
 from vescale_fsdp.torch_private import flatten_state_dict
 
-__all__ = ["RaggedLoadPlanner", "RaggedReader"]
-
 
 class RaggedLoadPlanner(LoadPlanner):
     """Plans nothing: the engine fills the state.

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
 )
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as _torch_set_model
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as _torch_set_optimizer
@@ -36,17 +35,6 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import wrap_like
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import fqn_of, local_of, spec_of
-
-__all__ = [
-    "StateDictOptions",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "home_device",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.manifest.zarr_layout import (
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import VescaleError
 
-__all__ = ["Check", "check_files", "rank_file_problem"]
-
 _SCRATCH_BYTES = 1 << 20  # 1 MiB: hashed while in the cache
 _MOST_MISSING = 1000  # files of ranks that are named one by one
 

@@ -10,8 +10,6 @@ from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region, SharedPatch, SharedRun, overlaps
 from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["FileShare", "ShareFinder"]
-
 
 class FileShare(NamedTuple):
     """What a region takes from one piece of one file."""

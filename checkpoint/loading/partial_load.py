@@ -21,8 +21,6 @@ from vescale_fsdp.errors import (
 )
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Overwriting", "VanishedLoadError", "partial_load"]
-
 
 class VanishedLoadError(PartialLoadError, NoCheckpointError):
     """A checkpoint was removed while a load overwrote tensors with it."""

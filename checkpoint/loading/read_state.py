@@ -26,8 +26,8 @@ from vescale_fsdp.checkpoint.loading.read_plan import ReadPlan, Reads
 from vescale_fsdp.checkpoint.loading.targets import Bytes, Sink
 from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
 from vescale_fsdp.checkpoint.loading.zarr_reader import ZarrReads
-from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region, whole_region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode, join_name, split_name
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
@@ -37,8 +37,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError, UnknownNameError, some
 from vescale_fsdp.layout.geometry import Box, FlatRange
-
-__all__ = ["CheckpointReader", "CheckpointTensor", "read_manifest", "read_state"]
 
 _MANIFEST_LIMIT_BYTES = 1 << 30  # 1 GiB
 
@@ -97,8 +95,8 @@ def read_state(path: str | os.PathLike[str] | Storage) -> CheckpointReader:
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
-        >>> save("to_read", {"w": torch.arange(6.0).reshape(2, 3)}, user={"loss": 2.5})
-        >>> read_state("to_read").user
+        >>> save("to_read", {"w": torch.arange(6.0).reshape(2, 3)}, metadata={"loss": 2.5})
+        >>> read_state("to_read").metadata
         {'loss': 2.5}
     """
     return CheckpointReader(open_storage(path, neighbours=num_neighbours()))
@@ -188,7 +186,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
 
     Attributes:
         manifest: layouts, state tree and everything else that is known without reading data.
-        user: the JSON given to `save`.
+        metadata: the JSON given to `save`.
 
     Examples:
         >>> from vescale_fsdp.checkpoint import save
@@ -201,7 +199,7 @@ class CheckpointReader(Mapping[str, CheckpointTensor]):
     def __init__(self, storage: Storage, *, cost: Callable[[int], int] = lambda rank: 0) -> None:
         self.storage = storage
         self.manifest = read_manifest(storage)
-        self.user: Json = self.manifest.user
+        self.metadata: Json = self.manifest.metadata
         self._finder = ShareFinder(self.manifest, cost)
         self._tables = ChunkTables(storage, self.manifest)
 

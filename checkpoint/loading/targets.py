@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
 
-__all__ = ["Bytes", "LoadTarget", "Sink", "sinks_of"]
-
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]
 

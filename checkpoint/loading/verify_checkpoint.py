@@ -16,8 +16,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["Problem", "VerifyReport", "verify"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -15,8 +15,6 @@ from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.storage.base import Storage
 
-__all__ = ["ZarrReads"]
-
 
 class _ChunkRead(NamedTuple):
     """A chunk and what is wanted of it."""

@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from urllib.parse import quote
 
-__all__ = ["array_paths", "array_paths_1"]
-
 _PLAIN = " !#$&'()+,;=@[]{}~-_."
 _MAX_PART_BYTES = 200  # file systems take 255
 _MAX_PATH_BYTES = 600  # object stores take 1024, with the folder before and the chunk behind

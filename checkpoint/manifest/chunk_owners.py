@@ -14,8 +14,6 @@ from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_boxes
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-__all__ = ["Chunk", "Holder", "chunks_of", "held_chunks", "holders_of"]
-
 
 class Chunk(NamedTuple):
     """A chunk of tensor number ``place``; ``box`` may reach over the tensor's edges."""

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "ZARR_NAME",
-    "parse_rank_file_name",
-    "parse_step_name",
-    "step_name",
-]
-
 FORMAT_NAME = "vescale-checkpoint"
 FORMAT_VERSION = 2  # the newest that is read; what each brought: FORMAT.md
 MANIFEST_NAME = "manifest.json"

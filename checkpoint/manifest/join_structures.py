@@ -18,8 +18,6 @@ from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_js
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["merge_structures", "prove_complete"]
-
 
 class _Merged:
     """Joined tree and tables; ``entries`` are the tensors with the ranks that hold each."""

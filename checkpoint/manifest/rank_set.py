@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["RankSet"]
-
 Run = tuple[int, int, int, int, int]
 
 

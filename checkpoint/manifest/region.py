@@ -29,8 +29,6 @@ from vescale_fsdp.layout.geometry import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Region", "SharedPatch", "SharedRun", "overlaps", "runs_of_box", "whole_region"]
-
 
 @dataclass(frozen=True, slots=True)
 class Region:

@@ -22,8 +22,6 @@ from typing import Any
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named, is_numpy_dtype
 from vescale_fsdp.errors import CorruptCheckpointError
 
-__all__ = ["MAX_DEPTH", "Json", "decode", "depth_of", "has_tensors", "join_name", "split_name"]
-
 Json = Any
 # Levels of containers. A load needs more of the interpreter's stack for each than a save does.
 MAX_DEPTH = 100

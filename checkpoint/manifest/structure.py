@@ -19,15 +19,12 @@ from math import prod
 from sys import intern
 from typing import Any
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import digest_of
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.foreign_json import tensor_shape, whole_numbers
 from vescale_fsdp.layout.group_layout import GroupLayout
-
-__all__ = ["Entry", "Structure", "dump_json", "renumber"]
 
 
 def dump_json(value: Json) -> bytes:
@@ -102,7 +99,7 @@ class Structure:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that differ between different structures."""
-        return xxhash.xxh3_128_digest(self.document)
+        return digest_of(self.document)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Structure:

@@ -17,16 +17,6 @@ from vescale_fsdp.layout.dtypes import DType, known_dtype
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "bytes_of",
-    "carrier_of",
-    "dense",
-    "dtype_name",
-    "dtype_named",
-    "is_numpy_dtype",
-    "stored_dtype",
-]
-
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 

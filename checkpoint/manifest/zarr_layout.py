@@ -15,24 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
-from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
 from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
 
-__all__ = [
-    "CRC_BYTES",
-    "array_json",
-    "as_arrays",
-    "chunk_boxes",
-    "chunk_file",
-    "chunk_shape",
-    "clipped",
-    "group_files",
-]
-
-CRC_BYTES = 4  # crc32c, behind each chunk's bytes
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
 
 

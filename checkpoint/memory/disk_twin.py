@@ -19,8 +19,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["DiskTwin"]
-
 
 class DiskTwin:
     """The folder of a step on disk, which may be its twin, another attempt at it, or nothing.

@@ -14,23 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.memory.disk_twin import DiskTwin
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK, FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK, FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import ranks_by_node
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
-
-__all__ = [
-    "HeldPart",
-    "LostPartError",
-    "PeerMemory",
-    "is_whole",
-    "plan_copies",
-    "plan_makers",
-    "plan_moves",
-]
 
 _ON_OWN_NODE, _ON_OTHER_NODE, _LOST = range(0, 6, 2)
 

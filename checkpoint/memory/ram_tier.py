@@ -35,13 +35,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.checkpoint.loading.file_checks import rank_file_problem
 from vescale_fsdp.checkpoint.loading.read_state import read_manifest
-from vescale_fsdp.checkpoint.manifest.file_names import parse_rank_file_name, step_name
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, NoCheckpointError
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
 from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.form import told_if_busy
@@ -59,8 +59,6 @@ from vescale_fsdp.checkpoint.steps.step_folders import (
 from vescale_fsdp.checkpoint.storage.base import Storage, StorageError
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, CheckpointError
-
-__all__ = ["RamTier"]
 
 _NO_COPIES = "copies of a step in memory could not be made; the loss of a node may lose it"
 
@@ -156,7 +154,7 @@ class RamTier:
         coordinator: Coordinator,
         step: int,
         state: Any,
-        user: Json,
+        metadata: Json,
         *,
         save_id: str,
         run: RunFile,
@@ -180,7 +178,7 @@ class RamTier:
         """
         self._finish_copies(coordinator)
         try:
-            self._write(coordinator, step, state, user, save_id, check_replicas)
+            self._write(coordinator, step, state, metadata, save_id, check_replicas)
         except Exception as error:
             if not is_of_storage(error):
                 raise
@@ -200,7 +198,7 @@ class RamTier:
         coordinator: Coordinator,
         step: int,
         state: Any,
-        user: Json,
+        metadata: Json,
         save_id: str,
         check_replicas: CheckReplicas,
     ) -> None:
@@ -221,7 +219,7 @@ class RamTier:
                 leads_node=self._leads_node,
                 check_replicas=check_replicas,
             )
-            saver.save(state, user)
+            saver.save(state, metadata)
 
     def _sweep(self) -> None:
         """Before this process writes for the first time: what killed jobs left on this node."""
@@ -255,7 +253,7 @@ class RamTier:
     def _copy_error(self) -> BaseException | None:
         """Wait for all copies; what went wrong, on any rank. Ctrl-C is raised, on all."""
         copies, self._copies = self._copies, None
-        error = None if copies is None else copies.error()
+        error = None if copies is None else copies.exception()
         if error is not None and is_interrupt(error):
             raise error
         return error
@@ -289,7 +287,7 @@ class RamTier:
         """Return when no copy is in flight any more, however it has ended."""
         copies, self._copies = self._copies, None
         if copies is not None:
-            copies.error()
+            copies.exception()
 
     def step_storage(self, step: int) -> Storage:
         """The folder of a step in this node's memory."""

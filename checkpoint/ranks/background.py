@@ -29,8 +29,6 @@ from typing import NoReturn
 
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-__all__ = ["EXIT_TIMEOUT_S", "BackgroundThread", "Job", "check_exit_timeout"]
-
 EXIT_TIMEOUT_S = 60.0
 
 assert thread is not None

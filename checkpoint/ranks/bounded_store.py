@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import LifecycleError
 
-__all__ = ["BoundedStore", "within"]
-
 T = TypeVar("T")
 _POLL_S = 0.02
 

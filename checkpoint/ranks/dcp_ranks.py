@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.ranks.coordinator import (
 )
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["DcpRanks", "wrong_partner"]
-
 _GROUP_USE = "dcp"  # DCP saves in a thread of its own, beside our saves and loads
 
 

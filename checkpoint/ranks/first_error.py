@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["FirstError", "noting", "telling"]
-
 T = TypeVar("T")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-__all__ = ["num_neighbours"]
-
 
 def num_neighbours() -> int:
     """Ranks that may be on this machine: which are is not known, so all are counted."""

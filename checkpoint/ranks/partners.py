@@ -17,8 +17,6 @@ from pathlib import Path
 
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["node_name", "partners_in_cliques", "partners_in_rings", "ranks_by_node"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux
 
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["RollCall"]
-
 _PATIENCE_S = 5.0  # without a word
 _NOTES_S = 2.0  # until ranks that came at about the same time have noted it too
 _POLL_S = 0.02
@@ -123,8 +121,8 @@ class RollCall:
         missing = self._missing(key)
         if is_first and missing:
             _log.warning(
-                "rank %d has waited %.0f s for ranks %s, which have not come (%s). %s. It goes on waiting for %.0f s, the "
-                "process group's time-out",
+                "rank %d has waited %.0f s for ranks %s, which have not come (%s). %s. It goes on waiting for "
+                "%.0f s, the process group's time-out",
                 self._rank,
                 _PATIENCE_S + _NOTES_S,
                 missing[:16],

@@ -19,19 +19,6 @@ import torch.distributed as dist
 
 from vescale_fsdp.errors import PlacementError
 
-__all__ = [
-    "SECRET",
-    "SignedStore",
-    "address_of",
-    "bound_store",
-    "check_exposure",
-    "interface_of",
-    "local_address",
-    "secret_of",
-    "sign",
-    "unsign",
-]
-
 SECRET = "VESCALE_FSDP_SECRET"  # of the environment
 _DIGEST = "sha256"
 _MAC_BYTES = 64  # in hexadecimal

@@ -24,8 +24,6 @@ from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import ALLOW_WRITES, Storage, StorageError, bad_root
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
-__all__ = ["Commit", "Form", "RankShare", "told_if_busy", "told_if_unusable"]
-
 _UNUSABLE = (
     errno.EACCES,
     errno.EEXIST,

@@ -7,13 +7,12 @@ from abc import abstractmethod
 from contextlib import ExitStack
 from typing import NoReturn
 
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.saving.form import Form, told_if_busy
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
-
-__all__ = ["ManifestForm", "commit_manifest"]
 
 
 class ManifestForm(Form):

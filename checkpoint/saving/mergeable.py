@@ -14,8 +14,6 @@ from vescale_fsdp.checkpoint.state.capture import TakenState
 from vescale_fsdp.checkpoint.state.per_rank import Reshardable, leaf_of, pack_blob, unpack_blob
 from vescale_fsdp.errors import CheckpointError, some
 
-__all__ = ["prove_mergeable"]
-
 
 def prove_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
     """Merge the parts of all ranks as a load on other ranks would, and drop the result. A collective.

@@ -21,8 +21,6 @@ from vescale_fsdp.checkpoint.state.host_copies import CopyStream, PinnedSlots, c
 from vescale_fsdp.checkpoint.storage.base import Buffer
 from vescale_fsdp.layout.geometry import boxes_of_range
 
-__all__ = ["FileImage"]
-
 _ALIGN_BYTES = 64
 
 

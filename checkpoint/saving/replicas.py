@@ -22,16 +22,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
+from vescale_fsdp.checkpoint.checksums import RunningDigest, digest_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.structure import Entry
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of, dense
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.errors import ArgumentError, CheckpointError, some
-
-__all__ = ["CheckReplicas", "begin_comparison", "check_choice"]
 
 CheckReplicas = Literal["all", "sample", False]
 
@@ -77,7 +75,7 @@ class _Replica(NamedTuple):
         """What this rank adds to the sum over all ranks, each modulo 2**32."""
         place = f"{self.kind} {self.coordinates} ".encode()
         own, following = (
-            struct.unpack("<4I", xxhash.xxh3_128_digest(b"%s%d " % (place, number) + digest))
+            struct.unpack("<4I", digest_of(b"%s%d " % (place, number) + digest))
             for number in (self.number, (self.number + 1) % self.size)
         )
         return [(plus - minus) % _MOD for plus, minus in zip(own, following, strict=True)]
@@ -188,7 +186,7 @@ class _Replicas:
     def _digest(self, places: Sequence[int]) -> bytes:
         """Of several tensors of this rank, in their order."""
         tensors = [self._locals_by_name[self.entries[place].name] for place in places]
-        hasher = xxhash.xxh3_128()
+        hasher = RunningDigest()
         if self._samples:
             dtypes = [tensor.dtype for tensor in tensors]
             for dtype in dict.fromkeys(dtypes):

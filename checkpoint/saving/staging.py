@@ -21,8 +21,6 @@ from vescale_fsdp.checkpoint.state.host_copies import (
 )
 from vescale_fsdp.torch_private import storage_id
 
-__all__ = ["Stager"]
-
 _ALIGN_BYTES = 64
 _Kind = tuple[torch.Size, torch.dtype]
 

@@ -24,8 +24,6 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["TakenState", "take_state"]
-
 
 class TakenState(NamedTuple):
     """A rank's structure, its tensors by name, its per-rank values by name (encoded tree, tensors), and those of them

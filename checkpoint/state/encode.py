@@ -23,8 +23,6 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name, is_numpy_d
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["TreeSink", "encode", "is_stateful", "remade"]
-
 _MAX_INT_BITS = 8192  # Python reads and writes 4300 digits, of which this is about half
 
 

@@ -23,8 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from vescale_fsdp.errors import ArgumentError, CheckpointError, allows_untried
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
-__all__ = ["CopyStream", "DeferredCopy", "PinnedSlots", "copy_stream_of", "host_memory", "memory_of"]
-
 
 class CopyEvent(Protocol):
     """A point in a stream's work."""

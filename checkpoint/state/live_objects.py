@@ -25,8 +25,6 @@ from torch import nn
 from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, join_name
 from vescale_fsdp.errors import CheckpointError, some
 
-__all__ = ["ChecksStateDict", "LiveObjects", "ModuleState", "NamedOptimizer", "same_names"]
-
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 

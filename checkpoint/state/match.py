@@ -41,8 +41,6 @@ from vescale_fsdp.checkpoint.state.stored_optimizer import (
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_modes import AS_IT_IS
 
-__all__ = ["Match", "TensorRead", "match"]
-
 Finish = Callable[[], Any]
 _TRIED_NAMES = 64  # of the missing, and as many unexpected ones for each
 _Items = Iterable[tuple[Any, Any]]

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["NewTensor"]
-
 _PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # one number for each parameter in torch's optimizers
 
 # Optimizers of torch whose state has the shape of the parameter, except for single numbers.

@@ -19,8 +19,6 @@ from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, dense, dtype
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = ["PerRank", "Reshardable", "Resharded", "leaf_of", "pack_blob", "unpack_blob"]
-
 Merge = Callable[[list[Any], int, int], Any]
 
 

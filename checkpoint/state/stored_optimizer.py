@@ -18,8 +18,6 @@ from typing import Any
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.errors import CheckpointError, some
 
-__all__ = ["StoredGroup", "StoredOptimizer", "flattened_keys", "items_of_node", "stored_optimizer"]
-
 _STATE, _GROUPS = "state", "param_groups"
 
 

@@ -22,8 +22,6 @@ from vescale_fsdp.checkpoint.steps.step_folders import list_steps, remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["remove_leftovers"]
-
 _UNFINISHED = re.compile(r"\.(step-\d+)\.(saving|before)")
 
 

@@ -19,21 +19,6 @@ from typing import Any, ClassVar, Literal
 
 from vescale_fsdp.errors import ArgumentError
 
-__all__ = [
-    "AllOf",
-    "AnyOf",
-    "BeforeDeadline",
-    "BestOf",
-    "EveryMinutes",
-    "EverySteps",
-    "OnSignal",
-    "SaveContext",
-    "SavePolicy",
-    "check_policy",
-    "leaves_of",
-    "shape_of",
-]
-
 
 @dataclass(frozen=True)
 class SaveContext:

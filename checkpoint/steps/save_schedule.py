@@ -36,8 +36,6 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
 from vescale_fsdp.checkpoint.steps.signal_watch import SignalWatch
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
-__all__ = ["Decision", "SaveSchedule"]
-
 _RANK_BITS = 20  # a step and a rank that has it go together in a signed number of 64 bits
 _LARGEST_STEP = 2**42
 _HEAD = 3  # numbers before the words that must be alike

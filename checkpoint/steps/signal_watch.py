@@ -16,8 +16,6 @@ from typing import Any
 
 from vescale_fsdp.errors import ArgumentError
 
-__all__ = ["SignalWatch"]
-
 
 class SignalWatch:
     """Remembers which of some signals came.

@@ -18,8 +18,6 @@ from vescale_fsdp.checkpoint.steps.run_file import abandoned_steps
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 
-__all__ = ["StepFolder", "committed_steps", "latest", "list_steps", "no_longer_kept", "remove_step", "retire"]
-
 StepFolder = tuple[int, bool]
 """A step's number, and whether it is committed."""
 

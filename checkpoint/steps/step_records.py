@@ -20,16 +20,6 @@ from vescale_fsdp.checkpoint.steps.step_folders import remove_step
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = [
-    "StepRecord",
-    "best_steps",
-    "is_pinned",
-    "read_record",
-    "remove_unpinned",
-    "set_pinned",
-    "write_record",
-]
-
 _RECORD_NAME = "record.json"
 _PIN_NAME = "pinned"
 _LIMIT_BYTES = 1 << 16  # 64 KiB

@@ -25,21 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = [
-    "ALLOW_WRITES",
-    "Buffer",
-    "FileInfo",
-    "FileReader",
-    "FileWriter",
-    "SourceError",
-    "StagedFile",
-    "Storage",
-    "StorageError",
-    "StoragePath",
-    "bad_root",
-    "reading_source",
-]
-
 T = TypeVar("T")
 
 _PIECE_BYTES = 4 << 20  # 4 MiB

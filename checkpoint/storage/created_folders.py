@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["MadeFolders"]
-
 T = TypeVar("T")
 
 _TRIES = 5  # another part that fails may remove a folder between our making and using it

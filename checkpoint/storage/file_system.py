@@ -21,8 +21,6 @@ from pathlib import Path
 
 from vescale_fsdp.checkpoint.storage.lock_file import NO_LINKS
 
-__all__ = ["FileSystem", "FileSystemProbe", "probe_name", "sync_names"]
-
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR)
 _NO_RENAMES = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PREFIX = ".probe-"

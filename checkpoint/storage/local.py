@@ -35,8 +35,6 @@ from vescale_fsdp.checkpoint.storage.page_cache import is_cached
 from vescale_fsdp.checkpoint.storage.preallocate import reserve
 from vescale_fsdp.checkpoint.storage.private_folder import check_not_planted, make_private
 
-__all__ = ["LOCK_NAMES", "LocalStorage"]
-
 _APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 _MAKE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _MAX_BUFFERS = 1024  # Linux takes no more in one call (IOV_MAX)

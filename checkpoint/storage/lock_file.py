@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LOCK_FILE_NAME", "NO_LINKS", "held_by_file"]
-
 LOCK_FILE_NAME = ".lock-owner"
 NO_LINKS = (
     errno.EPERM,

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
 
-__all__ = ["PART_BYTES", "MultipartWriter"]
-
 PART_BYTES = 16 << 20  # 16 MiB
 _MAX_PARTS = 10_000  # S3 takes no more: larger files have larger parts
 _IN_FLIGHT = 4

@@ -8,8 +8,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ArgumentError, ConversionError
 
-__all__ = ["open_parent", "open_storage", "open_store"]
-
 
 def open_storage(path: str | os.PathLike[str] | Storage, *, neighbours: int = 1) -> Storage:
     """The storage behind a path, a URL (``s3://``, ``gs://``, ``memory://``, ..) or a storage itself.

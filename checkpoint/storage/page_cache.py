@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-__all__ = ["is_cached"]
-
 _MIN_BYTES = 1 << 20  # 1 MiB: less is not worth the question
 _SAMPLES = 4
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-__all__ = ["reserve"]
-
 
 @cache
 def _fallocate() -> Callable[..., Any] | None:

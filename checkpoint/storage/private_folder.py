@@ -14,8 +14,6 @@ from pathlib import Path
 from vescale_fsdp.checkpoint.storage.base import StorageError
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["check_not_planted", "make_private"]
-
 
 def make_private(folder: Path) -> None:
     """Make a folder that only this user can enter, or verify one that is there.

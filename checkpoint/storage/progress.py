@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Meter", "ProgressBar", "ProgressReport", "Tell", "meter_for"]
-
 
 class ProgressReport(NamedTuple):
     """How far one rank has come with its part.

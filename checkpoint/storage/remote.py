@@ -32,8 +32,6 @@ from vescale_fsdp.checkpoint.storage.base import (
 from vescale_fsdp.checkpoint.storage.multipart import PART_BYTES, MultipartWriter
 from vescale_fsdp.errors import ConversionError, VescaleError, explain
 
-__all__ = ["RemoteStorage"]
-
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TRIES = 5  # on top of what the file system itself retries: 3 s of pauses in all

@@ -26,8 +26,6 @@ from vescale_fsdp.checkpoint.transfer.planning.sources import SourceTensor
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.layout.geometry import boxes_of_range
 
-__all__ = ["CodedTensor", "CutBlocks", "coded_here"]
-
 Key = tuple[str, Codec]  # what codes and scales of one tensor share
 
 _SLAB_NUMEL = 1 << 18  # items that are looked at in one go, so that what they become stays in a cache

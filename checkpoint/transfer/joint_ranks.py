@@ -48,8 +48,6 @@ from vescale_fsdp.checkpoint.ranks.trust import (
 from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.torch_private import gloo_group
 
-__all__ = ["joint_ranks"]
-
 T = TypeVar("T")
 _NAME = "joint-ranks"  # key of the group's name, and what keys of greetings begin with
 _REFUSED = f"{_NAME} refused"

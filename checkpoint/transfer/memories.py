@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of, storage_id, version_of
 
-__all__ = ["Destination", "Origin", "PlannedPart", "SourceWatch", "local_parts", "parts_of"]
-
 
 class PlannedPart(NamedTuple):
     """What a rank must hold of a described tensor.

@@ -53,8 +53,6 @@ from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.errors import ArgumentError, CheckpointError, LifecycleError
 from vescale_fsdp.torch_modes import plainly
 
-__all__ = ["Transfer", "TransferHandle", "describe_states"]
-
 _UNTOUCHED = "nothing was moved; the target has its old weights"
 _KEPT = "the target has its old weights"
 _SPOILT = "the target was filled in part and is unusable: all of it is NaN until a transfer succeeds"

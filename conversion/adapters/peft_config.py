@@ -13,8 +13,6 @@ from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["ADAPTER_CONFIG", "PeftConfig"]
-
 ADAPTER_CONFIG = "adapter_config.json"
 _TYPES = ("LORA", "IA3")
 # Settings under which a merge is another one, or starts from another base, than what is computed here.

@@ -19,8 +19,6 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState, model_stat
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ADAPTER_FILE", "adapter_state", "open_adapter", "plan_adapter", "require_adapter"]
-
 ADAPTER_FILE = "adapter_model.safetensors"
 
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ROOT", "TrainedName", "one_adapter", "trained_biases", "trained_names"]
-
 ROOT = "base_model.model."
 _PARTS = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|ia3_l|modules_to_save"
 _TRAINED = re.compile(rf"(?P<module>.+)\.(?P<part>{_PARTS})\.(?P<adapter>[^.]+)(?P<rest>\..+)?")

@@ -6,8 +6,6 @@ import re
 
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["format_bytes", "parse_bytes"]
-
 _UNITS = {"": 1, "B": 1} | {
     unit + end: base**power
     for power, unit in enumerate("KMGT", 1)

@@ -24,8 +24,6 @@ import click
 from vescale_fsdp.conversion.cli.commands import Stopped, cli
 from vescale_fsdp.errors import VescaleError
 
-__all__ = ["cli", "main"]
-
 _RESUME = "if files were finished, continue with --resume"
 _RESUMABLE = ("to-", "merge-")  # how the commands begin that have --resume
 _TODO = {

@@ -17,20 +17,6 @@ _MANY_DIGITS = (
     8  # of a number of ranks; planning takes time with its logarithm, and there is no end to digits
 )
 
-__all__ = [
-    "CONVERT_OPTIONS",
-    "GRANULARITY",
-    "JSON",
-    "MERGE_OPTIONS",
-    "MODEL_PREFIX",
-    "SOURCE_OPTIONS",
-    "TARGET_OPTIONS",
-    "TOLERANCE",
-    "Location",
-    "positive_numbers",
-    "with_options",
-]
-
 
 class Size(click.ParamType[int]):
     """Bytes with a unit."""

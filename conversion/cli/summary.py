@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from vescale_fsdp.conversion.convert import ConvertReport
     from vescale_fsdp.conversion.state.model_names import ModelNames
 
-__all__ = ["summary"]
-
 _BY = {"table": "shipped table", "class": "class itself"}
 _MOST = 20  # names: a model may lose a thousand, and ``--json`` has them all
 

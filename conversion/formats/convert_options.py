@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields
 
 from vescale_fsdp.conversion.output.run_plan import RunOptions
 
-__all__ = ["ConvertOptions"]
-
 
 @dataclass(frozen=True)
 class ConvertOptions:

@@ -20,8 +20,6 @@ from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.lazy import lazy_function
 
-__all__ = ["open_source"]
-
 _with_side_files = lazy_function("vescale_fsdp.conversion.formats.trainers.side_files", "with_side_files")
 
 

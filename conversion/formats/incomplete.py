@@ -13,8 +13,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 
-__all__ = ["refuse_incomplete"]
-
 # A file that is left by what did not end; the file that would say that it did; what did not end; what to do.
 _UNFINISHED = (
     (

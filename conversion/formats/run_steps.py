@@ -18,8 +18,6 @@ from typing import Literal
 from vescale_fsdp.conversion.formats.table import FORMATS
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["says_which", "step_url", "steps_in"]
-
 _STEP = re.compile(r"((?:global_?)?(?:step|iter|iteration|checkpoint|ckpt|epoch)[-_=]?)?(\d+)")
 _log = logging.getLogger(__name__)
 _MOST = 8  # that an error lists

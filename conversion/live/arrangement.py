@@ -25,8 +25,6 @@ from vescale_fsdp.conversion.state.optimizer_owners import home_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView, ZerosView
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
-__all__ = ["Places", "arranged"]
-
 
 @dataclass(frozen=True)
 class Places:

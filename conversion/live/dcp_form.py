@@ -27,8 +27,6 @@ from vescale_fsdp.conversion.state.carried_state import whole_state
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box
 
-__all__ = ["DCP"]
-
 
 @dataclass(frozen=True)
 class DCP(Form):

@@ -29,8 +29,6 @@ from vescale_fsdp.conversion.views.tensor_view import SourceView, TensorView, re
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, run_start, whole_box
 
-__all__ = ["HeldShards"]
-
 _MAX_STEP_BYTES = 1 << 20  # 1 MiB
 
 
@@ -66,7 +64,7 @@ class HeldShards:
             "live",
             storage,
             {
-                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, 0),))
+                name: StoredTensor(i, (StoredChunk(whole_box(i.shape), "", 0, i.nbytes),))
                 for name, i in leaves.infos.items()
             },
             leaves.values,

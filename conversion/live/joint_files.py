@@ -31,8 +31,6 @@ from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, OutputPlan
 from vescale_fsdp.conversion.views.tensor_view import TensorView, read_range
 from vescale_fsdp.errors import CheckpointError
 
-__all__ = ["MIN_BUDGET_BYTES", "FileSegment", "JointFiles", "segments_of"]
-
 _ROOMS = 6  # for the bytes of others: one that comes in, one that is put together, four that are written
 _MAX_SEGMENT_BYTES = 4 << 20  # 4 MiB
 MIN_BUDGET_BYTES = _ROOMS << 10  # 1 KiB per segment

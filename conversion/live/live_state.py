@@ -31,8 +31,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import apply_to_tensors, fqn_of, local_of, storage_id
 
-__all__ = ["LiveState", "is_meta"]
-
 
 @dataclass
 class LiveState:

@@ -22,8 +22,6 @@ from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.layout.geometry import Box
 
-__all__ = ["Filling", "fill_all", "same_values"]
-
 _BOX_BYTES = 16 << 20  # 16 MiB
 
 

@@ -29,8 +29,6 @@ from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
-__all__ = ["AS_STATE", "LiveMatch", "LiveOptions", "match_source"]
-
 AS_STATE = "state"  # the cast to whatever types the state has
 
 

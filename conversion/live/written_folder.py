@@ -22,8 +22,6 @@ from vescale_fsdp.checkpoint.storage.local import LOCK_NAMES
 from vescale_fsdp.conversion.output.plan import ClosingFile
 from vescale_fsdp.errors import CheckpointError, some
 
-__all__ = ["WrittenFolder"]
-
 
 @dataclass(frozen=True)
 class WrittenFolder:

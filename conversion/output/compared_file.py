@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
 
-__all__ = ["ComparedFile", "OtherBytesError"]
-
 
 class OtherBytesError(Exception):
     """A file has other bytes than those that were to be written."""

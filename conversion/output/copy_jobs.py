@@ -21,8 +21,6 @@ from typing import NamedTuple
 from vescale_fsdp.conversion.output.plan import FilePlan, TensorItems
 from vescale_fsdp.conversion.source.source import Source, StripedFile
 
-__all__ = ["Job", "Move", "MoveJob", "Segment", "jobs_by_source", "jobs_in_order", "steps", "writes"]
-
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
 _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache
 _MAX_GAP_BYTES = 64 * 2**10  # 64 KiB: reading over less costs less than another read

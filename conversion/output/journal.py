@@ -23,8 +23,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["Journal", "is_journal", "parts_of"]
-
 _VERSION = 1
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 _SUFFIX = ".vescale-convert.jsonl"

@@ -18,8 +18,6 @@ from vescale_fsdp.conversion.output.plan import FilePlan
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.source.source import Source
 
-__all__ = ["answered_for", "prove_rest"]
-
 
 def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:
     """The stored tensors that a file answers for: those whose items it holds all, or those that are cut."""

@@ -24,8 +24,6 @@ from vescale_fsdp.conversion.output.target_folder import is_leftover, open_targe
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
-__all__ = ["Execution", "Outcome", "Part", "RunOptions"]
-
 _MAX_PARTS = 65_536  # each part has a journal, which all others look for
 
 

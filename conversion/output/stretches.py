@@ -18,8 +18,6 @@ from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, TensorItem
 from vescale_fsdp.conversion.source.forward_reader import ForwardReader
 from vescale_fsdp.conversion.source.source import ByteRange, Source
 
-__all__ = ["Stretch", "StretchFiller", "stretch_steps", "stretches"]
-
 _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache
 
 

@@ -21,8 +21,6 @@ from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
 from vescale_fsdp.conversion.output.journal import is_journal
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["is_leftover", "open_target", "refuse_other_result"]
-
 
 def open_target(
     url: str,

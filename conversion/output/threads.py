@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Shared", "in_threads"]
-
 T = TypeVar("T")
 
 

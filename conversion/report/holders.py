@@ -8,8 +8,6 @@ from __future__ import annotations
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["FileNumbers", "holders_of", "layout_to_json"]
-
 _MOST_RUNS = 64  # of a tensor; more could not be told apart on a page
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-__all__ = ["report_page"]
-
 _PLACE = "REPORT_DATA"
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ValueDistance"]
-
 
 class ValueDistance:
     """Distance of the pairs of values that were added; pairs of NaN are equal.

@@ -22,8 +22,6 @@ from vescale_fsdp.conversion.state.optimizer_owners import home_of, other_models
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView, read_range
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["state_with_rules"]
-
 
 @dataclass(frozen=True)
 class _OptimizerEntry:

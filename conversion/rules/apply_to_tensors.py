@@ -20,8 +20,6 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, TensorView, ZerosView
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["Applied", "apply_rules"]
-
 _MOST_MISFITS = 20  # that an error lists
 Key = tuple[tuple[str, int], ...]  # captures that make one group of a rule
 

@@ -27,8 +27,6 @@ from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.views.index_maps import Concat, Index, Interleave, Pad, Permute, Reshape, Slice, Stack
 
-__all__ = ["Bundle", "Cast", "Node", "Operation", "StackCounted", "Trim", "parse_operation"]
-
 Node = Any  # a TensorView, or a list of nodes
 Bundle = list[Node]
 Sizes = Callable[[str | int], int]  # evaluates a size expression

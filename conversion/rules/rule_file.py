@@ -49,8 +49,6 @@ from vescale_fsdp.conversion.rules.operations import Operation, StackCounted, pa
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 
-__all__ = ["Drop", "KeyRule", "Pattern", "Refusal", "RuleSet", "Zeros", "load_rules", "shipped_rules"]
-
 _FORMAT = 1
 _CAPTURE = re.compile(r"\{(\w+)\}")
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["evaluate"]
-
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -15,8 +15,6 @@ import numpy as np
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor
 from vescale_fsdp.layout.geometry import Box, contiguous_strides
 
-__all__ = ["read_box"]
-
 Locate = Callable[[StoredChunk], StoredChunk]
 ReadBytes = Callable[[str, int, memoryview], None]  # (file, offset, buffer to fill)
 

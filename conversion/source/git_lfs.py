@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["refuse_pointers"]
-
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = range(100, 301)
 

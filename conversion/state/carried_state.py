@@ -14,8 +14,6 @@ from vescale_fsdp.conversion.state.nesting import name_of
 from vescale_fsdp.conversion.views.tensor_view import RenamedView, SourceView, TensorView
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["CarriedState", "model_state", "whole_state"]
-
 Path = tuple[str | int, ...]
 
 

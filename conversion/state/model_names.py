@@ -19,8 +19,6 @@ from typing import Any, Protocol
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
-__all__ = ["ModelNames", "find_model", "is_optimizer", "optimizer_homes", "unwrapped_names"]
-
 # opt_state: of JAX's train states
 _OPTIMIZER = re.compile(r"^((optim|optimizer|optimizers)(_?\d+|_state_dict)?|opt_state)$")
 # params: of JAX; one beside params_ema is one of two models

@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
 from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
@@ -19,8 +18,6 @@ from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, claim_name, nest
 from vescale_fsdp.conversion.views.tensor_view import TensorView
-
-__all__ = ["native_manifest", "native_tree"]
 
 
 class _TensorLeaf(NamedTuple):
@@ -105,7 +102,7 @@ def _rare_node(value: Any, name: str) -> Json:
 
 def native_manifest(form: str, structure: Structure, views: Iterable[TensorView], num_ranks: int) -> Manifest:
     """The manifest of a result; the same input makes the same names, so that an interrupted run can go on."""
-    identity = xxhash.xxh3_64(form.encode())
+    identity = RunningChecksum(form.encode())
     identity.update(structure.document)
     for view in views:
         identity.update(view.identity().encode())

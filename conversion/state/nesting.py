@@ -14,8 +14,6 @@ from typing import Any
 
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["ListIndex", "claim_name", "flatten", "name_of", "nest"]
-
 Path = tuple[str | int, ...]
 
 

@@ -22,8 +22,6 @@ from vescale_fsdp.conversion.state.optimizer_owners import home_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["with_optimizer_form"]
-
 
 def with_optimizer_form(state: CarriedState, form: str) -> CarriedState:
     """The same state with its optimizer's entries in another form, or without them.

@@ -17,8 +17,6 @@ from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["home_of", "other_models", "own_optimizer", "parameter_key"]
-
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _BARE = {"opt", "optim", "optimizer", "optimizers", "model", "models", "module", "net", "state", "dict"}
 _BARE |= {"pytorch", "fsdp"}

@@ -19,8 +19,6 @@ from typing import Any
 
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 
-__all__ = ["BITSANDBYTES_STATE", "find_quantized"]
-
 BITSANDBYTES_STATE = ".quant_state.bitsandbytes__"  # follows the name of a packed weight, whatever its dtype
 
 # Integers under these names are codes; others (position ids, counters) are what they seem.

@@ -27,8 +27,6 @@ from examples.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.accelerate import VescalePlugin
 
-__all__ = ["main", "train"]
-
 
 def plugin_of(options: Options) -> FullyShardedDataParallelPlugin:
     """The user's one line, beside the one it takes the place of."""

@@ -32,8 +32,6 @@ from vescale_fsdp import Rows
 from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.integrations.nemo_automodel import automodel_with_vescale
 
-__all__ = ["main", "parallelized", "train"]
-
 
 def runtime(options: Options) -> AbstractContextManager[Any]:
     """The user's one line, or nothing."""

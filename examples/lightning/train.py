@@ -26,8 +26,6 @@ from examples.llama import Llama, LlamaShape
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.lightning import VescaleStrategy
 
-__all__ = ["MICRO_BATCHES", "SHAPE", "LitLlama", "Losses", "MicroBatches", "fit", "main"]
-
 SHAPE = LlamaShape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, mlp_size=128)
 MICRO_BATCHES = 2
 

@@ -23,8 +23,6 @@ from examples.llama import Llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.lightning import VescaleFabricStrategy
 
-__all__ = ["Run", "main", "parallelize"]
-
 
 def parallelize(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Shard the blocks and the root, as a Fabric user writes it for FSDP2."""

@@ -39,8 +39,6 @@ from vescale_fsdp import (
     transfer_report,
 )
 
-__all__ = ["Options", "Policy", "main", "run", "sample", "start", "train"]
-
 LETTERS, LENGTH = 8, 6
 
 

@@ -12,8 +12,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from examples.corpus import Batches, read_corpus
 
-__all__ = ["ByteLoader", "ByteTokenizer"]
-
 
 class ByteTokenizer(BaseTokenizer):
     """A byte is a token."""

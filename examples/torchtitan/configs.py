@@ -22,8 +22,6 @@ from examples.torchtitan.byte_data import ByteLoader, ByteTokenizer
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations.torchtitan import with_vescale
 
-__all__ = ["stock", "stock_moe", "vescale", "vescale_moe"]
-
 WINDOWS = 6
 MICRO_BATCHES = 2
 

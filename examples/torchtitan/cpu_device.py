@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import torch
 from torchtitan.tools import utils
 
-__all__ = ["use_cpu"]
-
 
 class CpuDevice:
     """What torchtitan asks of a device's module (``torch.cuda``), for the host."""

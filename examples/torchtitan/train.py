@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from examples.torchtitan.cpu_device import use_cpu
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """One rank of the job."""

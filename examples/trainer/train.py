@@ -26,8 +26,6 @@ from examples.tiny_llm import Sequences, tiny_llama
 from vescale_fsdp import Rows
 from vescale_fsdp.integrations import as_fsdp2
 
-__all__ = ["Watched", "arguments", "main", "runtime", "train"]
-
 
 def runtime(options: Options) -> AbstractContextManager[Any]:
     """The user's one line, or nothing."""

@@ -31,8 +31,6 @@ from examples.tiny_llm import CONFIG, Sequences, tiny_llama
 from examples.trainer.train import Watched, arguments, runtime
 from vescale_fsdp.integrations.peft import merge_and_unload
 
-__all__ = ["main", "train"]
-
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 

@@ -22,19 +22,6 @@ from vescale_fsdp.conversion.cli.main import cli as vescale_convert
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.integrations import uninstall
 
-__all__ = [
-    "HALF",
-    "KINDS",
-    "LARGEST",
-    "History",
-    "check_losses",
-    "control_of",
-    "converted",
-    "divide_once_more",
-    "run_example",
-    "run_on_ranks",
-]
-
 HALF = 25
 KINDS = [("SHARDED_STATE_DICT", False), ("FULL_STATE_DICT", True)]  # and cpu_ram_efficient_loading
 # Clips the largest gradient, whose value does not depend on how gradients are cut: a sum of squares does, in its last

@@ -49,8 +49,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from tests.support.faults.nan_memory import nan_memory_if_asked
 from tests.support.faults.rounding_noise import noise_if_asked
 
-__all__ = ["RankError", "RankTimeout", "close_pool", "cpu_mesh", "run_ranks", "run_threads"]
-
 _PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",

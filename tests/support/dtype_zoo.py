@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["make_tensor", "same_bytes", "zoo"]
-
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "vector": (7,),

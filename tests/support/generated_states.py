@@ -26,8 +26,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_private import StridedShard, local_of
 
-__all__ = ["Box", "assert_same", "draw_state", "fresh"]
-
 SHAPES = [(), (0,), (1,), (3,), (7,), (2, 3), (5, 4), (0, 4), (3, 0, 2), (5, 1, 2), (1, 1), (2, 3, 4)]
 KEYS: list[Any] = ["", " ", "a/b", "~", "~1", "$x", "$", "ü☃", "\n", "a\x00", "..", ".", "c", "a" * 60]
 KEYS += [

@@ -6,8 +6,6 @@ from typing import Any
 
 import transformers
 
-__all__ = ["FAMILIES", "build_multimodal"]
-
 _TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,

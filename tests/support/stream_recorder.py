@@ -49,8 +49,6 @@ from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 
-__all__ = ["RecordedStream", "StreamRecorder", "recording"]
-
 Clock = Counter[str]
 HOST = "host"
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Row", "machine", "print_table", "write_json"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["DATA", "PAGE", "noted", "tables"]
-
 DATA = Path(__file__).parents[2] / "docs" / "compatibility.json"
 PAGE = DATA.with_suffix(".md")
 _OF_PACKAGES = {"stacks": "stack", "files": "package"}  # table of the data -> heading of its first column

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOTEBOOK", "PAGE", "notebook_of"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 NOTEBOOK = PAGE.with_suffix(".ipynb")
 _BLOCK = re.compile(r"^```(python|sh)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -37,8 +37,6 @@ from vescale_fsdp.errors import allows_untried
 from vescale_fsdp.optim import FlatOptimizer
 from vescale_fsdp.runtime.comm.memory_pools import FEATURE
 
-__all__ = ["Found", "backend_for", "compare", "largest_difference"]
-
 CONTROLS = (1.5, math.nan)
 
 WIDTH, HIDDEN, STEPS = 64, 192, 3

@@ -18,8 +18,6 @@ from vescale_fsdp import FSDPModule, PaddingPolicy, Rows
 from vescale_fsdp.collectives import Work, all_gather_into, reduce_scatter_into
 from vescale_fsdp.quantize import Fp8Blocks, QuantizedGather
 
-__all__ = ["CASES", "INDUCTOR", "MEMORY", "Case"]
-
 Act = Callable[[FSDPModule], object]
 
 

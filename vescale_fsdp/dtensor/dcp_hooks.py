@@ -32,8 +32,6 @@ from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.geometry import Box, boxes_of_range
 from vescale_fsdp.torch_private import DTensorSpec
 
-__all__ = ["check_storage_writer", "chunk_of_box", "tensor_shard", "write_items"]
-
 
 def chunk_of_box(box: Box) -> ChunkStorageMetadata:
     """A box as DCP knows it."""

@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["half_loaded_in", "mark_half_loaded", "mark_whole"]
-
 _Span = tuple[int, int]  # half-open, bytes of the storage
 _marks: WeakKeyDictionary[torch.UntypedStorage, dict[_Span, str]] = WeakKeyDictionary()
 

@@ -19,8 +19,6 @@ import stat
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-__all__ = ["close_gloo_connections"]
-
 _FDS = Path("/proc/self/fd")
 _FDINFO = Path("/proc/self/fdinfo")
 

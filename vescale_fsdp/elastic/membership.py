@@ -17,8 +17,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-__all__ = ["Membership", "Quorum"]
-
 
 @dataclass(frozen=True)
 class Quorum:

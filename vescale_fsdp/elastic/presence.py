@@ -15,8 +15,6 @@ from threading import Thread
 
 from vescale_fsdp.checkpoint.ranks.trust import check_exposure, sign
 
-__all__ = ["ANSWER_S", "Presence", "is_present"]
-
 ANSWER_S = 3.0  # a process that trains may hold the interpreter for a while before it answers
 _NONCE_BYTES = 16
 

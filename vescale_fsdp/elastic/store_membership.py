@@ -31,8 +31,6 @@ from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.elastic.presence import Presence, is_present
 from vescale_fsdp.errors import LifecycleError, PlacementError
 
-__all__ = ["StoreMembership"]
-
 _POLL_S = 0.02
 _SETTLE_S = (
     0.5  # how long a round with strangers in it stays open after the last has entered: they come in crowds

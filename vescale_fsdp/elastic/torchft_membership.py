@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.ranks.trust import bound_store, check_exposure, loc
 from vescale_fsdp.elastic.membership import Quorum
 from vescale_fsdp.errors import LifecycleError
 
-__all__ = ["TorchftMembership"]
-
 _POLL_S = 0.1
 
 

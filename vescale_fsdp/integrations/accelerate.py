@@ -20,8 +20,6 @@ from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.setup.policies import check_policies
 
-__all__ = ["VescalePlugin"]
-
 
 @dataclass
 class VescalePlugin(FullyShardedDataParallelPlugin):

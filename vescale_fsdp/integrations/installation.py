@@ -29,8 +29,6 @@ from vescale_fsdp.integrations.tried_versions import TRIED, check_version
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
-__all__ = ["BoundNamesWarning", "Installation", "as_fsdp2", "install", "uninstall"]
-
 
 class BoundNamesWarning(UserWarning):
     """Modules hold torch's own functions under a name of theirs, which no installation can replace.

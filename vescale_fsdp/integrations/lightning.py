@@ -46,8 +46,6 @@ from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
-__all__ = ["VescaleFabricStrategy", "VescaleStrategy"]
-
 _PICKLED = "pickled"
 Filters = Mapping[str, Callable[[str, Any], bool]]
 

@@ -24,8 +24,6 @@ from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.runtime.fully_shard import fully_shard
 
-__all__ = ["automodel_with_vescale", "fully_shard_fn"]
-
 
 @contextmanager
 def automodel_with_vescale(

@@ -30,8 +30,6 @@ from vescale_fsdp.integrations.transformers import ragged_like
 from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 
-__all__ = ["ADAPTERS", "merge_and_unload"]
-
 
 def merge_and_unload(model: PeftModel, *, safe_merge: bool = False) -> nn.Module:
     """peft's ``merge_and_unload`` for a model whose modules are sharded. A collective call.

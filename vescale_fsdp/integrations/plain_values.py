@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointTensor, read_state
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.state.encode import TreeSink, encode
 from vescale_fsdp.checkpoint.state.per_rank import PerRank
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.errors import CheckpointError
-
-__all__ = ["holds_checkpoint", "read_values", "split_storable"]
 
 
 class _AnySink(TreeSink):

@@ -46,11 +46,9 @@ from vescale_fsdp.layout.granularity import GranularityRule, check_rule
 from vescale_fsdp.layout.padding import PaddingPolicy
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
-from vescale_fsdp.runtime.fsdp_module import register_fsdp_forward_method as our_register
 from vescale_fsdp.runtime.fsdp_module import share_comm_ctx as our_share
+from vescale_fsdp.runtime.fsdp_state import register_fsdp_forward_method as our_register
 from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
-
-__all__ = ["IN_FORCE", "STAND_INS", "Settings"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,8 +37,6 @@ from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.layout.geometry import Box
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["RaggedResharder", "pieces", "rejoin"]
-
 KeyPath = tuple[str | int, ...]  # keys and indices from an item to a leaf
 _PLACE = "vescale_fsdp_place"  # of a piece: the global shape, and the boxes that lie one after another in it
 

@@ -30,7 +30,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from vescale_fsdp.checkpoint.loading.load import Loader, LoadReport
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle, async_save
 from vescale_fsdp.checkpoint.saving.save import Format, save
@@ -43,8 +43,6 @@ from vescale_fsdp.integrations.tried_versions import check_version
 from vescale_fsdp.integrations.within_package import ours_within
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
-
-__all__ = ["VescaleCheckpoints", "parallelize_with", "with_vescale"]
 
 _STEP = re.compile(r"step-(\d+)")
 # torchtitan's name of a model -> the converter's rules; with experts and without

@@ -24,8 +24,6 @@ from vescale_fsdp.dtensor.piece_map import local_part_of
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.integrations.names.replaced_names import StandIn
 
-__all__ = ["LOADER", "ragged_like"]
-
 
 class _PieceOperation:
     """Reads one parameter's piece from a tensor of the files (an array of safetensors, or a tensor)."""

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from vescale_fsdp.errors import explain
 
-__all__ = ["TRIED", "UntriedVersionWarning", "check_version"]
-
 # Package -> versions that `make test-stacks` passed with. README, docs/stacks.md, docs/compatibility.json and
 # pyproject's extras say the same (tests/integrations/test_tried_versions.py).
 TRIED: Mapping[str, tuple[str, ...]] = MappingProxyType(

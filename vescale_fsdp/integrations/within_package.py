@@ -16,8 +16,6 @@ from vescale_fsdp.integrations.stand_ins import STAND_INS, Settings
 from vescale_fsdp.layout.granularity import GranularityRule
 from vescale_fsdp.layout.padding import PaddingPolicy
 
-__all__ = ["ours_within"]
-
 
 @contextmanager
 def ours_within(

@@ -24,16 +24,6 @@ from vescale_fsdp.errors import ConversionError, LayoutError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "DTYPES",
-    "DType",
-    "dtype_from_code",
-    "dtype_from_numpy",
-    "dtype_from_torch",
-    "itemsize_of",
-    "known_dtype",
-]
-
 
 @dataclass(frozen=True)
 class DType:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["MAX_DIMS", "parse_json", "tensor_shape", "whole_numbers"]
-
 MAX_DIMS = 64  # of a tensor, as in numpy and in torch's kernels
 _LIMIT = 2**63  # of sizes and offsets, as in every library that reads these files
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -28,21 +28,6 @@ from typing import Any, Literal
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 
-__all__ = [
-    "Element",
-    "Flat",
-    "Granularity",
-    "GranularityRule",
-    "Rows",
-    "Tiles",
-    "Whole",
-    "check_patterns",
-    "check_rule",
-    "parse_granularities",
-    "parse_granularity",
-    "resolve_granularity",
-]
-
 
 class Granularity(ABC):
     """What must stay whole. Subclasses are frozen values; equality is by content.

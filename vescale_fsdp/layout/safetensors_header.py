@@ -16,8 +16,6 @@ from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DType, dtype_from_code
 from vescale_fsdp.layout.foreign_json import parse_json, tensor_shape, whole_numbers
 
-__all__ = ["MAX_HEADER_BYTES", "HeaderEntry", "read_header"]
-
 MAX_HEADER_BYTES = 100_000_000  # the format's limit; writers and readers refuse more
 
 

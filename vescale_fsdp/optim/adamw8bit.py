@@ -29,8 +29,6 @@ from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimiz
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 from vescale_fsdp.torch_private import foreach_copy_
 
-__all__ = ["AdamW8bit"]
-
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name: has a sign
 
 

@@ -14,8 +14,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["MAP_NAME", "decode_dynamic", "dynamic_map", "encode_dynamic", "zero_code"]
-
 MAP_NAME = "dynamic8"
 """What checkpoints record. The table is computed, never stored."""
 

@@ -43,8 +43,6 @@ from vescale_fsdp.optim.structured_optimizer import evaluated
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_, local_of, spec_of, storage_id
 
-__all__ = ["FlatOptimizer"]
-
 ELEMENT_WISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,

@@ -25,8 +25,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["Held", "check_parts", "check_state", "copy_state"]
-
 
 @dataclass(frozen=True, eq=False)
 class Held:

@@ -24,16 +24,6 @@ from vescale_fsdp.errors import CheckpointError, LayoutError
 from vescale_fsdp.optim.state_loading import Held, check_parts, check_state, copy_state
 from vescale_fsdp.torch_modes import plainly
 
-__all__ = [
-    "AdamWOptions",
-    "BatchedOptimizer",
-    "StructuredOptimizer",
-    "batches_of",
-    "check_rates",
-    "evaluated",
-    "launches",
-]
-
 T = TypeVar("T")
 
 _BATCH_NUMEL = 8 << 20  # elements stepped as one: up to a dozen fp32 tensors as large are there meanwhile

@@ -24,8 +24,6 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange, numel_of
 from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
 
-__all__ = ["BlockGrid", "grid_of"]
-
 
 @dataclass(frozen=True)
 class BlockGrid:

@@ -25,8 +25,6 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.granularity import Tiles
 from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
 
-__all__ = ["BlockCodec", "Fp8Blocks", "Int8Rows", "Mxfp8"]
-
 _E4M3_MAX = 448.0
 _E4M3_MAX_EXPONENT = 8  # of 256, the largest power of two in e4m3
 _INT8_MAX = 127.0

@@ -29,8 +29,6 @@ from vescale_fsdp.layout.group_layout import GroupLayout, Piece, TensorSlot
 from vescale_fsdp.quantize.codec import BlockCodec
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy, GroupComm
 
-__all__ = ["QuantizedGather"]
-
 CodecRule = BlockCodec | Mapping[str, BlockCodec] | Callable[[str, torch.Size], BlockCodec | None]
 
 _ALIGN_BYTES = 16

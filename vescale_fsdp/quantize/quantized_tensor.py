@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_beside
 from vescale_fsdp.quantize.codec import BlockCodec
 
-__all__ = ["Quantized", "quantize"]
-
 
 @dataclass(frozen=True, eq=False)
 class Quantized:

@@ -32,8 +32,6 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_modes import AS_IT_IS, outside_modes
 
-__all__ = ["CommContext", "GradientReductionHandle", "UnshardHandle"]
-
 
 class _Reduction(NamedTuple):
     """A reduction in flight."""

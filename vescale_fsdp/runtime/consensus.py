@@ -24,13 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp.dtensor.mesh_order import ranks_in
+from vescale_fsdp.dtensor.spec import ranks_in
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_modes import is_fake, outside_modes
-
-__all__ = ["Member", "reach_consensus", "require_uncompared"]
 
 ValueT = TypeVar("ValueT")
 _NOTHING = "nothing: its model ends here"

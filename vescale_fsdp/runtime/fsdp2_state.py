@@ -23,8 +23,6 @@ from torch import nn
 
 from vescale_fsdp.errors import UnsupportedOpError
 
-__all__ = ["Fsdp2State", "refuse_unknown", "unsupported"]
-
 
 class _AbsentError(UnsupportedOpError, AttributeError):
     """An attribute of FSDP2's that ours does not have."""

@@ -21,19 +21,10 @@ from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import require_uncompared
 from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
-from vescale_fsdp.runtime.fsdp_state import FSDPState, register_fsdp_forward_method, state_of
+from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
-
-__all__ = [
-    "FSDPModule",
-    "GradientReductionHandle",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-]
-
 
 if TYPE_CHECKING:
     # `fully_shard` puts this class in front of a module's own, so every instance is a module too; for type checkers

@@ -46,8 +46,6 @@ from vescale_fsdp.runtime.takeover import gives_own, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
 from vescale_fsdp.torch_private import is_view, note_sharded
 
-__all__ = ["FSDPState", "attach_state", "register_fsdp_forward_method", "state_of"]
-
 _STATE = "_vescale_fsdp_state"
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _VIEW_WARNING = (

@@ -32,8 +32,6 @@ from vescale_fsdp.runtime.setup.policies import check_policies
 from vescale_fsdp.torch_modes import fake_mode_of, outside_modes
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 
-__all__ = ["fully_shard"]
-
 ModuleT = TypeVar("ModuleT", bound="nn.Module | list[nn.Module]")
 
 

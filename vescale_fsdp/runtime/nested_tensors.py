@@ -15,8 +15,6 @@ import torch
 
 from vescale_fsdp.torch_private import pytree
 
-__all__ = ["PostBackward", "PostBackwardInTransform", "PreBackward", "map_tensors", "tensors_of"]
-
 TreeT = TypeVar("TreeT")
 _SEQUENCES = (tuple, list)
 _ATOMS = (type(None), bool, int, float, str, torch.Size)  # hold no tensors

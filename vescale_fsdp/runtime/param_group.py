@@ -57,8 +57,6 @@ from vescale_fsdp.torch_private import (
     post_accumulate_grad_hooks,
 )
 
-__all__ = ["ParamGroup"]
-
 
 class ParamGroup:
     """The parameters of a unit that share dtype and mesh, with one layout and one buffer.

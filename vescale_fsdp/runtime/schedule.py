@@ -41,8 +41,6 @@ from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.torch_modes import profiled
 from vescale_fsdp.torch_private import autograd_engine_callback
 
-__all__ = ["Schedule", "Unit"]
-
 
 class Unit(Protocol):
     """What the schedule must know of a unit (`vescale_fsdp.runtime.fsdp_state.FSDPState` is the only one)."""

@@ -39,8 +39,6 @@ from vescale_fsdp.runtime.setup.managed_param import ManagedParam
 from vescale_fsdp.runtime.setup.tensor_parallel import local_part
 from vescale_fsdp.torch_private import restore_version, version_of
 
-__all__ = ["SelfGatheringGroup"]
-
 
 class SelfGatheringGroup(ParamGroup):
     """A group whose parameters are gathered by the hooks of their class. Arguments as of `ParamGroup`."""

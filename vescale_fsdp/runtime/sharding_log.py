@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from vescale_fsdp.runtime.param_group import ParamGroup
 
-__all__ = ["log_sharding"]
-
 _logger = logging.getLogger("vescale_fsdp")
 
 

@@ -16,19 +16,6 @@ from typing import ClassVar, NamedTuple
 
 from vescale_fsdp.layout.geometry import Box, boxes_of_range, contiguous_strides, numel_of, run_start
 
-__all__ = [
-    "Concat",
-    "Index",
-    "IndexMap",
-    "InputPiece",
-    "Interleave",
-    "Pad",
-    "Permute",
-    "Reshape",
-    "Slice",
-    "Stack",
-]
-
 Shape = tuple[int, ...]
 
 

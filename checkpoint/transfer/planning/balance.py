@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Shares", "equal_shares", "levelled_shares"]
-
 Ranks = tuple[int, ...]
 Shares = Mapping[Ranks, tuple[int, ...]]
 

@@ -19,8 +19,6 @@ from vescale_fsdp.checkpoint.manifest.region import Region, runs_of_box
 from vescale_fsdp.checkpoint.transfer.planning.links import Grid
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, numel_of
 
-__all__ = ["MatrixBox", "corners_of", "cut_blocks_of", "hull_of", "matrix_boxes", "scale_regions"]
-
 
 class MatrixBox(NamedTuple):
     """Rows [row, row + rows) and columns [col, col + cols) of a tensor's lines.

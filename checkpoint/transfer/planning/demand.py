@@ -25,8 +25,6 @@ from vescale_fsdp.checkpoint.transfer.planning.region_table import (
 from vescale_fsdp.checkpoint.transfer.planning.sources import PlacedLeaf, SourceTensor
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["Demand", "demand_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Demand:

@@ -24,8 +24,6 @@ from vescale_fsdp.checkpoint.state.tensor_description import Describer
 from vescale_fsdp.errors import CheckpointError
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["DescribedTensor", "StateDescription", "describe_states", "named_tensors"]
-
 
 class DescribedTensor(NamedTuple):
     """One tensor of a description that is made without ranks."""

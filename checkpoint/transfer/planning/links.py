@@ -21,26 +21,6 @@ from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.layout.geometry import Box, contiguous_strides, numel_of, whole_box
 from vescale_fsdp.views.index_maps import Concat, Index, IndexMap, InputPiece, Permute, Slice, Stack
 
-__all__ = [
-    "Codec",
-    "Coded",
-    "Grid",
-    "Leaf",
-    "Link",
-    "Mapped",
-    "Named",
-    "codes",
-    "concatenate",
-    "index",
-    "leaves_of",
-    "link_from_json",
-    "link_to_json",
-    "permute",
-    "scales",
-    "slice",
-    "stack",
-]
-
 Shape = tuple[int, ...]
 
 

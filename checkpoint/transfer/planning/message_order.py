@@ -13,8 +13,6 @@ from vescale_fsdp.checkpoint.transfer.planning.rank_transfers import RankTransfe
 from vescale_fsdp.checkpoint.transfer.planning.shares import Share
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 
-__all__ = ["Message", "messages_of"]
-
 
 class Message(NamedTuple):
     """Bytes that go from one rank to another in one piece.

@@ -14,8 +14,6 @@ from vescale_fsdp.checkpoint.transfer.planning.sources import PlacedLeaf
 from vescale_fsdp.checkpoint.transfer.planning.transfer_plan import TransferPlan
 from vescale_fsdp.layout.geometry import Box, FlatRange
 
-__all__ = ["RankTransfers"]
-
 Ranks = tuple[int, ...]
 Streams = dict[Ranks, dict[int, list[Share]]]  # by set of ranks that hold the same, then by rank that takes
 

@@ -18,8 +18,6 @@ from vescale_fsdp.checkpoint.transfer.planning.links import Leaf
 from vescale_fsdp.layout.geometry import Box, FlatRange, numel_of
 from vescale_fsdp.layout.group_layout import GroupLayout
 
-__all__ = ["Overlaps", "RegionTable", "overlaps_of_tables", "region_table"]
-
 Ints = npt.NDArray[np.int64]
 _MAX_PAIRS = 1 << 21  # looked at in one go
 

@@ -16,8 +16,6 @@ from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.transfer.planning.links import Leaf
 from vescale_fsdp.layout.geometry import Box, FlatRange, boxes_of_range, contiguous_strides, numel_of
 
-__all__ = ["ALIGN_BYTES", "Holding", "Share", "ShareStream", "shares_between"]
-
 ALIGN_BYTES = 16  # of the widest item: what cuts of a stream are multiples of
 
 _ALONE_BYTES = 256 << 10  # 256 KiB: copying so much costs more than one more message

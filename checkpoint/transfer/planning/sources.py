@@ -17,8 +17,6 @@ from vescale_fsdp.checkpoint.transfer.planning.description import StateDescripti
 from vescale_fsdp.checkpoint.transfer.planning.links import Codec, Coded, Grid, Leaf, Named
 from vescale_fsdp.layout.geometry import Box, FlatRange, whole_box
 
-__all__ = ["PlacedLeaf", "SourceTensor"]
-
 
 class SourceTensor:
     """A tensor of a source's description, under a leaf's eyes.

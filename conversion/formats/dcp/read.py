@@ -24,8 +24,6 @@ from vescale_fsdp.conversion.state.nesting import ListIndex
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box
 
-__all__ = ["METADATA_FILE", "dcp_folders", "open_dcp"]
-
 METADATA_FILE = ".metadata"
 _ACCELERATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)(?:_\d+)?/")
 

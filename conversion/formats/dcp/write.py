@@ -39,8 +39,6 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.geometry import Box, whole_box
 from vescale_fsdp.views.index_maps import Slice
 
-__all__ = ["file_of_rank", "plan_dcp", "plan_dcp_by_rank"]
-
 _ITEM_BYTES = 64 * 2**20  # 64 MiB
 _RECORDS = "torch.distributed.checkpoint.metadata"
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["FlatRun", "padded_ends", "runs_of_groups", "runs_of_parameters"]
-
 
 class FlatRun(NamedTuple):
     """Elements of a parameter, one after the other, in one of a rank's flat tensors.

@@ -13,8 +13,6 @@ from vescale_fsdp.conversion.formats.torch_save.found_entries import OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import HeldTensor, differing_files, is_tensor_ref
 from vescale_fsdp.conversion.state.nesting import Path, flatten
 
-__all__ = ["ModelFile"]
-
 # What is read here, or is true of the run that saved alone.
 _OWN = {
     *("module", "optimizer", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes"),

@@ -25,8 +25,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 
-__all__ = ["open_deepspeed"]
-
 # What a file that lacks a key, or has another thing there, may raise while it is read.
 _DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 

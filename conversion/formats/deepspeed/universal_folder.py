@@ -21,8 +21,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredTensor, TensorInf
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.layout.geometry import whole_box
 
-__all__ = ["UniversalFolder"]
-
 _WEIGHT, _STEP = "fp32", "step"
 
 

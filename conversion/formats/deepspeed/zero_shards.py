@@ -30,8 +30,6 @@ from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import boxes_of_range
 
-__all__ = ["RankShards", "Shapes", "ZeroShards", "add_param_groups", "tensor_of_runs"]
-
 Shapes = list[dict[str, tuple[int, ...]]]  # of the parameters of each group, in order
 
 

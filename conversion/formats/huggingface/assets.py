@@ -26,16 +26,6 @@ from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = [
-    "CONFIG_FILE",
-    "QUANTIZATION_KEYS",
-    "Assets",
-    "config_class",
-    "is_setting",
-    "own_config",
-    "own_settings",
-]
-
 CONFIG_FILE = "config.json"
 _SETTINGS = re.compile(
     r"([0-9]+_[^/]+/|tokenizer[^/]*/)?("  # a module of sentence-transformers, a tokenizer's folder

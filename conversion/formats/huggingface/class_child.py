@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["answer"]
-
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
 _CONVERSION = re.compile(r"^(\S+)\s*\|\s*CONVERSION\b", re.MULTILINE)  # in transformers' report of a load
 

@@ -18,8 +18,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ClassForm", "KnownClass", "expected_by", "known_class", "size"]
-
 ClassForm = Mapping[str, tuple[int, ...]]
 """Name -> shape of every tensor."""
 _MOST_NAMES = 10**6  # of one row; a config.json can say any number

@@ -22,8 +22,6 @@ from typing import Any
 from vescale_fsdp.conversion.formats.huggingface import class_child
 from vescale_fsdp.conversion.formats.huggingface.class_table import KnownClass, is_conv1d, known_class
 
-__all__ = ["ask_child", "class_asked_before", "orientation_of_class", "ties_of_class"]
-
 _LONGEST_S = 600
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUTF8": "1"}
 _OF_LAUNCHERS = (

@@ -25,14 +25,6 @@ from vescale_fsdp.layout.dtypes import DType
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers
 from vescale_fsdp.layout.geometry import Box
 
-__all__ = [
-    "joined_files",
-    "open_hf_folder",
-    "open_safetensors",
-    "open_shards",
-    "weight_map",
-]
-
 # One rank's part of a model, as torch's safetensors writer names them.
 _SHARD_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.safetensors$")

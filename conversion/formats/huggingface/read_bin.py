@@ -9,8 +9,6 @@ from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.huggingface.read import joined_files, weight_map
 from vescale_fsdp.conversion.source.source import Source
 
-__all__ = ["open_bin_folder"]
-
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "pytorch_model_fsdp")
 
 

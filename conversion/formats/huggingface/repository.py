@@ -18,20 +18,6 @@ from typing import Any
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 
-__all__ = [
-    "BEING_WRITTEN",
-    "ShardPlan",
-    "index_bytes",
-    "index_of",
-    "is_of_diffusers",
-    "is_weight_file",
-    "natural_key",
-    "plan_shards",
-    "single_of",
-    "stem_in",
-    "stem_of",
-]
-
 _MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"
 BEING_WRITTEN = ".vescale-being-written"  # in a folder whose files are not all there, or not all of one save
 MAX_INDEX_BYTES = 10 * 2**20  # huggingface_hub refuses a larger index

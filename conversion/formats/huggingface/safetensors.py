@@ -23,8 +23,6 @@ from vescale_fsdp.layout.dtypes import DTYPES
 from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.safetensors_header import MAX_HEADER_BYTES, read_header
 
-__all__ = ["SafetensorsHeader", "joined_metadata", "make_header", "read_tensors"]
-
 _ALIGNMENT_BYTES = 8
 _RANK_OF_DTYPE = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 

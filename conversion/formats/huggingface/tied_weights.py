@@ -19,8 +19,6 @@ from vescale_fsdp.conversion.formats.huggingface.model_class import ties_of_clas
 from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.views.tensor_view import TensorView, pieces_of
 
-__all__ = ["absent_names", "declared_ties", "equal_bytes", "find_tied_twins", "left_out_by"]
-
 _FOLDERS = ("hf", "safetensors", "shards", "bin")  # kinds of sources that leave out names
 _COMPARE_BYTES = 4 * 2**20  # 4 MiB per side
 # Where transformers is not installed: names of the output projection and of the input embedding in common families.

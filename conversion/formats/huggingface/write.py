@@ -21,8 +21,6 @@ from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
 from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
 from vescale_fsdp.conversion.views.tensor_view import TensorView
 
-__all__ = ["plan_hf"]
-
 
 def plan_hf(
     views: Sequence[TensorView],

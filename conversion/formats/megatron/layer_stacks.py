@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.layout.geometry import Box
 
-__all__ = ["LayerStacks"]
-
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")
 
 

@@ -28,8 +28,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.conversion.state.nesting import ListIndex
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["open_megatron"]
-
 _COMMON_FILE = "common.pt"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.(.+))?")
 _MASTER = "fp32_param"

@@ -12,10 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningChecksum
 from vescale_fsdp.checkpoint.manifest.distribution import Axis, Cut, LayoutCut
-from vescale_fsdp.checkpoint.manifest.manifest import MANIFEST_NAME
+from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.rank_file import RESERVED_NAMES, RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter
@@ -36,8 +35,6 @@ from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
-
-__all__ = ["plan_native"]
 
 _STRETCH_STRIPES = 64  # 64 MiB of a file by one thread; at the ends a stripe of the source is read twice
 _MAX_RANKS = 65_536  # each has a file, which is planned
@@ -180,7 +177,7 @@ class _Stripes(FileWriter):
 
     def __init__(self, out: FileWriter, stripe_bytes: int) -> None:
         self._out, self._stripe_bytes = out, stripe_bytes
-        self._hashes: dict[int, tuple[xxhash.xxh3_64, int]] = {}  # stripe -> hash so far, next byte
+        self._hashes: dict[int, tuple[RunningChecksum, int]] = {}  # stripe -> hash so far, next byte
         self._checksums: dict[int, int] = {}
 
     def write_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
@@ -194,7 +191,7 @@ class _Stripes(FileWriter):
     def _hash(self, offset_bytes: int, data: memoryview) -> None:
         """Bytes of one stripe."""
         index = offset_bytes // self._stripe_bytes
-        state, expected = self._hashes.pop(index, (xxhash.xxh3_64(), index * self._stripe_bytes))
+        state, expected = self._hashes.pop(index, (RunningChecksum(), index * self._stripe_bytes))
         assert offset_bytes == expected, f"written at {offset_bytes}, expected {expected}"
         state.update(data)
         stop = offset_bytes + len(data)

@@ -25,8 +25,6 @@ from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["TREE_FILE", "open_orbax"]
-
 TREE_FILE = "_METADATA"
 _STRINGS_FILE = "_strings.json"
 _MODEL = "params"

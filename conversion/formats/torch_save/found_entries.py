@@ -26,8 +26,6 @@ from vescale_fsdp.layout.geometry import Box, whole_box
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["FlatTensor", "FoundEntries", "OpenedFile"]
-
 _STEP = dtype_from_torch("float32")  # as torch's optimizers count
 
 

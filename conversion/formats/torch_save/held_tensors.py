@@ -23,8 +23,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTens
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, whole_box
 
-__all__ = ["HeldTensor", "box_reader", "differing_files", "is_tensor_ref", "stored_tensor"]
-
 
 @dataclass(frozen=True)
 class HeldTensor:
@@ -49,10 +47,8 @@ def stored_tensor(name: str, held: Sequence[HeldTensor]) -> StoredTensor:
     """
     first = held[0].ref
     if isinstance(first, ArrayRef):
-        box = whole_box(first.shape)
-        return StoredTensor(
-            TensorInfo(name, first.shape, first.dtype), (StoredChunk(box, "", 0, 0),) * bool(box.numel)
-        )
+        info, box = TensorInfo(name, first.shape, first.dtype), whole_box(first.shape)
+        return StoredTensor(info, (StoredChunk(box, "", 0, info.nbytes),) * bool(box.numel))
     if isinstance(first, TensorRef):
         box = whole_box(first.shape)
         chunks = _chunks(name, held[0], first, box)

@@ -13,8 +13,6 @@ from vescale_fsdp.layout.geometry import Box
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["ARRAY_NAMES", "NUMBER_NAMES", "ArrayRef", "UnheldArrayError"]
-
 
 class UnheldArrayError(Exception):
     """The pickle holds an array of what no format here can, such as objects and texts."""

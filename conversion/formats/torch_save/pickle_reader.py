@@ -23,17 +23,6 @@ from vescale_fsdp.conversion.formats.torch_save.unread_objects import UnreadObje
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import DTYPES, DType, dtype_from_torch
 
-__all__ = [
-    "STORAGE_TYPES",
-    "PiecesRef",
-    "Record",
-    "ShardRef",
-    "TensorRef",
-    "load_dcp_metadata",
-    "load_plain_pickle",
-    "load_tensor_pickle",
-]
-
 # What a damaged pickle may raise from inside the unpickler, by trial with flipped and missing bytes.
 _DAMAGE = (
     pickle.UnpicklingError,

@@ -31,8 +31,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
-__all__ = ["open_ranks", "rank_files"]
-
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")
 _STATES = ("model", "optimizer")
 _CONTAINERS = {

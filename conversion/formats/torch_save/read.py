@@ -19,8 +19,6 @@ from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path, flatten, name_of
 from vescale_fsdp.errors import ConversionError
 
-__all__ = ["StateFile", "is_torch_file", "open_archive", "open_state_file", "open_torch"]
-
 
 @dataclass(frozen=True)
 class StateFile:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["UnreadObject", "is_plain", "unread_type"]
-
 
 class UnreadObject:
     """Takes whatever its pickle tells it, and keeps attributes alone."""

@@ -14,8 +14,6 @@ from vescale_fsdp.conversion.formats.torch_save.archive_reader import TorchArchi
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import load_plain_pickle
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
-__all__ = ["load_torch_bytes"]
-
 
 def load_torch_bytes(data: bytes, *, where: str, trust: bool = False) -> Any:
     """The object in ``data``, a torch.save archive; ``weights_only`` unless trusted.

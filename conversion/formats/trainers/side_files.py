@@ -33,8 +33,6 @@ from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json
 
-__all__ = ["with_side_files"]
-
 _STATE = re.compile(
     r"((?:optimizer|scheduler|sampler|scaler|dl_state_dict|custom_checkpoint)(?:_\d+)?)\.(?:bin|pt|pkl)"
 )

@@ -12,8 +12,6 @@ from zarr.storage import FsspecStore, LocalStore, WrapperStore
 from vescale_fsdp.checkpoint.manifest.file_names import ZARR_NAME
 from vescale_fsdp.layout.dtypes import DType
 
-__all__ = ["open_as_integers"]
-
 
 def open_as_integers(path: str, dtype: DType) -> Any:
     """The array at a path or URL, whose ``zarr.json`` names this type and whose chunks that are not there are zeros."""

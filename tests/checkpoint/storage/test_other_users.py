@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vescale_fsdp
-from vescale_fsdp.checkpoint import CheckpointManager, RamTier, save
+from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, RamTier, save
 from vescale_fsdp.checkpoint.saving.save import Format
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_store
@@ -62,7 +62,7 @@ def _state(value: float = 1.0) -> dict[str, Any]:
 
 
 def _manager(root: Path, shm: Path) -> CheckpointManager:
-    return CheckpointManager(root, ram=RamTier("run", folder=shm), save_interval=100)
+    return CheckpointManager(root, ram=RamTier("run", folder=shm), save_policy=EverySteps(100))
 
 
 def test_steps_in_memory_are_private(shared: Path, tmp_path: Path) -> None:

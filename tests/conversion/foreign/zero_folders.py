@@ -18,8 +18,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-__all__ = ["ZeroState", "some_state", "write_universal", "write_zero"]
-
 _CLASSES = {
     "deepspeed.runtime.fp16.loss_scaler": "LossScaler",
     "deepspeed.utils.tensor_fragment": "fragment_address",

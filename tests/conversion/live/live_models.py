@@ -17,8 +17,6 @@ from vescale_fsdp.conversion import ConvertOptions, RunOptions, convert, open_so
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = ["CASES", "Case", "bytes_of_folder", "converted", "model", "ragged", "settings"]
-
 RULES = """
 format = 1
 keep_others = true

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["NAMES", "expand"]
-
 _DENSE = """
 tok_embeddings.weight 2048 256
 norm.weight 256

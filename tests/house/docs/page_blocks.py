@@ -27,8 +27,6 @@ from tests.support.distributed import run_ranks
 from tools.torchrun_job import Job
 from vescale_fsdp.conversion.cli.commands import cli
 
-__all__ = ["CODE", "Block", "blocks_of", "run_page"]
-
 CODE = ("python", "sh")
 _FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) (\w+)\.py ?(.*)")

@@ -22,8 +22,6 @@ from vescale_fsdp.checkpoint import load
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions
 from vescale_fsdp.quantize import QuantizedGather, quantize
 
-__all__ = ["Trained", "assert_alike", "assert_trained_alike", "trained_by", "trains"]
-
 
 def assert_trained_alike(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, most: float

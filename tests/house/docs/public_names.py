@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["PUBLIC", "is_ours", "public_names"]
-
 # Packages with an `__all__`, and the modules that users name because they need a stack installed. Of these the names
 # are spelled out: importing some of them needs the stack.
 PACKAGES = (

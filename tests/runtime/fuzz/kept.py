@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.runtime.fuzz.program import Block, Micro, Program, Step
 
-__all__ = ["CURED", "WRONG"]
-
 CURED = {
     "what was reduced over shards alone was not delivered while its unit rested": Program(
         mesh=(2, 2),

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.fuzz.program import Block, Program
 
-__all__ = ["Broken", "Model", "Ways", "batch", "build", "thaw", "ways"]
-
 WIDTH, HIDDEN, ROWS = 7, 10, 3  # nothing but HIDDEN is divided by the ranks of tensor parallelism
 
 

@@ -25,8 +25,6 @@ from tests.runtime.fuzz.program import Block, Program
 from tests.runtime.fuzz.sharded import CLIP, DIVIDE_BY, LR, Seen, Values, optimizers_of, trained
 from vescale_fsdp.torch_private import REDUCES_AS_STORED
 
-__all__ = ["check"]
-
 
 def check(program: Program, parts: Sequence[Sequence[Sequence[Seen]]]) -> list[str]:
     """What is wrong with what the ranks of each part have seen: the first place that is, since more follow from it."""

@@ -10,8 +10,6 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["Block", "Micro", "Program", "Step", "draw"]
-
 ALWAYS, NEVER, ODD, SOME_RANKS = "always", "never", "odd steps", "some ranks"
 
 

@@ -24,8 +24,6 @@ from vescale_fsdp.runtime.comm.streams import Streams
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.fsdp_state import state_of
 
-__all__ = ["DIVIDE_BY", "LR", "Seen", "optimizers_of", "run", "trained"]
-
 LR = 0.05
 CLIP = 0.5
 DIVIDE_BY = 3.0

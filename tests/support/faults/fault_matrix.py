@@ -50,18 +50,6 @@ from vescale_fsdp.errors import CheckpointError, VescaleError
 from vescale_fsdp.layout.geometry import whole_box
 from vescale_fsdp.layout.placement import RaggedShard
 
-__all__ = [
-    "ERRORS",
-    "SETTINGS",
-    "Cell",
-    "Outcome",
-    "Setting",
-    "all_cells",
-    "judged",
-    "record",
-    "run_cells",
-]
-
 WORLD = 2
 _GROUP_TIMEOUT_S = 15.0
 _CELL_DEADLINE_S = 90.0
@@ -277,7 +265,7 @@ class _Stage:
 
     def _manager(self, setting: Setting) -> CheckpointManager:
         return CheckpointManager(
-            self.storage(setting), keep_last=2, async_=setting.mode == "async", process_group=self.group
+            self.storage(setting), retention=2, asynchronous=setting.mode == "async", process_group=self.group
         )
 
     def last(self, setting: Setting) -> int:

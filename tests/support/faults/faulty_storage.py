@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from tests.support.faults.passing_storage import PassingStorage
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
 
-__all__ = ["FaultyStorage", "disk_full", "read_only"]
-
 
 def disk_full() -> OSError:
     """What a full disk says."""

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.support.faults.fault_matrix import Cell
 
-__all__ = ["pairwise"]
-
 
 def pairwise(cells: Sequence[Cell], limit: int, seed: int) -> list[Cell]:
     """At most ``limit`` cells in which every two values of factors meet that meet in any; the rest at random."""

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from vescale_fsdp.checkpoint.storage.base import FileInfo, FileReader, FileWriter, Storage
 
-__all__ = ["PassingStorage"]
-
 
 class PassingStorage(Storage):
     """Passes everything on to ``inner``."""

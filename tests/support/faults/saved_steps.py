@@ -14,8 +14,6 @@ from vescale_fsdp.checkpoint.saving.save import Saver
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
-__all__ = ["WatchedRoot", "outcome_of", "save_steps", "state_of", "value_of"]
-
 
 def state_of(value: float) -> dict[str, Any]:
     return {"w": torch.full((50, 40), value), "v": torch.full((9,), value), "step": int(value)}

@@ -12,8 +12,6 @@ from tests.support.faults.passing_storage import PassingStorage
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileWriter, Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 
-__all__ = ["StreamStorage"]
-
 
 class StreamStorage(PassingStorage):
     """Files are written front to back by one writer, appear when closed, and neither they nor folders are renamed.

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 from tests.support.faults.passing_storage import PassingStorage
 from vescale_fsdp.checkpoint.storage.base import Buffer, FileReader, FileWriter, Storage
 
-__all__ = ["Call", "Fault", "Watch", "WatchedStorage"]
-
 T = TypeVar("T")
 
 

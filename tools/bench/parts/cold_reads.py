@@ -22,8 +22,6 @@ from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.checkpoint.loading.load import Read
 from vescale_fsdp.checkpoint.storage.open import open_storage
 
-__all__ = ["measure_cold", "measure_replicas"]
-
 
 def drop(paths: Iterable[Path]) -> None:
     """Drop files from the page cache; what is not on the disk yet goes there first."""

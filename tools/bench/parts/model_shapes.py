@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["LAYERS", "layer_shapes"]
-
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -26,8 +26,6 @@ from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import TensorSpec, plan_group
 
-__all__ = ["Settings", "Shards", "fact_rows", "median", "spawn", "start_rank", "timed"]
-
 _CHUNK_BYTES = 16 << 20  # 16 MiB per raw write or read
 _ROLES = ("model", "exp_avg", "exp_avg_sq")
 

@@ -33,8 +33,6 @@ from torch.utils._pytree import tree_leaves
 
 from vescale_fsdp.runtime.comm.streams import Streams
 
-__all__ = ["Decoder", "DecoderShape", "MemoryUse", "fake_group", "simulated_training"]
-
 
 class NamedStream:
     """A stream that does nothing; its name is that of the pool that its allocations belong to."""

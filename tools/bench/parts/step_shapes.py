@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import fully_shard
 
-__all__ = ["CASES", "Case", "time_case"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -20,21 +20,6 @@ from vescale_fsdp.dtensor.spec import boxes_of, spec_with
 from vescale_fsdp.errors import PlacementError, UnsupportedOpError
 from vescale_fsdp.torch_private import DTensorSpec, local_of
 
-__all__ = [
-    "OUTSIDE_FORWARD",
-    "bind",
-    "check_not_resized",
-    "check_written",
-    "first_ragged",
-    "is_partial",
-    "localise",
-    "refuse",
-    "summed",
-    "wrap_result",
-    "written_names",
-]
-
-
 OUTSIDE_FORWARD = (
     "in a method of a sharded module other than forward: vescale_fsdp.register_fsdp_forward_method(module, name), or "
     "module.unshard() before it"

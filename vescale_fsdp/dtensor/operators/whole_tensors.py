@@ -30,8 +30,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, redistribute
 from vescale_fsdp.dtensor.spec import make_spec
 from vescale_fsdp.torch_private import local_of, pytree
 
-__all__ = ["REWRITTEN", "eye", "gathered", "rewritten", "written_back"]
-
 aten = torch.ops.aten
 
 

@@ -14,8 +14,6 @@ from torch import nn
 
 from vescale_fsdp.layout.granularity import Granularity, check_rule, resolve_granularity
 
-__all__ = ["PatternRule"]
-
 
 class PatternRule:
     """A function of name and parameter, as ``granularity=`` takes it, that remembers what matched.

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["StandIn", "bound_names", "put_back", "replace"]
-
 
 class StandIn(NamedTuple):
     """A function, what stands in for it, and who offers it to others."""

@@ -45,8 +45,6 @@ from vescale_fsdp.errors import CheckpointError, PlacementError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.torch_private import local_of, version_of
 
-__all__ = ["BucketPart", "TensorBucket", "WholeTensor", "WholeTensors"]
-
 BUCKET_BYTES = 256 << 20  # 256 MiB
 _ALIGN_BYTES = 256  # of tensors in a bucket
 _WHOLE = Distribution((), ())

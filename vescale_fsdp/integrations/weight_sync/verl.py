@@ -22,8 +22,6 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import PlacementError
 from vescale_fsdp.torch_private import local_of
 
-__all__ = ["shard_specs"]
-
 
 def shard_specs(
     tensors: Iterable[tuple[str, torch.Tensor]], spec_class: Any

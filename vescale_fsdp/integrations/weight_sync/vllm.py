@@ -22,8 +22,6 @@ import torch
 
 from vescale_fsdp.integrations.weight_sync.tensor_buckets import WholeTensors
 
-__all__ = ["weight_source"]
-
 
 def weight_source(tensors: WholeTensors, source_class: Any, meta_class: Any) -> Any:
     """Whole tensors under vLLM's interface.

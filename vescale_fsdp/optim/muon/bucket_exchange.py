@@ -27,8 +27,6 @@ from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.optim.muon.matrices import Matrix
 from vescale_fsdp.torch_private import foreach_copy_
 
-__all__ = ["WIRE_DTYPE", "Bucket", "BucketTransfer", "Pending", "Ranks", "Travel", "start_exchange"]
-
 WIRE_DTYPE = torch.bfloat16
 
 

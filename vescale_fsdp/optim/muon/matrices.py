@@ -15,8 +15,6 @@ from itertools import accumulate
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 
-__all__ = ["Matrix", "matrices_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Matrix:

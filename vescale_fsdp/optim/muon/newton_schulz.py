@@ -19,8 +19,6 @@ from vescale_fsdp.torch_private import (
     zeropower_via_newtonschulz,
 )
 
-__all__ = ["NewtonSchulz"]
-
 
 @dataclass(frozen=True)
 class NewtonSchulz:

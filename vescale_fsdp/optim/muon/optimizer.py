@@ -42,8 +42,6 @@ from vescale_fsdp.torch_private import (
     foreach_lerp_,
 )
 
-__all__ = ["Muon", "split_params"]
-
 _ADJUST_LR = (None, "original", "match_rms_adamw")
 
 

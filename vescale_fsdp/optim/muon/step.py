@@ -22,8 +22,6 @@ from vescale_fsdp.optim.muon.step_plan import MuonPlan, SteppedParam
 from vescale_fsdp.optim.structured_optimizer import batches_of, launches
 from vescale_fsdp.torch_private import foreach_add_, foreach_copy_, foreach_mul_, muon_adjust_lr
 
-__all__ = ["ParamJob", "run_step", "taking_part_of"]
-
 _STACK_NUMEL = 32 << 20
 """Elements iterated at once, 64 MiB in bf16; an iteration holds up to four such: X, A, B and the next X."""
 

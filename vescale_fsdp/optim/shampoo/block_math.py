@@ -13,8 +13,6 @@ import torch
 
 from vescale_fsdp.torch_private import foreach_norm_of
 
-__all__ = ["accumulate", "graft", "inverse_roots"]
-
 
 def accumulate(factors: torch.Tensor, grads: torch.Tensor, beta2: float) -> None:
     """Add ``grad @ grad.T`` of each block to its factor, in place: [n, side, side] and [n, side, other side]."""

@@ -20,8 +20,6 @@ from vescale_fsdp.optim.shampoo.factor_grid import BlockArea
 from vescale_fsdp.optim.structured_optimizer import batches_of, launches
 from vescale_fsdp.torch_private import foreach_copy_
 
-__all__ = ["BlockJob", "write_directions"]
-
 _STACK_NUMEL = 4 << 20
 """Elements of a stack of factors, 16 MiB in fp32; about a dozen such are there at once, eigenvectors and all."""
 

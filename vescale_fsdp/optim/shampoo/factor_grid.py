@@ -22,8 +22,6 @@ from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.granularity import Flat, Granularity, Rows, Whole
 
-__all__ = ["BlockArea", "FactorGrid", "factor_grid_of", "granularity_of"]
-
 
 class BlockArea(NamedTuple):
     """Blocks of equal size that lie side by side in a rank's piece, and their factors' place in the local state."""

@@ -25,8 +25,6 @@ from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of, granularity_o
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
-__all__ = ["Shampoo"]
-
 _RELATIVE_EPS = 1e-6
 
 

@@ -29,8 +29,6 @@ from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.torch_modes import without_grad
 from vescale_fsdp.torch_private import restore_version, version_of
 
-__all__ = ["DBuffer"]
-
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
 
 

@@ -39,8 +39,6 @@ from vescale_fsdp.runtime.comm.settings import GroupSettings
 from vescale_fsdp.torch_modes import outside_fake_mode
 from vescale_fsdp.torch_private import groups_as_patient_as
 
-__all__ = ["GatherPolicy", "GroupComm", "separate_reductions"]
-
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]
 """``gather(full, shard)``: start to fill 1-D ``full`` with all ranks' shards; the work ends when it is filled."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-__all__ = ["GroupState"]
-
 
 class GroupState(Enum):
     """Where a group's parameters are."""

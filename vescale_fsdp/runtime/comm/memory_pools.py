@@ -23,16 +23,6 @@ import torch.distributed as dist
 from vescale_fsdp.errors import ArgumentError, UnsupportedOpError, allows_untried
 from vescale_fsdp.torch_modes import meet_over, process_group_pool, symmetric_pool
 
-__all__ = [
-    "CommMemory",
-    "PooledComm",
-    "ProcessGroupMemory",
-    "SymmetricMemory",
-    "pool_of",
-    "put_in_memory",
-    "take_memory",
-]
-
 FEATURE = "memory_pools"
 
 

@@ -38,8 +38,6 @@ from vescale_fsdp.collectives import break_group
 from vescale_fsdp.errors import LifecycleError, VescaleError
 from vescale_fsdp.torch_private import default_store
 
-__all__ = ["OrderWatch", "can_watch"]
-
 BOUND_S = 30.0  # without a collective started, until logs of a step under way are compared
 _ALARMS_PER_BOUND = 4  # looks at other ranks' alarms
 _SETTLE_S = 0.05  # how long a first reduction waits at most

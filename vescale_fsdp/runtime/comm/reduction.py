@@ -25,8 +25,6 @@ from vescale_fsdp.collectives import Work, all_reduce_in_place, wait_for
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.torch_modes import is_fake, outside_modes
 
-__all__ = ["ReducedShard", "UsedFlags"]
-
 
 class ReducedShard(NamedTuple):
     """A reduction under way: its result, what it reads from, and how to know that it is done."""

@@ -18,8 +18,6 @@ from torch import nn
 from vescale_fsdp.collectives import Work
 from vescale_fsdp.runtime.comm.memory_pools import CommMemory
 
-__all__ = ["AllGather", "GroupSettings", "ReduceScatter"]
-
 MemoryKind = Callable[[dist.ProcessGroup, torch.device], CommMemory]
 
 

@@ -20,8 +20,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DeviceStreams", "Event", "Stream", "Streams", "streams_of"]
-
 
 class Event(Protocol):
     """A point in a stream's work."""

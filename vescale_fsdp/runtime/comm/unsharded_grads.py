@@ -23,8 +23,6 @@ from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Stream, Streams
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_
 
-__all__ = ["UnshardedGrads"]
-
 
 class UnshardedGrads:
     """Unsharded gradients of a group.

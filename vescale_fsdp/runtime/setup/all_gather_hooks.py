@@ -24,8 +24,6 @@ import torch
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 from vescale_fsdp.torch_private import is_wrapper
 
-__all__ = ["TensorHooks", "check_hooks", "has_hooks", "inner_of", "rows_of", "takes_mesh_only"]
-
 
 @runtime_checkable
 class _Before(Protocol):

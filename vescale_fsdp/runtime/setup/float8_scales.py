@@ -20,8 +20,6 @@ from vescale_fsdp.collectives import all_reduce_in_place, wait_for
 from vescale_fsdp.runtime.setup.all_gather_hooks import inner_of
 from vescale_fsdp.torch_private import foreach_norm_of
 
-__all__ = ["TakesScale", "scaled_together", "takes_scale"]
-
 _LEAST = 1e-12  # torchao's: what the largest value of a weight counts at least
 
 

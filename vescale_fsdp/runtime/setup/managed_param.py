@@ -15,8 +15,6 @@ from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
 from vescale_fsdp.torch_private import DTensorSpec
 
-__all__ = ["GradHook", "ManagedParam", "home_of", "refuse_replaced"]
-
 
 @dataclass
 class ManagedParam:

@@ -17,8 +17,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from vescale_fsdp.errors import ArgumentError, UnsupportedOpError
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 
-__all__ = ["check_policies", "param_dtype_of", "policy_of_group"]
-
 _OVERRIDE = "param_dtype_override_fn"
 _FOLLOWED: dict[type, set[str]] = {
     MixedPrecisionPolicy: {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE},

@@ -17,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from vescale_fsdp.errors import LifecycleError
 
-__all__ = ["note_replaced", "replaced_as"]
-
 
 class _Replaced:
     """The replaced parameters that somebody still holds, each with its name in the unit that took it."""

@@ -23,8 +23,6 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, mesh_of_info
 from vescale_fsdp.torch_private import ShardPlacementResult
 
-__all__ = ["PlacementWishes", "Wish"]
-
 
 @dataclass(frozen=True)
 class Wish:

@@ -36,8 +36,6 @@ from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.setup.data_mesh import DataMesh, SpmdAxes
 from vescale_fsdp.torch_private import DTensorSpec, concatenate_meshes, local_of, spec_of
 
-__all__ = ["PriorSharding", "local_part"]
-
 
 @dataclass(frozen=True)
 class PriorSharding:

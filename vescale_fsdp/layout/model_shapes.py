@@ -18,8 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, LayoutError
 from vescale_fsdp.layout.safetensors_header import read_header
 
-__all__ = ["ParamShape", "PlannedUnit", "ShapeSource", "natural_order", "shapes_of", "units_of"]
-
 
 @dataclass(frozen=True)
 class ParamShape:
