@@ -21,12 +21,12 @@ from vescale_fsdp.conversion.formats.huggingface.assets import (
     own_settings,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.output.plan import OutputPlan, Written
-from vescale_fsdp.conversion.output.run_plan import Execution, Outcome, Part
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
+from vescale_fsdp.conversion.run_plan import Execution, Outcome, Part
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -171,7 +171,7 @@ def convert(
 
 def _overflows(state: CarriedState) -> list[str]:
     """What this run's casts could not hold."""
-    from vescale_fsdp.conversion.views.casting import CastView
+    from vescale_fsdp.checkpoint.moves.casting import CastView
 
     found = [
         f"{name} ({sum(view.overflows.values())} of {view.info.numel} as {view.dtype.name})"
@@ -345,7 +345,7 @@ def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedSta
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
     from vescale_fsdp.conversion.state.dequantized_weights import dequantized
-    from vescale_fsdp.conversion.views.casting import float_type
+    from vescale_fsdp.checkpoint.moves.casting import float_type
 
     dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)
@@ -383,7 +383,7 @@ def _with_casts(
     state: CarriedState, dtype: Sequence[str], assets: Assets | None, quantized: frozenset[str]
 ) -> tuple[CarriedState, dict[str, tuple[str, str]]]:
     """The state with floats cast, the settings told, and the types before and after."""
-    from vescale_fsdp.conversion.views.casting import CastRules
+    from vescale_fsdp.checkpoint.moves.casting import CastRules
 
     casts = CastRules.parse(dtype)
     cast = state.with_model_views(lambda views: casts.apply(views, quantized))

@@ -16,7 +16,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import is_weight_fil
 from vescale_fsdp.conversion.formats.incomplete import refuse_incomplete
 from vescale_fsdp.conversion.formats.run_steps import says_which, step_url, steps_in
 from vescale_fsdp.conversion.formats.table import FORMATS, TRAINED
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, VescaleError, some
 from vescale_fsdp.lazy import lazy_function
 

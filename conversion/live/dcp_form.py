@@ -21,8 +21,8 @@ from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE
 from vescale_fsdp.conversion.formats.dcp.write import file_of_rank, plan_dcp_by_rank
 from vescale_fsdp.conversion.live.held_shards import HeldShards
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
-from vescale_fsdp.conversion.output.copying import Copier, CopyLimits
-from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
 from vescale_fsdp.conversion.state.carried_state import whole_state
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.geometry import Box

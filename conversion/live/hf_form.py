@@ -35,8 +35,8 @@ from vescale_fsdp.conversion.live.joint_files import MIN_BUDGET_BYTES, JointFile
 from vescale_fsdp.conversion.live.written_folder import WrittenFolder
 from vescale_fsdp.conversion.rules.rule_file import load_rules
 from vescale_fsdp.conversion.state.model_names import find_model, is_optimizer, optimizer_homes
-from vescale_fsdp.conversion.views.casting import CastRules
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.checkpoint.moves.casting import CastRules
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, some
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.live.live_state import LiveState, is_meta
 from vescale_fsdp.conversion.live.shard_reading import Filling, fill_all, same_values
 from vescale_fsdp.conversion.live.source_match import LiveMatch, LiveOptions, match_source
-from vescale_fsdp.conversion.source.checked_ranges import SeenPieces
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.checkpoint.moves.checked_ranges import SeenPieces
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.errors import CheckpointError, some
 from vescale_fsdp.torch_modes import plainly
 

@@ -20,8 +20,8 @@ from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.conversion.formats.deepspeed.zero_shards import Shapes, ZeroShards, tensor_of_runs
 from vescale_fsdp.conversion.formats.torch_save.found_entries import FoundEntries
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor
 from vescale_fsdp.conversion.state.nesting import Path
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError, some
 

@@ -25,7 +25,7 @@ from vescale_fsdp.conversion.formats.deepspeed.flat_partitions import (
 from vescale_fsdp.conversion.formats.deepspeed.zero_files import ZeroFiles
 from vescale_fsdp.conversion.formats.torch_save.found_entries import FlatTensor, FoundEntries, OpenedFile
 from vescale_fsdp.conversion.formats.torch_save.pickle_reader import TensorRef
-from vescale_fsdp.conversion.source.stored_tensor import StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredTensor, TensorInfo
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.geometry import boxes_of_range

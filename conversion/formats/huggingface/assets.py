@@ -22,7 +22,7 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     natural_key,
 )
 from vescale_fsdp.conversion.source.git_lfs import refuse_pointers
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 from vescale_fsdp.layout.foreign_json import parse_json
 

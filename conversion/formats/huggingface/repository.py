@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError
 
 _MODEL, _DIFFUSERS_MODEL = "model", "diffusion_pytorch_model"

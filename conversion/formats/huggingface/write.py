@@ -18,8 +18,8 @@ from vescale_fsdp.conversion.formats.huggingface.repository import (
     stem_of,
 )
 from vescale_fsdp.conversion.formats.huggingface.safetensors import make_header
-from vescale_fsdp.conversion.output.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
-from vescale_fsdp.conversion.views.tensor_view import TensorView
+from vescale_fsdp.checkpoint.moves.plan import ClosingFile, FilePlan, FixedBytes, OutputPlan, whole
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 
 
 def plan_hf(

@@ -25,9 +25,9 @@ from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, conve
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.formats.huggingface.assets import Assets
 from vescale_fsdp.conversion.formats.huggingface.repository import plan_shards
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import RunOptions
-from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.conversion.run_plan import RunOptions
+from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 

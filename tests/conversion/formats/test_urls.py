@@ -27,8 +27,8 @@ from vescale_fsdp.checkpoint.storage.open import open_store
 from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, ConvertReport, convert
 from vescale_fsdp.conversion.formats.detect import open_source
-from vescale_fsdp.conversion.output.copying import CopyLimits
-from vescale_fsdp.conversion.output.run_plan import RunOptions
+from vescale_fsdp.checkpoint.moves.copying import CopyLimits
+from vescale_fsdp.conversion.run_plan import RunOptions
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 LIMITS = CopyLimits(memory_budget_bytes=8 * 2**20, threads=2)

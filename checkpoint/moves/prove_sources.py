@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from vescale_fsdp.conversion.output.plan import FilePlan
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
-from vescale_fsdp.conversion.source.source import Source
+from vescale_fsdp.checkpoint.moves.plan import FilePlan
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.source import Source
 
 
 def answered_for(plan: FilePlan, *, whole: bool) -> Iterator[tuple[Source, str]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
 from vescale_fsdp.checkpoint.storage.open import open_parent, open_store
-from vescale_fsdp.conversion.output.journal import is_journal
+from vescale_fsdp.conversion.journal import is_journal
 from vescale_fsdp.errors import ConversionError
 
 

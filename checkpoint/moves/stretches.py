@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.storage.base import reading_source
-from vescale_fsdp.conversion.output.plan import FilePlan, FixedBytes, TensorItems
-from vescale_fsdp.conversion.source.forward_reader import ForwardReader
-from vescale_fsdp.conversion.source.source import ByteRange, Source
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, FixedBytes, TensorItems
+from vescale_fsdp.checkpoint.moves.forward_reader import ForwardReader
+from vescale_fsdp.checkpoint.moves.source import ByteRange, Source
 
 _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache
 
@@ -85,7 +85,7 @@ class StretchFiller:
             return
         import numpy as np  # only views that change their tensor need it
 
-        from vescale_fsdp.conversion.views.tensor_view import read_range
+        from vescale_fsdp.checkpoint.moves.tensor_view import read_range
 
         with reading_source():
             part = np.frombuffer(run.data[place : place + nbytes], dtype=np.uint8)

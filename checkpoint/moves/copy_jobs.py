@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vescale_fsdp.conversion.output.plan import FilePlan, TensorItems
-from vescale_fsdp.conversion.source.source import Source, StripedFile
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, TensorItems
+from vescale_fsdp.checkpoint.moves.source import Source, StripedFile
 
 _CELL_BYTES = 4 * 2**20  # 4 MiB of a source file per job
 _STEP_BYTES = 2**20  # 1 MiB is read, hashed and written while it is in the cache

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vescale_fsdp.checkpoint.checksums import checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.storage.base import Storage
-from vescale_fsdp.conversion.source.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
-from vescale_fsdp.conversion.source.stored_tensor import StoredChunk, StoredTensor, TensorInfo
+from vescale_fsdp.checkpoint.moves.checked_ranges import CheckedRange, CheckedRanges, SeenPieces
+from vescale_fsdp.checkpoint.moves.stored_tensor import StoredChunk, StoredTensor, TensorInfo
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 from vescale_fsdp.layout.geometry import Box, run_start
 
@@ -213,7 +213,7 @@ class Source:
         if name in self.readers:
             out[...] = self.readers[name](box).view(out.dtype)
             return
-        from vescale_fsdp.conversion.source.box_reading import read_box
+        from vescale_fsdp.checkpoint.moves.box_reading import read_box
 
         tensor = self.tensors[name]
         read_box(tensor, box, out, lambda chunk: self.located(tensor.info, chunk), self.read_bytes)

@@ -20,7 +20,7 @@ from functools import partial
 
 from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of, hex_checksum_of
 from vescale_fsdp.checkpoint.storage.base import FileWriter, reading_source
-from vescale_fsdp.conversion.output.copy_jobs import (
+from vescale_fsdp.checkpoint.moves.copy_jobs import (
     Job,
     Segment,
     jobs_by_source,
@@ -28,10 +28,10 @@ from vescale_fsdp.conversion.output.copy_jobs import (
     steps,
     writes,
 )
-from vescale_fsdp.conversion.output.plan import ComputedBytes, FilePlan, FixedBytes
-from vescale_fsdp.conversion.output.prove_sources import answered_for
-from vescale_fsdp.conversion.output.stretches import Stretch, StretchFiller, stretch_steps, stretches
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
+from vescale_fsdp.checkpoint.moves.plan import ComputedBytes, FilePlan, FixedBytes
+from vescale_fsdp.checkpoint.moves.prove_sources import answered_for
+from vescale_fsdp.checkpoint.moves.stretches import Stretch, StretchFiller, stretch_steps, stretches
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError
 
 Progress = Callable[[int], None]  # called with tensor bytes done since the last call
@@ -154,7 +154,7 @@ class _WorkingFile:
     def _compute(self, segment: Segment, buffer: memoryview) -> int:
         import numpy as np  # only views that change their tensor need it
 
-        from vescale_fsdp.conversion.views.tensor_view import read_range
+        from vescale_fsdp.checkpoint.moves.tensor_view import read_range
 
         view = self.plan.tensor(segment.content).view
         array = np.frombuffer(buffer, dtype=np.uint8)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from vescale_fsdp.checkpoint.storage.base import FileWriter, StagedFile, Storage
-from vescale_fsdp.conversion.output.compared_file import ComparedFile, OtherBytesError
-from vescale_fsdp.conversion.output.copying import Copier, CopyLimits, Progress, written_digest
-from vescale_fsdp.conversion.output.journal import Journal, is_journal, parts_of
-from vescale_fsdp.conversion.output.plan import FilePlan, OutputPlan
-from vescale_fsdp.conversion.output.prove_sources import prove_rest
-from vescale_fsdp.conversion.output.target_folder import is_leftover, open_target, refuse_other_result
-from vescale_fsdp.conversion.output.threads import Shared, in_threads
+from vescale_fsdp.conversion.compared_file import ComparedFile, OtherBytesError
+from vescale_fsdp.checkpoint.moves.copying import Copier, CopyLimits, Progress, written_digest
+from vescale_fsdp.conversion.journal import Journal, is_journal, parts_of
+from vescale_fsdp.checkpoint.moves.plan import FilePlan, OutputPlan
+from vescale_fsdp.checkpoint.moves.prove_sources import prove_rest
+from vescale_fsdp.conversion.target_folder import is_leftover, open_target, refuse_other_result
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 _MAX_PARTS = 65_536  # each part has a journal, which all others look for

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vescale_fsdp.checkpoint.checksums import RunningChecksum
 
 if TYPE_CHECKING:
-    from vescale_fsdp.conversion.source.source import Source
+    from vescale_fsdp.checkpoint.moves.source import Source
 
 
 class ForwardReader:
