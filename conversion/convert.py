@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.conversion.checks.class_check import ClassCheck, check_planned, check_written
 from vescale_fsdp.conversion.formats.convert_options import ConvertOptions
@@ -21,12 +25,8 @@ from vescale_fsdp.conversion.formats.huggingface.assets import (
     own_settings,
 )
 from vescale_fsdp.conversion.formats.table import TARGETS
-from vescale_fsdp.checkpoint.moves.copying import Progress
-from vescale_fsdp.checkpoint.moves.plan import OutputPlan, Written
 from vescale_fsdp.conversion.run_plan import Execution, Outcome, Part
-from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.conversion.state.carried_state import CarriedState, model_state, whole_state
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError, some
 
 _ORDER_LOST = (
@@ -344,8 +344,8 @@ def _merged(state: CarriedState, url: str, config: dict[str, Any]) -> CarriedSta
 
 def _dequantized(state: CarriedState, text: str, assets: Assets, source: Source) -> CarriedState:
     """The state with quantised weights as floats, and the settings told."""
-    from vescale_fsdp.conversion.state.dequantized_weights import dequantized
     from vescale_fsdp.checkpoint.moves.casting import float_type
+    from vescale_fsdp.conversion.state.dequantized_weights import dequantized
 
     dtype = float_type(text)
     found = dequantized(state, _settings(assets, source), dtype)

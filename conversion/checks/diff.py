@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
 from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
 from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, pieces_of
+from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.rounding import cast_array

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, pieces_of
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.steps.step_records import read_record
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.checkpoint.moves.copying import Progress
 from vescale_fsdp.conversion.report.holders import FileNumbers, holders_of, layout_to_json
 from vescale_fsdp.conversion.report.value_distance import ValueDistance
 from vescale_fsdp.conversion.report.value_summary import ValueSummary, values_of
-from vescale_fsdp.checkpoint.moves.source import Source
-from vescale_fsdp.checkpoint.moves.tensor_view import SourceView, TensorView, pieces_of
 
 _PIECE_BYTES = 4 * 2**20  # 4 MiB, of either side
 _MOST_STEPS = 10_000

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from vescale_fsdp.checkpoint.moves.source import StoredValue
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.nesting import ListIndex, Path, name_of
 from vescale_fsdp.conversion.state.optimizer_owners import home_of
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.errors import ConversionError
 
 

@@ -36,9 +36,9 @@ from vescale_fsdp.checkpoint.moves.plan import (
     Written,
 )
 from vescale_fsdp.checkpoint.moves.stored_tensor import TensorInfo
+from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.native_tree import native_manifest, native_tree
-from vescale_fsdp.checkpoint.moves.tensor_view import TensorView
 
 _CHUNK_BYTES = 32 * 2**20  # 32 MiB
 

@@ -24,9 +24,9 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 from vescale_fsdp.conversion.cli import main as cli_module
 from vescale_fsdp.conversion.formats.table import KINDS
-from vescale_fsdp.checkpoint.moves.threads import Shared, in_threads
 
 
 @pytest.fixture
