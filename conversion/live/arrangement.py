@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.conversion.source.stored_tensor import TensorInfo
 from vescale_fsdp.conversion.state.carried_state import CarriedState
 from vescale_fsdp.conversion.state.model_names import ModelNames, find_model
-from vescale_fsdp.conversion.state.nesting import Path, name_of
-from vescale_fsdp.conversion.state.optimizer_owners import home_of
+from vescale_fsdp.conversion.state.optimizers import home_of, optimizers_of
 from vescale_fsdp.conversion.views.tensor_view import TensorView, ZerosView
 from vescale_fsdp.layout.dtypes import dtype_from_torch
 
@@ -94,11 +94,11 @@ def arranged(state: CarriedState, places: Places) -> CarriedState:
     """What a source holds, after key rules, at the places of a live state."""
     if places.model is not None and not state.model.rivals:
         state = _moved(state, dict.fromkeys(state.is_model, state.container), places.model)
-    homes = _optimizers(state)
+    homes = optimizers_of(state)
     if places.optimizers and len(homes) == len(places.optimizers) == 1:
         (home,), names = places.optimizers, next(iter(homes.values()))
         state = _moved(state, dict.fromkeys(names, next(iter(homes))), home)
-        homes = _optimizers(state)
+        homes = optimizers_of(state)
     optimizer = {name for names in homes.values() for name in names}
     kept = {
         name
@@ -122,13 +122,3 @@ def _moved(state: CarriedState, homes: Mapping[str, Path], new: Path) -> Carried
         rest = state.path(name)[len(home) :]
         paths[name] = (*new, name_of(rest)) if name in state.is_model else (*new, *rest)
     return replace(state, paths=paths)
-
-
-def _optimizers(state: CarriedState) -> dict[Path, list[str]]:
-    """Names of optimizer entries by container."""
-    found: dict[Path, list[str]] = {}
-    for name in (*state.views, *state.values):
-        home = home_of(state.path(name)) if name not in state.is_model else None
-        if home is not None:
-            found.setdefault(home, []).append(name)
-    return found

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vescale_fsdp.conversion.state.nesting import Path, name_of
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, some
 
 # opt_state: of JAX's train states

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from vescale_fsdp.checkpoint.state.nesting import Path, name_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.formats.torch_save.held_tensors import (
     HeldTensor,
@@ -28,7 +29,6 @@ from vescale_fsdp.conversion.formats.torch_save.read import StateFile, open_stat
 from vescale_fsdp.conversion.formats.torch_save.unread_objects import is_plain
 from vescale_fsdp.conversion.source.source import BoxReader, Source, StoredValue, constant
 from vescale_fsdp.conversion.source.stored_tensor import StoredTensor
-from vescale_fsdp.conversion.state.nesting import Path, name_of
 from vescale_fsdp.errors import ConversionError, CorruptCheckpointError
 
 _RANK_FILE = re.compile(r"(.+?)(?:_world_size_(\d+))?_rank_?(\d+)\.(?:bin|pt|pth)")

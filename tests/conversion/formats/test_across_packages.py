@@ -23,6 +23,7 @@ from vescale_fsdp.checkpoint import verify as engine_verify
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import coordinator_for
 from vescale_fsdp.checkpoint.saving.save import Saver
+from vescale_fsdp.checkpoint.state.nesting import flatten, name_of
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.describe import describe
@@ -31,7 +32,6 @@ from vescale_fsdp.conversion.checks.verify import verify
 from vescale_fsdp.conversion.convert import ConvertOptions, convert
 from vescale_fsdp.conversion.formats.detect import open_source
 from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.state.nesting import flatten, name_of
 from vescale_fsdp.conversion.views.tensor_view import SourceView, read_range
 
 SAVED = ("native", "zarr", "unsplit", "unsplit-zarr", "ram", "dcp")  # by the engine, and by torch
