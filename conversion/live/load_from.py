@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 
+from vescale_fsdp.checkpoint.checksums import RunningDigest
 from vescale_fsdp.checkpoint.loading.load import Overwriting
 from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import Region
@@ -273,7 +273,7 @@ def _share(pieces: Sequence[Sequence[SeenPieces]], rank: int) -> Iterator[SeenPi
 
 def _listing(source: Source) -> str:
     """A digest of what a source says of its tensors, which all ranks must see alike."""
-    digest = xxhash.xxh3_128()
+    digest = RunningDigest()
     for name, tensor in source.tensors.items():
         places = [(chunk.file, chunk.offset, chunk.box.offsets) for chunk in tensor.chunks]
         digest.update(repr((name, tensor.info.shape, tensor.info.dtype.name, places)).encode())
