@@ -408,7 +408,7 @@ def test_pure_folders_know_no_torch() -> None:
         ("checkpoint.saving.save", "layout.geometry", True),
         ("checkpoint.saving.save", "checkpoint.loading.load", False),
         ("checkpoint.manager", "runtime.comm.dbuffer", False),
-        ("checkpoint.manager", "conversion.source.source", False),
+        ("checkpoint.manager", "conversion.state.carried_state", False),
         ("conversion.cli.main", "checkpoint.manager", True),
         ("conversion.cli.main", "runtime.fully_shard", False),
         ("optim.muon.optimizer", "optim.structured_optimizer", True),
