@@ -55,8 +55,8 @@ from vescale_fsdp.runtime.fully_shard import fully_shard as our_fully_shard
 class PatternRule:
     """A granularity mapping for all ``fully_shard`` calls of a stack; it remembers which patterns matched.
 
-    In a mapping for one `fully_shard` call, every pattern must match a parameter of that call. A stack makes many calls,
-    and the user cannot know which call meets which parameter; here a pattern must match in one of them.
+    In a mapping for one `fully_shard` call, every pattern must match a parameter of that call. A stack makes many
+    calls, and the user cannot know which call meets which parameter; here a pattern must match in one of them.
 
     Args:
         mapping: from name patterns (fnmatch) to granularities, the first match wins. A name is the parameter's in the
