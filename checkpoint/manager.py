@@ -32,13 +32,20 @@ from vescale_fsdp.checkpoint.ranks.background import EXIT_TIMEOUT_S, check_exit_
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for, is_of_storage
 from vescale_fsdp.checkpoint.ranks.first_error import noting, telling
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
+from vescale_fsdp.checkpoint.restore import Restored, StepLoad, StepSearch, first_good
 from vescale_fsdp.checkpoint.saving.async_save import AsyncSaver, Optimizers, SaveHandle
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, check_choice
 from vescale_fsdp.checkpoint.saving.save import Format, Saved, Saver, form_of
-from vescale_fsdp.checkpoint.step_load import Restored, StepLoad, first_good
-from vescale_fsdp.checkpoint.step_search import StepSearch
-from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
-from vescale_fsdp.checkpoint.steps.retention import RetentionPolicy, remove_old_steps, retention_of
+from vescale_fsdp.checkpoint.steps.retention import (
+    RetentionPolicy,
+    StepRecord,
+    read_record,
+    remove_old_steps,
+    remove_unpinned,
+    retention_of,
+    set_pinned,
+    write_record,
+)
 from vescale_fsdp.checkpoint.steps.run_file import (
     RootHold,
     RunFile,
@@ -56,14 +63,7 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
     shape_of,
 )
 from vescale_fsdp.checkpoint.steps.save_schedule import Decision, SaveSchedule
-from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
-from vescale_fsdp.checkpoint.steps.step_records import (
-    StepRecord,
-    read_record,
-    remove_unpinned,
-    set_pinned,
-    write_record,
-)
+from vescale_fsdp.checkpoint.steps.step_folders import committed_steps, remove_leftovers
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Tell, meter_for

@@ -38,21 +38,21 @@ from vescale_fsdp.checkpoint.loading.read_state import read_manifest
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, parse_rank_file_name, step_name
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
+from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
 from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
-from vescale_fsdp.checkpoint.ranks.partners import node_name, partners_in_cliques, partners_in_rings
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas
 from vescale_fsdp.checkpoint.saving.save import Saver
-from vescale_fsdp.checkpoint.steps.leftovers import remove_leftovers
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import (
     StepFolder,
     committed_steps,
     no_longer_kept,
+    remove_leftovers,
     remove_step,
     retire,
 )

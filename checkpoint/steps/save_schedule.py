@@ -15,13 +15,15 @@ call, and who waits for the others at once.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
-from vescale_fsdp.checkpoint.ranks.alike import both_ways, is_same, words_of
-from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, both_ways, is_same, words_of
 from vescale_fsdp.checkpoint.steps.save_policy import (
     AllOf,
     AnyOf,
@@ -33,7 +35,6 @@ from vescale_fsdp.checkpoint.steps.save_policy import (
     SavePolicy,
     leaves_of,
 )
-from vescale_fsdp.checkpoint.steps.signal_watch import SignalWatch
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 _RANK_BITS = 20  # a step and a rank that has it go together in a signed number of 64 bits
@@ -323,3 +324,54 @@ def _unlike(step: int, alike: list[int], newest: int, oldest: int) -> Checkpoint
         where=f"the argument `{name}`",
         todo="call should_save and save on all ranks at the same steps; nothing of this one was saved",
     )
+
+
+class SignalWatch:
+    """Remembers which of some signals came.
+
+    Args:
+        names: such as SIGTERM.
+
+    Attributes:
+        heard: numbers of those that came.
+
+    Raises:
+        ValueError: outside of the main thread, where Python lets nobody listen.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.heard: set[int] = set()
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self._is_closed = False
+        if threading.current_thread() is not threading.main_thread():
+            raise ArgumentError(
+                "Signals can be heard in the main thread only.",
+                expected="a manager with OnSignal() to be made there",
+                got=f"thread {threading.current_thread().name}",
+            )
+        for name in names:
+            number = signal.Signals[name]
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        is_ours = not self._is_closed and os.getpid() == self._process
+        if is_ours:
+            self.heard.add(number)
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL and not is_ours:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        """Give signals back to whoever had them; whoever listens by now goes on to."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for number, before in self._before.items():
+            # None: it was not Python that listened, and nothing can bring that back.
+            if signal.getsignal(number) == self._hear and before is not None:
+                signal.signal(number, before)

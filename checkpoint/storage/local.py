@@ -23,16 +23,22 @@ from vescale_fsdp.checkpoint.storage.base import (
     FileInfo,
     FileReader,
     FileWriter,
+    MadeFolders,
     Storage,
+    StorageError,
     bad_root,
 )
-from vescale_fsdp.checkpoint.storage.created_folders import MadeFolders
-from vescale_fsdp.checkpoint.storage.file_system import FileSystemProbe, probe_name, sync_names
-from vescale_fsdp.checkpoint.storage.folder_exchange import move_over, rename_unless_there
+from vescale_fsdp.checkpoint.storage.file_system import (
+    FileSystemProbe,
+    is_cached,
+    move_over,
+    probe_name,
+    rename_unless_there,
+    reserve,
+    sync_names,
+)
 from vescale_fsdp.checkpoint.storage.lock_file import LOCK_FILE_NAME, held_by_file
-from vescale_fsdp.checkpoint.storage.page_cache import is_cached
-from vescale_fsdp.checkpoint.storage.preallocate import reserve
-from vescale_fsdp.checkpoint.storage.private_folder import check_not_planted, make_private
+from vescale_fsdp.errors import CheckpointError
 
 _APPEND = os.O_CREAT | os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
 _MAKE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -594,3 +600,56 @@ def _is_temporary(name: str) -> bool:
     """Whether a file is used for a moment only: one that is old was left by a process that was killed."""
     is_draft = name.startswith(f"{LOCK_FILE_NAME}.")
     return is_draft or probe_name(name) or (name.startswith(".") and name.endswith(_TEMPORARY))
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, or verify one that is there.
+
+    Raises:
+        StorageError: if it is a link, belongs to another user, others may enter it, or may replace it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found, around = folder.lstat(), folder.parent.stat()
+    problem = None
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "a link" if stat.S_ISLNK(found.st_mode) else "no folder"
+    elif found.st_uid != os.geteuid():
+        problem = f"a folder of user {found.st_uid}"
+    elif found.st_mode & 0o077:
+        problem = f"a folder with mode {stat.S_IMODE(found.st_mode):04o}"
+    elif around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX:
+        problem = f"a folder in {folder.parent}, where every user may replace it (no sticky bit)"
+    if problem is not None:
+        raise StorageError(
+            "A private folder cannot be trusted.",
+            expected=f"a folder of user {os.geteuid()} with mode 0700",
+            got=problem,
+            where=str(folder),
+            todo="remove it if it is yours; else pass another name or folder",
+        )
+
+
+def check_not_planted(path: Path) -> None:
+    """Verify that what is about to be continued was not put there by another user.
+
+    Links are never followed. In a folder that everybody may write to, files must be this user's own.
+
+    Raises:
+        CheckpointError: if it is a link, or another user's.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    around = path.parent.stat()
+    is_foreign = around.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), around.st_uid)
+    if stat.S_ISLNK(found.st_mode) or is_foreign:
+        raise CheckpointError(
+            "A file for temporary use is already there, and may have been planted.",
+            expected=f"a file or folder of user {os.geteuid()}, or none",
+            got="a link" if stat.S_ISLNK(found.st_mode) else f"one of user {found.st_uid}",
+            where=str(path),
+            todo="remove it, or write to a folder that only you can write to",
+        )

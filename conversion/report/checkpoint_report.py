@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
+from vescale_fsdp.checkpoint.steps.retention import read_record
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
-from vescale_fsdp.checkpoint.steps.step_records import read_record
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.conversion.checks.diff import Views, matched_views
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key

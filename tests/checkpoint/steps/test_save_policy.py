@@ -31,9 +31,9 @@ from vescale_fsdp.checkpoint import (
     read_state,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import SoloCoordinator
+from vescale_fsdp.checkpoint.steps.retention import StepRecord
 from vescale_fsdp.checkpoint.steps.save_policy import check_policy
 from vescale_fsdp.checkpoint.steps.save_schedule import SaveSchedule
-from vescale_fsdp.checkpoint.steps.step_records import StepRecord
 from vescale_fsdp.errors import ArgumentError, CheckpointError
 
 
