@@ -28,7 +28,7 @@ from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointErro
 from vescale_fsdp.checkpoint.memory.peer_memory import DiskTwin, HeldPart, LostPartError, PeerMemory, is_whole
 from vescale_fsdp.checkpoint.memory.ram_tier import RamTier
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove
 from vescale_fsdp.checkpoint.steps.run_file import RunFile
 from vescale_fsdp.checkpoint.steps.step_folders import committed_steps
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -23,7 +23,7 @@ from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.memory.partners import ranks_by_node
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK, FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK, FileMove, move_files
 from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
 from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -42,7 +42,7 @@ from vescale_fsdp.checkpoint.memory.partners import node_name, partners_in_cliqu
 from vescale_fsdp.checkpoint.memory.peer_memory import HeldPart, plan_copies
 from vescale_fsdp.checkpoint.ranks.background import BackgroundThread
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, is_interrupt, is_of_storage
-from vescale_fsdp.checkpoint.ranks.file_moves import FileMove, move_files
+from vescale_fsdp.checkpoint.ranks.exchange import FileMove, move_files
 from vescale_fsdp.checkpoint.saving.async_save import SaveHandle
 from vescale_fsdp.checkpoint.saving.form import told_if_busy
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas

@@ -1,6 +1,6 @@
 """`RetentionPolicy`: which steps of a run are kept; the record and the pin of a step, which it reads.
 
-    step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, written after the commit
+    step-00000100/record.json       {"num_bytes": .., "seconds": .., "unix_s": .., "metric": ..}, after the commit
     step-00000100/pinned            empty: the step is kept whatever the rules say
 
 A step is removed if no rule keeps it. Restoring needs neither file. Steps saved by hand or by an older version have

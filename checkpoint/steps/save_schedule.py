@@ -61,13 +61,13 @@ class _Round(NamedTuple):
     Attributes:
         all_wait: whether every rank waits for it in the call that started it.
         error: the error of this rank's policies, where all ranks wait.
-        result: waits, and returns the largest of each number.
+        finish: waits, and returns the largest of each number.
     """
 
     step: int
     all_wait: bool
     error: BaseException | None
-    result: Callable[[], list[int]]
+    finish: Callable[[], list[int]]
 
 
 class SaveSchedule:
@@ -253,7 +253,7 @@ class SaveSchedule:
 
     def _answers_of(self, current: _Round) -> dict[int, bool]:
         """Each policy's answers of all ranks, combined by "any"; waits for them."""
-        numbers = current.result()
+        numbers = current.finish()
         (failed, newest, oldest), rest = numbers[:_HEAD], numbers[_HEAD:]
         alike, votes = rest[: 2 * _ALIKE], rest[2 * _ALIKE :]
         if not is_same(alike):

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.checkpoint_states import erase, mixed_state
 from tests.support.distributed import RankError, run_ranks
 from vescale_fsdp.checkpoint import CheckpointManager, EverySteps, PerRank, RamTier, Restored, verify
-from vescale_fsdp.checkpoint.ranks.file_moves import FROM_DISK
+from vescale_fsdp.checkpoint.ranks.exchange import FROM_DISK
 from vescale_fsdp.checkpoint.steps.run_file import RUN_FILE_NAME
 from vescale_fsdp.checkpoint.storage.base import FileReader
 from vescale_fsdp.checkpoint.storage.local import LocalStorage
