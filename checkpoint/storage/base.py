@@ -111,14 +111,17 @@ class StorageError(CheckpointError):
     """A storage cannot be used: it is full, denies access, or is locked by another job. Treated like an OSError."""
 
 
-def bad_root(where: str, problem: str, cure: str) -> CheckpointError:
-    """The error for a root under which a run cannot be saved."""
-    return CheckpointError(
-        "The root of a run cannot be used.",
+ALLOW_WRITES = "let this job's user write to it (chown, chmod), mount it for writing"  # a cure for `bad_root`
+
+
+def bad_root(where: str, problem: str, cure: str) -> StorageError:
+    """The error for a path that cannot be saved to."""
+    return StorageError(
+        "This path cannot be saved to.",
         expected="a folder, or a prefix of an object store, to read and write",
         got=problem,
         where=where,
-        todo=f"{cure}, or pass another root",
+        todo=f"{cure}, or pass another path",
     )
 
 
@@ -331,7 +334,7 @@ class Storage(ABC):
             The reason why a folder with content can only be read; None if it can be written.
 
         Raises:
-            CheckpointError: if the folder cannot be used at all.
+            StorageError: if it cannot be used at all.
         """
         return None
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from vescale_fsdp.checkpoint.storage.base import (
+    ALLOW_WRITES,
     Buffer,
     FileInfo,
     FileReader,
@@ -526,9 +527,9 @@ class LocalStorage(Storage):
     def check_root(self) -> str | None:
         existing = next(folder for folder in (self.root, *self.root.parents) if os.path.lexists(folder))
         ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
-        problem = None
+        problem, cure = None, ALLOW_WRITES
         if not os.path.isdir(existing):
-            problem = f"{existing}, which is not a folder"
+            problem, cure = f"{existing}, which is not a folder", "remove or rename it"
         elif existing == self.root and not os.access(existing, os.R_OK | os.X_OK, **ids):
             problem = f"{existing}, which user {os.geteuid()} may not read"
         elif not os.access(existing, os.W_OK | os.X_OK, **ids):
@@ -536,9 +537,7 @@ class LocalStorage(Storage):
             if existing == self.root and any(existing.iterdir()):
                 return problem
         if problem is not None:
-            raise bad_root(
-                self.where, problem, "let that user write to it (chown, chmod), mount it for writing"
-            )
+            raise bad_root(self.where, problem, cure)
         return None
 
     def is_older(self, name: str, seconds: float) -> bool:
