@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.bench.rows import machine
-from vescale_fsdp.runtime.comm.memory_pools import FEATURE
+from vescale_fsdp.runtime.comm.group_comm import FEATURE
 
 ROOT = Path(__file__).parents[1]
 LEAST_S = 10  # with less left of the budget no step is begun

@@ -28,7 +28,6 @@ LEVELS = (
     ("layout.report", "dtensor", "views", "runtime.comm", "checkpoint.manifest", "conversion.source"),
     (
         "dtensor.operators",
-        "runtime.setup",
         "quantize",
         "checkpoint.ranks",
         "checkpoint.data",
@@ -57,8 +56,6 @@ LEVELS = (
         "conversion.formats.zarr",
     ),
     (
-        "optim.muon",
-        "optim.shampoo",
         "conversion.formats.dcp",
         "conversion.formats.trainers",
         "conversion.formats.orbax",
@@ -390,8 +387,8 @@ def test_pure_folders_know_no_torch() -> None:
 @pytest.mark.parametrize(
     ("importer", "target", "allowed"),
     [
-        ("runtime.fully_shard", "runtime.setup.group_plan", True),
-        ("runtime.setup.group_plan", "runtime.fully_shard", False),
+        ("runtime.fully_shard", "runtime.comm.group_comm", True),
+        ("runtime.comm.group_comm", "runtime.fully_shard", False),
         ("layout.planner", "layout.group_layout", True),
         ("layout.planner", "dtensor.spec", False),
         ("layout.planner", "__init__", False),
@@ -407,7 +404,7 @@ def test_pure_folders_know_no_torch() -> None:
         ("checkpoint.manager", "conversion.source.source", False),
         ("conversion.cli.main", "checkpoint.manager", True),
         ("conversion.cli.main", "runtime.fully_shard", False),
-        ("optim.muon.optimizer", "optim.structured_optimizer", True),
+        ("optim.flat_optimizer", "runtime.fsdp_state", True),
         ("runtime.param_group", "optim.flat_optimizer", False),
         ("optim.flat_optimizer", "checkpoint.manager", False),
         ("integrations.stand_ins", "runtime.fully_shard", True),

@@ -22,8 +22,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.errors import LifecycleError
 from vescale_fsdp.layout.granularity import Rows
 from vescale_fsdp.optim import FlatOptimizer
-from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory
-from vescale_fsdp.runtime.comm.settings import GroupSettings
+from vescale_fsdp.runtime.comm.group_comm import GroupSettings, ProcessGroupMemory
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import state_of
 

@@ -16,9 +16,8 @@ from tests.support.models import check_steps, shard
 from vescale_fsdp import Rows, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.fsdp_state import state_of
-from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 
 
 def reshard_to_part() -> int:

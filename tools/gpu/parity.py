@@ -35,7 +35,7 @@ from tools.gpu.switches import CASES, INDUCTOR, MEMORY, Case
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.errors import allows_untried
 from vescale_fsdp.optim import FlatOptimizer
-from vescale_fsdp.runtime.comm.memory_pools import FEATURE
+from vescale_fsdp.runtime.comm.group_comm import FEATURE
 
 CONTROLS = (1.5, math.nan)
 

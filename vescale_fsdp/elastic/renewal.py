@@ -30,14 +30,11 @@ from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
-from vescale_fsdp.runtime.comm.group_comm import separate_reductions
-from vescale_fsdp.runtime.comm.memory_pools import take_memory
+from vescale_fsdp.runtime.comm.group_comm import separate_reductions, take_memory
+from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.data_mesh import DataMesh
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam
-from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding
+from vescale_fsdp.runtime.group_plan import GroupPlan
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -5,7 +5,7 @@
 - Each param group records the facts that give its state a meaning (momentum form, block size, map);
   loading a checkpoint that recorded others is refused.
 - A param group with ``algorithm="adamw"`` is stepped by torch's own AdamW, on this rank's elements.
-- State keeps its dtype when loaded (see `vescale_fsdp.optim.state_loading`).
+- State keeps its dtype when loaded (see `vescale_fsdp.optim.structured_optimizer`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
+from vescale_fsdp.dtensor.piece_map import local_grad, local_part_of, local_tensor, pieces_of
+from vescale_fsdp.dtensor.ragged_dtensor import redistribute
 from vescale_fsdp.errors import CheckpointError, LayoutError
-from vescale_fsdp.optim.state_loading import Held, check_parts, check_state, copy_state
 from vescale_fsdp.torch_modes import plainly
+from vescale_fsdp.torch_private import local_of
 
 T = TypeVar("T")
 
@@ -336,3 +338,78 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 def _adamw_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
     moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A saved value that passes through torch's loading untouched, because it is not a tensor."""
+
+    value: Any
+
+
+def check_state(saved: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
+    """Prove that saved state can be copied into a parameter's state.
+
+    Raises:
+        CheckpointError: if names, shapes or kinds of dtype differ.
+    """
+    check_parts(saved, state, where)
+    for name, target in state.items():
+        value = saved[name]
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        got_shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        exact = isinstance(value, torch.Tensor) and not target.is_floating_point()
+        if got_shape != tuple(target.shape) or (exact and value.dtype != target.dtype):
+            raise CheckpointError(
+                "A saved optimizer state tensor does not fit.",
+                expected=f"{name} of shape {tuple(target.shape)}, {target.dtype}",
+                got=f"shape {got_shape}, {kind}",
+                where=where,
+                todo="load a checkpoint of the same model and the same optimizer options",
+            )
+
+
+def check_parts(saved: Iterable[str], state: Iterable[str], where: str) -> None:
+    """Prove that saved state has the parts that a parameter's state has.
+
+    Raises:
+        CheckpointError: if their names differ.
+    """
+    if set(saved) != set(state):
+        raise CheckpointError(
+            "The saved optimizer state has other parts than this optimizer keeps.",
+            expected=sorted(state),
+            got=sorted(saved),
+            where=where,
+            todo="build the optimizer with the param groups and options it was saved with; state is "
+            "never quantised or dequantised in silence",
+        )
+
+
+def copy_state(saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Copy checked values into the tensors of ``state``. Collective where placements differ."""
+    for name, target in state.items():
+        _copy_value(saved[name], target)
+
+
+def _copy_value(value: Any, target: torch.Tensor) -> None:
+    if value is target:
+        return
+    if not isinstance(value, torch.Tensor):
+        target.fill_(value)
+        return
+    if not isinstance(target, DTensor):
+        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        return
+    local = local_of(target)
+    if isinstance(value, DTensor):
+        if value.placements != target.placements:
+            value = redistribute(value, target.placements)  # torch's own does not know ragged targets
+        local.copy_(local_of(value).view(local.shape))
+        return
+    pieces = pieces_of(target)
+    if pieces is None:
+        local.copy_(local_part_of(value.to(local.device), target))
+        return
+    piece = pieces.own_piece
+    local_tensor(target, "state").copy_(value.reshape(-1)[piece.start : piece.stop])

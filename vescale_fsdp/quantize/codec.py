@@ -20,10 +20,124 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_tensor, zeros_beside
 from vescale_fsdp.errors import LayoutError
-from vescale_fsdp.layout.granularity import Tiles
-from vescale_fsdp.quantize.block_grid import BlockGrid, grid_of
+from vescale_fsdp.layout.geometry import FlatRange, numel_of
+from vescale_fsdp.layout.granularity import Flat, Granularity, Tiles
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Blocks of ``rows`` x ``cols`` elements over lines of ``line_numel``.
+
+    Args:
+        shape: global shape of the tensor.
+        line_numel: elements per line, at least 1.
+        rows, cols: size of a block; the last ones of a line or of the tensor may be smaller.
+        scales_shape: shape of the tensor of scales.
+
+    Examples:
+        >>> from vescale_fsdp import Tiles
+        >>> grid_of((256, 512), Tiles(128, 128)).scales_shape
+        (2, 4)
+    """
+
+    shape: tuple[int, ...]
+    line_numel: int
+    rows: int
+    cols: int
+    scales_shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return numel_of(self.shape)
+
+    @property
+    def band_numel(self) -> int:
+        """Elements per band: what must stay whole on one rank."""
+        return self.rows * self.line_numel
+
+    @property
+    def scales_per_band(self) -> int:
+        """Blocks side by side."""
+        return -(-self.line_numel // self.cols)
+
+    def bands_of(self, numel: int) -> int:
+        """Bands of a run of elements that begins with a band."""
+        return -(-numel // self.band_numel)
+
+    def scales_of(self, piece: FlatRange, where: str) -> int:
+        """How many scales a piece has of its own.
+
+        Raises:
+            LayoutError: if the piece begins or ends inside a band.
+        """
+        inner_stop = 0 if piece.stop == self.numel else piece.stop % self.band_numel
+        if piece.numel and (piece.start % self.band_numel or inner_stop):
+            raise LayoutError(
+                "A rank boundary cuts a quantisation block.",
+                expected=f"cuts at multiples of {self.band_numel} elements ({self.rows} x {self.line_numel})",
+                got=f"[{piece.start}, {piece.stop}) of {self.numel}",
+                where=f"{where} of shape {self.shape}",
+                todo="ask for whole blocks when sharding: fully_shard(model, granularity=AdamW8bit.granularity())"
+                " or the codec's own granularity",
+            )
+        return self.bands_of(piece.numel) * self.scales_per_band
+
+    def tiled(self, flat: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """A run of whole bands as [bands, rows, blocks per line, cols].
+
+        Args:
+            flat: 1-D, beginning with a band.
+            fill: what stands for elements that are missing.
+
+        Returns:
+            A view if every block is complete, else a new tensor.
+        """
+        bands = self.bands_of(flat.numel())
+        missing = bands * self.band_numel - flat.numel()
+        lines = F.pad(flat, (0, missing), value=fill) if missing else flat
+        lines = lines.view(bands * self.rows, self.line_numel)
+        narrow = self.scales_per_band * self.cols - self.line_numel
+        lines = F.pad(lines, (0, narrow), value=fill) if narrow else lines
+        return lines.view(bands, self.rows, self.scales_per_band, self.cols)
+
+    def untiled(self, tiles: torch.Tensor, numel: int) -> torch.Tensor:
+        """Inverse of `tiled`: 1-D, ``numel`` elements."""
+        lines = tiles.reshape(-1, self.scales_per_band * self.cols)[:, : self.line_numel]
+        return lines.reshape(-1)[:numel]
+
+
+def grid_of(shape: tuple[int, ...], block: Granularity) -> BlockGrid:
+    """The grid of a tensor for blocks of `Flat` runs or `Tiles`; tensors below 2-D have flat blocks of a row.
+
+    Raises:
+        LayoutError: for any other granularity.
+
+    Examples:
+        >>> from vescale_fsdp import Flat
+        >>> grid_of((8, 512), Flat(256)).scales_per_band
+        1
+    """
+    numel = numel_of(shape)
+    if isinstance(block, Tiles) and len(shape) >= 2:
+        line = max(1, shape[-1])
+        scales_shape = (-(-(numel // line) // block.rows), -(-line // block.cols))
+        return BlockGrid(shape, line, block.rows, block.cols, scales_shape)
+    if isinstance(block, (Flat, Tiles)):
+        run = block.numel if isinstance(block, Flat) else block.cols
+        return BlockGrid(shape, run, 1, run, (-(-numel // run),))
+    raise LayoutError(
+        "Quantisation blocks are runs or tiles.",
+        expected="Flat(256), Flat(2048), Tiles(32, 32), ...",
+        got=block,
+        todo="pass one of these as the block",
+    )
+
 
 _E4M3_MAX = 448.0
 _E4M3_MAX_EXPONENT = 8  # of 256, the largest power of two in e4m3
@@ -203,3 +317,65 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
     """2^(biased - 127) in fp32, made of bits because `exp2` need not be exact; NaN for the E8M0 code of NaN."""
     bits = torch.where(biased == 0, _HALF_LEAST_NORMAL_BITS, biased.int() << 23)
     return torch.where(biased == _E8M0_NAN, torch.nan, bits.view(torch.float32))
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Codes and scales of one tensor.
+
+    Args:
+        codec: what made them.
+        codes: uint8, of the tensor's shape; a DTensor if the tensor was one, cut at the same places.
+        scales: one per block, of the codec's dtype; cut where the codes are.
+
+    Examples:
+        >>> from vescale_fsdp.quantize import Int8Rows
+        >>> codes = quantize(torch.ones(4, 64), Int8Rows())
+        >>> codes.codes.shape, codes.dequantize()[0, 0].item()
+        (torch.Size([4, 64]), 1.0)
+    """
+
+    codec: BlockCodec
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def full(self) -> Quantized:
+        """The whole tensor's codes and scales on every rank: gathers bytes, no values (a collective)."""
+        whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (self.codes, self.scales)]
+        return Quantized(self.codec, *whole)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Values again; a tensor that lies as the codes do. Local."""
+        values = torch.zeros_like(self.codes, dtype=dtype)
+        codes = local_tensor(self.codes, "tensor of codes")
+        scales = local_tensor(self.scales, "tensor of scales")
+        grid = self.codec.grid(tuple(self.codes.shape))
+        local_tensor(values, "tensor").copy_(self.codec.decode(codes, scales, grid, dtype))
+        return values
+
+
+@torch.no_grad()
+def quantize(tensor: torch.Tensor, codec: BlockCodec) -> Quantized:
+    """Codes and scales of a tensor, made by each rank of what it holds. No communication.
+
+    Args:
+        tensor: plain, or a DTensor of contiguous pieces (RaggedShard, Shard(0), Replicate).
+        codec: the format.
+
+    Raises:
+        LayoutError: if a rank boundary cuts a block.
+
+    Examples:
+        >>> from vescale_fsdp.quantize import Fp8Blocks
+        >>> quantize(torch.randn(256, 256), Fp8Blocks(128, 128)).scales.shape
+        torch.Size([2, 2])
+    """
+    pieces = contiguous_pieces_of(tensor, "another placement")
+    grid = codec.grid(tuple(tensor.shape))
+    numels = pieces.count_in_blocks(grid.band_numel, lambda piece: grid.scales_of(piece, "tensor"))
+    codes = torch.zeros_like(tensor, dtype=torch.uint8)
+    scales = zeros_beside(tensor, pieces, grid.scales_shape, numels, codec.scale_dtype)
+    local_codes, local_scales = codec.encode(local_tensor(tensor), grid)
+    local_tensor(codes, "tensor of codes").copy_(local_codes)
+    local_tensor(scales, "tensor of scales").copy_(local_scales)
+    return Quantized(codec, codes, scales)

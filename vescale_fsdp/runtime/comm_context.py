@@ -23,12 +23,11 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from vescale_fsdp.collectives import all_gather_each, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
+from vescale_fsdp.runtime.comm.gradients import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
-from vescale_fsdp.runtime.comm.group_state import GroupState
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch, can_watch
-from vescale_fsdp.runtime.comm.reduction import ReducedShard, UsedFlags
 from vescale_fsdp.runtime.comm.streams import Event, Stream, Streams
-from vescale_fsdp.runtime.param_group import ParamGroup
+from vescale_fsdp.runtime.param_group import GroupState, ParamGroup
 from vescale_fsdp.runtime.takeover import settle
 from vescale_fsdp.torch_modes import AS_IT_IS, outside_modes
 

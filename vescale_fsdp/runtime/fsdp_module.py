@@ -14,14 +14,18 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp.errors import ArgumentError, LifecycleError, MisuseError
 from vescale_fsdp.layout.group_layout import ModelLayout
-from vescale_fsdp.runtime.comm.group_comm import separate_reductions
-from vescale_fsdp.runtime.comm.memory_pools import ProcessGroupMemory, SymmetricMemory, put_in_memory
-from vescale_fsdp.runtime.comm.settings import AllGather, ReduceScatter
+from vescale_fsdp.runtime.comm.group_comm import (
+    AllGather,
+    ProcessGroupMemory,
+    ReduceScatter,
+    SymmetricMemory,
+    put_in_memory,
+    separate_reductions,
+)
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import require_uncompared
-from vescale_fsdp.runtime.fsdp2_state import refuse_unknown
-from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.fsdp_state import FSDPState, refuse_unknown, state_of
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Schedule
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers

@@ -18,20 +18,21 @@ loss, called once per chunk) stays gathered until the backward, and each backwar
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.dtensor.half_loaded import half_loaded_in
-from vescale_fsdp.errors import ArgumentError, LifecycleError
+from vescale_fsdp.errors import ArgumentError, LifecycleError, UnsupportedOpError
 from vescale_fsdp.runtime.comm.streams import Event, streams_of
 from vescale_fsdp.runtime.comm_context import CommContext
 from vescale_fsdp.runtime.consensus import reach_consensus
-from vescale_fsdp.runtime.fsdp2_state import Fsdp2State
 from vescale_fsdp.runtime.nested_tensors import (
     PostBackward,
     PostBackwardInTransform,
@@ -41,7 +42,6 @@ from vescale_fsdp.runtime.nested_tensors import (
 )
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.schedule import Moment, Schedule
-from vescale_fsdp.runtime.sharding_log import log_sharding
 from vescale_fsdp.runtime.takeover import gives_own, rebind, refuse_full_tensors
 from vescale_fsdp.torch_modes import in_functorch, profiled
 from vescale_fsdp.torch_private import is_view, note_sharded
@@ -549,3 +549,164 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return state.run_method(module, method, args, kwargs)
 
     setattr(module, method_name, around)
+
+
+_logger = logging.getLogger("vescale_fsdp")
+
+
+def log_sharding(model: str, units: Sequence[tuple[str, Sequence[ParamGroup]]]) -> None:
+    """Log how a model was sharded.
+
+    Args:
+        model: what to call it.
+        units: its units' names and groups.
+    """
+    level = logging.INFO if dist.get_rank() == 0 else logging.DEBUG
+    if not _logger.isEnabledFor(level):
+        return
+    for name, groups in units:
+        _logger.log(level, "unit %s: %s", name, _described(groups))
+    every = [group for _, groups in units for group in groups]
+    _logger.log(level, "model %s: %d units, %s", model, len(units), _described(every))
+
+
+def _described(groups: Sequence[ParamGroup]) -> str:
+    """Sizes of these groups together. Of what tensor parallelism has cut, this rank's part counts."""
+    sizes = [(group.layout, group.shard.dtype.itemsize) for group in groups]
+    payload = sum(layout.payload_numel * itemsize for layout, itemsize in sizes)
+    padding = sum((layout.numel - layout.payload_numel) * itemsize for layout, itemsize in sizes)
+    scattered = sum(layout.copied_numel * itemsize for layout, itemsize in sizes)
+    per_rank = sum(layout.shard_numel * itemsize for layout, itemsize in sizes)
+    return (
+        f"{sum(len(group.params) for group in groups)} parameters of "
+        f"{sum(layout.payload_numel for layout, _ in sizes):,} elements over {_ranks(groups)}, "
+        f"padding {padding / payload if payload else 0:.2%}, {scattered:,} bytes scattered, "
+        f"{per_rank:,} bytes per rank"
+    )
+
+
+def _ranks(groups: Sequence[ParamGroup]) -> str:
+    """How many ranks hold these groups; several numbers where their meshes differ."""
+    found = []
+    for group in groups:
+        replicas = group.data.mesh.size() // group.data.num_shards
+        found.append(f"{group.data.num_shards} ranks" + (f" in {replicas} replicas" if replicas > 1 else ""))
+    return " and ".join(dict.fromkeys(found)) or "no ranks"
+
+
+class _AbsentError(UnsupportedOpError, AttributeError):
+    """An attribute of FSDP2's that ours does not have."""
+
+
+class Answering(Protocol):
+    """What a unit does for it (`vescale_fsdp.runtime.fsdp_state.FSDPState` is the only one)."""
+
+    fsdp2: Fsdp2State
+    comm: Any
+
+    def begin_method(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather before a method of a module of the unit."""
+
+    def end_method(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Reshard after it."""
+
+    def lazy_init(self) -> None:
+        """Become the root, unless there is one."""
+
+    def units_below(self) -> list[Any]:
+        """This unit and those of the modules below its own."""
+
+    def end_backward(self, *, is_last: bool) -> None:
+        """Reduce what the backward left unreduced."""
+
+    def finalize_backward(self) -> None:
+        """Reduce all units under this root, and wait."""
+
+
+class _ParamGroups:
+    """All groups of a unit as torch's pipelines see them."""
+
+    def __init__(self, unit: Answering) -> None:
+        self._unit = unit
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce; nothing if that was done."""
+        self._unit.end_backward(is_last=True)
+
+
+class _StateContext:
+    """The states of a tree, root first."""
+
+    def __init__(self, unit: Answering) -> None:
+        self._unit = unit
+
+    @property
+    def all_states(self) -> list[Fsdp2State]:
+        """Of the units in the order of their modules, the same on all ranks."""
+        return [unit.fsdp2 for unit in self._unit.units_below()]
+
+
+class Fsdp2State:
+    """A unit, as torch names its parts (torch 2.11-2.13).
+
+    Args:
+        unit: the one that answers.
+    """
+
+    def __init__(self, unit: Answering) -> None:
+        self._unit = unit
+        self._state_ctx = _StateContext(unit)
+        self._fsdp_param_groups = [_ParamGroups(unit)]
+
+    def _lazy_init(self) -> None:
+        self._unit.lazy_init()
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._unit.begin_method(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._unit.end_method(module, args, output)
+
+    @property
+    def _comm_ctx(self) -> object:
+        return self._unit.comm
+
+    @property
+    def _fsdp_param_group(self) -> NoReturn:
+        """Absent to ``hasattr`` and to ``getattr`` with a default; the error names the alternative."""
+        raise _AbsentError(
+            "FSDPMemTracker and other tools that read FSDP2's parameter groups are not supported.",
+            expected="public methods of FSDPModule",
+            got="_fsdp_param_group of a module's state",
+            todo="track memory by torch.distributed._tools.mem_tracker.MemTracker, or the device's own statistics",
+        )
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._unit.finalize_backward()
+
+
+def refuse_unknown(ours: type, torchs: type) -> None:
+    """Refuse by name what torch's class can and ours cannot: inherited, it would work on a state that is not there."""
+    for name, member in vars(torchs).items():
+        if callable(member) and not name.startswith("__") and name not in vars(ours):
+            setattr(ours, name, _refusing(name))
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise unsupported(name)
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Of a newer torch; not supported."
+    return refuse
+
+
+def unsupported(method: str) -> UnsupportedOpError:
+    """The error of a method of torch's class that ours has not."""
+    return UnsupportedOpError(
+        f"{method} is not supported.", expected="it not to be called", got=method, todo="leave it out"
+    )

@@ -22,13 +22,12 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import ArgumentError, MisuseError, UnsupportedOpError
 from vescale_fsdp.layout.granularity import GranularityRule, check_patterns
 from vescale_fsdp.layout.padding import PaddingPolicy
+from vescale_fsdp.runtime.data_mesh import DataMesh, data_mesh, default_mesh, device_of
 from vescale_fsdp.runtime.fsdp_module import FSDPModule
 from vescale_fsdp.runtime.fsdp_state import FSDPState, attach_state, state_of
+from vescale_fsdp.runtime.group_plan import GroupPlan, PlanRules, check_policies, mark_taken, plan_groups
 from vescale_fsdp.runtime.param_group import ParamGroup
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
-from vescale_fsdp.runtime.setup.data_mesh import DataMesh, data_mesh, default_mesh, device_of
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan, PlanRules, mark_taken, plan_groups
-from vescale_fsdp.runtime.setup.policies import check_policies
 from vescale_fsdp.torch_modes import fake_mode_of, outside_modes
 from vescale_fsdp.torch_private import is_noted_sharded, is_replicated
 

@@ -25,8 +25,11 @@ never re-created: a new unsharded Parameter between forward and backward would d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -38,24 +41,119 @@ from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.layout.group_layout import TensorSlot
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
-from vescale_fsdp.runtime.comm.group_comm import Gather, GatherPolicy, GroupComm
-from vescale_fsdp.runtime.comm.group_state import GroupState
-from vescale_fsdp.runtime.comm.memory_pools import CommMemory
-from vescale_fsdp.runtime.comm.reduction import ReducedShard
-from vescale_fsdp.runtime.comm.settings import AllGather, GroupSettings, ReduceScatter
+from vescale_fsdp.runtime.comm.gradients import ReducedShard, UnshardedGrads
+from vescale_fsdp.runtime.comm.group_comm import (
+    AllGather,
+    CommMemory,
+    Gather,
+    GatherPolicy,
+    GroupComm,
+    GroupSettings,
+    ReduceScatter,
+)
 from vescale_fsdp.runtime.comm.streams import Event
-from vescale_fsdp.runtime.comm.unsharded_grads import UnshardedGrads
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.managed_param import GradHook, ManagedParam, refuse_replaced
-from vescale_fsdp.runtime.setup.policies import policy_of_group
-from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
+from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
+from vescale_fsdp.runtime.group_plan import GroupPlan, policy_of_group
 from vescale_fsdp.torch_modes import profiled, without_grad
 from vescale_fsdp.torch_private import (
     REDUCES_AS_STORED,
+    DTensorSpec,
     foreach_zero_,
     local_of,
     post_accumulate_grad_hooks,
 )
+
+
+class GroupState(Enum):
+    """Where a group's parameters are."""
+
+    SHARDED = auto()  # entered at construction and by reshard()
+    PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
+    GATHERING = auto()  # entered by unshard(): the all-gather is under way
+    GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
+    UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a gather would have to bring parameters."""
+        return self in (GroupState.SHARDED, GroupState.PARTLY_SHARDED)
+
+
+@dataclass
+class ManagedParam:
+    """One parameter: where it lies, which modules hold it, and its two Parameter objects."""
+
+    slot: TensorSlot
+    owners: list[tuple[nn.Module, str]]  # every module attribute that is this parameter
+    local: slice  # of a shard: this rank's piece
+    sharded: nn.Parameter  # RaggedDTensor
+    spec: DTensorSpec
+    piece: torch.Tensor  # the view of the shard that ``sharded`` was given
+    prior: PriorSharding  # how tensor or expert parallelism cut it before
+    unsharded: nn.Parameter | None = None
+    watched: bool = False  # autograd tells us when its unsharded gradient is there
+
+    def __post_init__(self) -> None:
+        self.take(self.sharded)
+
+    def take(self, sharded: nn.Parameter) -> None:
+        """Have this as the sharded parameter from now on."""
+        self.sharded = sharded
+        _homes[id(sharded)] = self
+
+    def foreign(self) -> list[nn.Parameter | None]:
+        """What owners hold that the group did not give them; None for an owner that has no such parameter now."""
+        found: list[nn.Parameter | None] = []
+        for module, name in self.owners:
+            held = module._parameters.get(name)
+            if held is not self.sharded and (held is None or held is not self.unsharded):
+                found.append(held)
+        return found
+
+    def set_on_modules(self, parameter: nn.Parameter) -> None:
+        """Make every owner hold ``parameter``."""
+        for module, name in self.owners:
+            # Straight into the dict: nn.Module.__setattr__ would re-register, and costs 10 times as much.
+            module._parameters[name] = parameter
+
+
+# By id of the sharded parameter.
+_homes: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
+
+
+def home_of(parameter: nn.Parameter) -> ManagedParam | None:
+    """What has this as its sharded parameter."""
+    found = _homes.get(id(parameter))
+    return found if found is not None and found.sharded is parameter else None
+
+
+class GradHook:
+    """Called by autograd when an unsharded parameter has its gradient. Holds no cycle alive.
+
+    Args:
+        take: a bound method that is given the parameter and its gradient.
+    """
+
+    def __init__(self, take: Callable[[ManagedParam, torch.Tensor], None], param: ManagedParam) -> None:
+        self._take = weakref.WeakMethod(take)
+        self._param = weakref.ref(param)
+
+    def __call__(self, unsharded: torch.Tensor) -> None:
+        grad, unsharded.grad = unsharded.grad, None
+        take, param = self._take(), self._param()
+        if grad is not None and take is not None and param is not None:
+            take(param, grad)
+
+
+def refuse_replaced(fqns: list[str]) -> NoReturn:
+    """Of parameters that modules no longer held when their unit was resharded."""
+    raise LifecycleError(
+        "Parameters were replaced or deleted while their unit was unsharded; the sharded ones are back in place.",
+        expected="the unsharded parameters that the gather handed out",
+        got=", ".join(fqns[:4]),
+        todo="write into the sharded parameters instead: load_state_dict, or copy_ of a tensor that "
+        "vescale_fsdp.distribute_tensor made",
+    )
 
 
 class ParamGroup:

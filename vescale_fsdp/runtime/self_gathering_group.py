@@ -30,13 +30,18 @@ from vescale_fsdp.collectives import Work
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.errors import MisuseError
 from vescale_fsdp.layout.geometry import chunk_of, contiguous_strides
+from vescale_fsdp.runtime.all_gather_hooks import (
+    TensorHooks,
+    inner_of,
+    rows_of,
+    scaled_together,
+    takes_mesh_only,
+    takes_scale,
+)
 from vescale_fsdp.runtime.comm.group_comm import GroupComm
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.all_gather_hooks import TensorHooks, inner_of, rows_of, takes_mesh_only
-from vescale_fsdp.runtime.setup.float8_scales import scaled_together, takes_scale
-from vescale_fsdp.runtime.setup.group_plan import GroupPlan
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam
-from vescale_fsdp.runtime.setup.tensor_parallel import local_part
+from vescale_fsdp.runtime.data_mesh import local_part
+from vescale_fsdp.runtime.group_plan import GroupPlan
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
 from vescale_fsdp.torch_private import restore_version, version_of
 
 

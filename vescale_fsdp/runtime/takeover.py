@@ -27,9 +27,8 @@ from vescale_fsdp.dtensor.half_loaded import half_loaded_in, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.dtensor.spec import is_ragged_spec, spec_with
 from vescale_fsdp.errors import LifecycleError
-from vescale_fsdp.runtime.param_group import ParamGroup
-from vescale_fsdp.runtime.setup.managed_param import ManagedParam, home_of
-from vescale_fsdp.runtime.setup.replaced_params import note_replaced
+from vescale_fsdp.runtime.group_plan import note_replaced
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, home_of
 from vescale_fsdp.torch_private import (
     grad_dtype_of,
     is_noted_sharded,

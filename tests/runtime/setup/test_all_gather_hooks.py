@@ -35,9 +35,9 @@ from tests.support.hooked_tensors import (
 from vescale_fsdp import Rows, fully_shard
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
+from vescale_fsdp.runtime.all_gather_hooks import scaled_together
 from vescale_fsdp.runtime.fsdp_state import state_of
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
-from vescale_fsdp.runtime.setup.float8_scales import scaled_together
 
 
 class Block(nn.Module):

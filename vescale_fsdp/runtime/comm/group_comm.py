@@ -13,13 +13,14 @@ the root of the number of ranks *before* summing, lest the sum overflows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -32,12 +33,217 @@ from vescale_fsdp.collectives import (
     runs_beside,
     sums_in_wider,
 )
+from vescale_fsdp.errors import ArgumentError, UnsupportedOpError, allows_untried
 from vescale_fsdp.layout.group_layout import GroupLayout
-from vescale_fsdp.runtime.comm.memory_pools import CommMemory, pool_of
 from vescale_fsdp.runtime.comm.order_watch import OrderWatch
-from vescale_fsdp.runtime.comm.settings import GroupSettings
-from vescale_fsdp.torch_modes import outside_fake_mode
+from vescale_fsdp.torch_modes import meet_over, outside_fake_mode, process_group_pool, symmetric_pool
 from vescale_fsdp.torch_private import groups_as_patient_as
+
+FEATURE = "memory_pools"
+
+
+@runtime_checkable
+class PooledComm(Protocol):
+    """A user's collective with a pool of its own."""
+
+    def memory_pool(self) -> AbstractContextManager[Any]:
+        """Entered whenever a buffer takes memory, at the first gather and at all later ones."""
+
+
+class CommMemory(Protocol):
+    """Where buffers of collectives lie."""
+
+    def memory_pool(self) -> AbstractContextManager[Any]:
+        """Memory that is taken inside is the library's."""
+
+    def prepare(self, buffer: torch.Tensor) -> None:
+        """To be called before a collective reads or writes a buffer."""
+
+
+class ProcessGroupMemory:
+    """Memory of the backend's allocator. Arguments: the group, and where its buffers lie."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._pool = process_group_pool(group, device)
+
+    def memory_pool(self) -> AbstractContextManager[Any]:
+        """See `CommMemory`."""
+        return torch.cuda.use_mem_pool(self._pool)
+
+    def prepare(self, buffer: torch.Tensor) -> None:
+        """Nothing: it is registered as it is allocated."""
+
+
+class SymmetricMemory:
+    """Symmetric memory of a group's ranks. Arguments as of `ProcessGroupMemory`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._pool = group, symmetric_pool(group, device)
+
+    def memory_pool(self) -> AbstractContextManager[Any]:
+        """See `CommMemory`."""
+        return torch.cuda.use_mem_pool(self._pool)
+
+    def prepare(self, buffer: torch.Tensor) -> None:
+        """The ranks meet over the buffer."""
+        meet_over(buffer, self._group)
+
+
+def pool_of(comm: object) -> Callable[[], AbstractContextManager[Any]]:
+    """What to enter around allocations for a collective, the user's or ours."""
+    if comm is None:  # asked at every allocation, and to see what a protocol asks for takes long
+        return nullcontext
+    return comm.memory_pool if isinstance(comm, PooledComm) else nullcontext
+
+
+class Buffered(Protocol):
+    """A group of parameters with buffers (`vescale_fsdp.runtime.param_group.ParamGroup`)."""
+
+    comm: Any
+    device: torch.device
+
+    def use_memory(self, memory: CommMemory | None) -> None:
+        """Have its buffers there from now on."""
+
+
+def put_in_memory(
+    groups: Sequence[Buffered],
+    method: str,
+    kind: Callable[[dist.ProcessGroup, torch.device], CommMemory] | None,
+) -> None:
+    """Have the buffers of groups over the same ranks in a library's memory, in one pool.
+
+    Args:
+        method: that the user has called, for errors.
+        kind: of memory; None: the usual one.
+
+    Raises:
+        UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools`` in the environment.
+        ValueError: beside custom collectives.
+    """
+    if kind is not None and not allows_untried(FEATURE):
+        raise UnsupportedOpError(
+            f"{method} has never run on a GPU.",
+            expected=f"VESCALE_FSDP_UNTRIED={FEATURE} in the environment of all ranks, to try it all the same",
+            got=method,
+            todo="leave it out, or try it and compare losses with a run without it",
+        )
+    if any(
+        group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
+    ):
+        raise ArgumentError(
+            "Custom collectives bring memory of their own.",
+            expected="none of them on the module",
+            got="set_custom_all_gather or set_custom_reduce_scatter",
+            where=method,
+            todo="leave one of the two out",
+        )
+    take_memory(groups, kind)
+
+
+def take_memory(
+    groups: Sequence[Buffered], kind: Callable[[dist.ProcessGroup, torch.device], CommMemory] | None
+) -> None:
+    """`put_in_memory` without its checks."""
+    memory = None if kind is None or not groups else kind(groups[0].comm.shard_group, groups[0].device)
+    for group in groups:
+        group.comm.change(memory=kind)
+        group.use_memory(memory)
+
+
+MemoryKind = Callable[[dist.ProcessGroup, torch.device], CommMemory]
+
+
+class AllGather(Protocol):
+    """A user's all-gather (torch's ``AllGather``): where buffers come from, and the collective."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
+
+
+class ReduceScatter(Protocol):
+    """A user's reduce-scatter (torch's ``ReduceScatter``)."""
+
+    def allocate(self, size: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer of this size that the collective can use."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce ``input_tensor`` over the ranks, this rank's part into ``output_tensor``."""
+
+
+def _set_by(method: str, shown: Callable[[Any], object] = lambda value: value) -> dict[str, Any]:
+    """Which method of `FSDPModule` sets a field, and what ranks compare of its value."""
+    return {"method": method, "shown": shown}
+
+
+def _type_name(value: object) -> str | None:
+    return None if value is None else type(value).__name__
+
+
+def _name(value: Any) -> str | None:
+    return None if value is None else value.__name__
+
+
+def _is_there(value: object) -> bool:
+    return value is not None
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """The switches of one group; the methods that set them say what they mean."""
+
+    divide_factor: float | None = field(default=None, metadata=_set_by("set_gradient_divide_factor"))
+    force_sum: bool = field(default=False, metadata=_set_by("set_force_sum_reduction_for_comms"))
+    narrow: bool = field(default=True, metadata=_set_by("set_narrow_reduction"))
+    custom_all_gather: AllGather | None = field(
+        default=None, metadata=_set_by("set_custom_all_gather", _type_name)
+    )
+    custom_reduce_scatter: ReduceScatter | None = field(
+        default=None, metadata=_set_by("set_custom_reduce_scatter", _type_name)
+    )
+    memory: MemoryKind | None = field(
+        default=None, metadata=_set_by("set_allocate_memory_from_process_group_for_comm", _name)
+    )
+    separate_reductions: bool = field(default=False, metadata=_set_by("set_separate_reduce_scatter_group"))
+    requires_all_reduce: bool = field(default=True, metadata=_set_by("set_requires_all_reduce"))
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = field(
+        default=None, metadata=_set_by("set_all_reduce_hook", _is_there)
+    )
+    on_delivery: Callable[[list[nn.Parameter]], None] | None = field(
+        default=None, metadata=_set_by("step_in_backward", _is_there)
+    )
+    zeros_unused: bool = field(default=False, metadata=_set_by("set_reduce_scatter_unused_params"))
+    keeps_full: bool = field(default=False, metadata=_set_by("set_keep_unsharded_storage"))
+
+    def __str__(self) -> str:
+        """What ranks compare."""
+        return ", ".join(self._shown(each) for each in fields(self))
+
+    @property
+    def changes(self) -> str:
+        """What ranks compare of fields that were set, each behind a comma."""
+        changed = [each for each in fields(self) if getattr(self, each.name) != each.default]
+        return "".join(f", {self._shown(each)}" for each in changed)
+
+    def _shown(self, each: Field[Any]) -> str:
+        return f"{each.metadata['method']} {each.metadata['shown'](getattr(self, each.name))}"
+
 
 Pool = Callable[[], AbstractContextManager[Any]]
 Gather = Callable[[torch.Tensor, torch.Tensor], Work | None]

@@ -15,12 +15,17 @@ of the layer before is at hand with its pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_fsdp.collectives import Work, all_reduce_in_place, wait_for
 from vescale_fsdp.layout.group_layout import GroupLayout, TensorSlot
 from vescale_fsdp.runtime.comm.dbuffer import DBuffer
 from vescale_fsdp.runtime.comm.streams import Stream, Streams
+from vescale_fsdp.torch_modes import is_fake, outside_modes
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_
 
 
@@ -142,3 +147,50 @@ class UnshardedGrads:
 def _last_of(spares: list[DBuffer]) -> DBuffer | None:
     """The default of `UnshardedGrads.take_spare`."""
     return spares.pop() if spares else None
+
+
+class ReducedShard(NamedTuple):
+    """A reduction under way: its result, what it reads from, and how to know that it is done."""
+
+    shard: torch.Tensor  # 1-D [S], reduce dtype
+    source: DBuffer  # kept until the reduction has read it
+    work: Work | None
+    used: frozenset[str]  # parameters that have a gradient on this rank
+
+    def wait(self) -> None:
+        """Wait until ``shard`` is written and ``source`` read (on an accelerator: the current stream waits)."""
+        if self.work is not None:
+            self.work.wait()
+
+
+class UsedFlags:
+    """A message under way. Making one is a collective of the ranks of the mesh.
+
+    Args:
+        mesh: who takes part.
+        used: what this rank has used, in an order that all ranks share.
+        device: where the collective runs.
+    """
+
+    def __init__(self, mesh: DeviceMesh, used: Sequence[bool], device: torch.device) -> None:
+        self._used = used
+        with outside_modes():
+            self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
+            unused = [place for place, flag in enumerate(used) if not flag]
+            if unused:
+                self._flags[unused] = 0
+            self._work: Work | None = None
+            for axis in range(mesh.ndim):
+                if mesh.size(axis) > 1:
+                    wait_for(self._work)
+                    self._work = all_reduce_in_place(self._flags, dist.ReduceOp.MAX, mesh.get_group(axis))
+
+    def wait(self) -> None:
+        """Wait for the message (on an accelerator: the current stream waits)."""
+        wait_for(self._work)
+        self._work = None
+
+    def anywhere(self) -> list[bool]:
+        """What any rank has used; the host waits for it."""
+        self.wait()
+        return list(map(bool, self._used if is_fake(self._flags) else self._flags.tolist()))

@@ -6,6 +6,8 @@ was. Only once every group of a unit has its plan are the groups built (`ParamGr
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,24 +15,236 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.errors import ArgumentError, LayoutError, UnsupportedOpError
+from vescale_fsdp.errors import (
+    ArgumentError,
+    LayoutError,
+    LifecycleError,
+    MisuseError,
+    PlacementError,
+    UnsupportedOpError,
+)
 from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
+from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows
-from vescale_fsdp.runtime.setup.all_gather_hooks import check_hooks, has_hooks
-from vescale_fsdp.runtime.setup.data_mesh import DataMesh
-from vescale_fsdp.runtime.setup.policies import param_dtype_of
-from vescale_fsdp.runtime.setup.replaced_params import note_replaced, replaced_as
-from vescale_fsdp.runtime.setup.shard_placement_fn import PlacementWishes, Wish
-from vescale_fsdp.runtime.setup.tensor_parallel import PriorSharding, local_part
+from vescale_fsdp.runtime.all_gather_hooks import check_hooks, has_hooks
+from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
+from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding, local_part, mesh_of_info
 from vescale_fsdp.torch_modes import is_fake
-from vescale_fsdp.torch_private import grad_dtype_of
+from vescale_fsdp.torch_private import ShardPlacementResult, grad_dtype_of
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Where one parameter is to go, and what must stay whole of it (None: whatever ``granularity`` says)."""
+
+    data: DataMesh
+    ragged: RaggedShard | None = None
+
+
+class PlacementWishes:
+    """The answers of a ``shard_placement_fn`` for one unit.
+
+    Args:
+        function: the user's, or None.
+        default: the mesh of parameters for which it names no other.
+
+    Raises:
+        PlacementError: if all ranks hold everything, so that there is nothing to ask.
+    """
+
+    def __init__(self, function: Callable[[nn.Parameter], Any] | None, default: DataMesh) -> None:
+        if function is not None and default.is_replicated_only:
+            raise PlacementError(
+                "shard_placement_fn needs an axis that shards.",
+                expected="dp_mesh_dims with shard=",
+                got=f"replication only, over {default.mesh}",
+                todo="leave shard_placement_fn out",
+            )
+        self._function = function
+        self._default = default
+        # By the ranks that share a parameter: what the user gave for them, and what it means.
+        self._known: dict[tuple[dist.ProcessGroup, ...], tuple[Any, DataMesh]] = {}
+
+    def of(self, fqn: str, param: nn.Parameter) -> Wish:
+        """What the function says of one parameter.
+
+        Raises:
+            MisuseError: if that is nothing it can say.
+            PlacementError: for another mesh of the same ranks.
+        """
+        wanted = self._function(param) if self._function is not None else None
+        info, placement = None, wanted
+        if isinstance(wanted, ShardPlacementResult):
+            info, placement = wanted.mesh_info, wanted.placement
+        data = self._mesh(fqn, info)
+        if isinstance(placement, RaggedShard) and placement.num_shards == data.num_shards:
+            return Wish(data, placement)
+        if placement is None or (isinstance(placement, Shard) and -param.ndim <= placement.dim < param.ndim):
+            return Wish(data)
+        raise MisuseError(
+            "shard_placement_fn returned a placement that cannot be used.",
+            expected=f"None, Shard of one of the {param.ndim} dims, RaggedShard with {data.num_shards} units, "
+            "or a ShardPlacementResult of one of them",
+            got=wanted,
+            where=fqn,
+            todo="say what must stay whole with granularity=",
+        )
+
+    def _mesh(self, fqn: str, info: Any) -> DataMesh:
+        data = self._default if info is None else mesh_of_info(info)
+        given, known = self._known.setdefault(_groups(data), (info, data))
+        if given is info or known.mesh is data.mesh:
+            return known
+        raise PlacementError(
+            "Two meshes of a unit stand for the same ranks.",
+            expected="the same mesh_info object for all parameters of these ranks",
+            got=f"{data.mesh} beside {known.mesh}",
+            where=fqn,
+            todo="make each FSDPMeshInfo once and return that object",
+        )
+
+
+def _groups(data: DataMesh) -> tuple[dist.ProcessGroup, ...]:
+    return tuple(data.mesh.get_group(axis) for axis in range(data.mesh.ndim))
+
+
+_OVERRIDE = "param_dtype_override_fn"
+_FOLLOWED: dict[type, set[str]] = {
+    MixedPrecisionPolicy: {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE},
+    CPUOffloadPolicy: {"pin_memory"},
+    OffloadPolicy: set(),
+}
+
+
+def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
+    """Refuse what a policy asks for and nobody here follows.
+
+    Raises:
+        UnsupportedOpError: for a kind of policy, a field that holds another value than its default, or policies that
+            exclude each other.
+    """
+    offload = CPUOffloadPolicy if isinstance(offload_policy, CPUOffloadPolicy) else OffloadPolicy
+    if offload is OffloadPolicy and type(offload_policy) is not OffloadPolicy:
+        raise UnsupportedOpError(
+            "This offload_policy is of a kind that is not supported.",
+            expected="OffloadPolicy or CPUOffloadPolicy",
+            got=f"{type(offload_policy).__module__}.{type(offload_policy).__name__}",
+        )
+    if offload is CPUOffloadPolicy and isinstance(mp_policy, GatherPolicy):
+        raise UnsupportedOpError(
+            "A gather policy reads shards on the device that computes with them.",
+            expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
+            got=f"{offload_policy} beside {mp_policy}",
+            todo="leave one of them out",
+        )
+    _check_fields("mp_policy", mp_policy, MixedPrecisionPolicy)
+    _check_fields("offload_policy", offload_policy, offload)
+
+
+def _check_fields(argument: str, policy: Any, kind: type) -> None:
+    """Of torch's class only: a subclass that has fields of its own knows what they mean."""
+    for each in dataclasses.fields(kind):
+        value = vars(policy).get(each.name, each.default)
+        if each.name not in _FOLLOWED[kind] and value != each.default:
+            raise UnsupportedOpError(
+                f"{kind.__name__}.{each.name} is not supported.",
+                expected=f"{each.name}={each.default!r}",
+                got=f"{each.name}={value!r}",
+                where=argument,
+                todo="leave it out",
+            )
+
+
+def param_dtype_of(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) -> torch.dtype | None:
+    """The dtype that a parameter computes in; None: its own.
+
+    Raises:
+        ValueError: if ``param_dtype_override_fn`` gives something else than None, ``param_dtype`` or its own.
+    """
+    override = vars(policy).get(_OVERRIDE)
+    wanted = override(param) if override is not None else None
+    if wanted is None:
+        return policy.param_dtype
+    if wanted not in (policy.param_dtype, param.dtype):
+        raise ArgumentError(
+            f"{_OVERRIDE} gives a parameter another dtype than it may.",
+            expected=f"None, {policy.param_dtype} (param_dtype) or {param.dtype} (its own)",
+            got=repr(wanted),
+            where=fqn,
+        )
+    return policy.param_dtype if wanted is (policy.param_dtype or param.dtype) else param.dtype
+
+
+def policy_of_group(policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The policy of a group whose parameters all compute in ``param_dtype``."""
+    if vars(policy).get(_OVERRIDE) is None:
+        return policy
+    changes: dict[str, Any] = {"param_dtype": param_dtype, _OVERRIDE: None}
+    return dataclasses.replace(policy, **changes)
+
+
+class _Replaced:
+    """The replaced parameters that somebody still holds, each with its name in the unit that took it."""
+
+    def __init__(self) -> None:
+        self._alive: dict[
+            int, tuple[weakref.ref[torch.Tensor], str]
+        ] = {}  # by id; entries go with their tensors
+        self._hook: RemovableHandle | None = None
+
+    def add(self, param: torch.Tensor, fqn: str) -> None:
+        key = id(param)
+        self._alive[key] = (weakref.ref(param, lambda _: self._gone(key)), fqn)
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_check_step)
+
+    def _gone(self, key: int) -> None:
+        self._alive.pop(key, None)
+        if not self._alive and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def name_of(self, param: torch.Tensor) -> str | None:
+        found = self._alive.get(id(param))
+        return found[1] if found is not None and found[0]() is param else None
+
+
+_replaced = _Replaced()
+
+
+def note_replaced(param: torch.Tensor, fqn: str) -> None:
+    """Remember that a sharded parameter stands in place of this one."""
+    _replaced.add(param, fqn)
+
+
+def replaced_as(param: torch.Tensor) -> str | None:
+    """The name under which a unit took this parameter, or None."""
+    return _replaced.name_of(param)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Called by torch before every optimizer's step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stale = [name for param in params if (name := replaced_as(param)) is not None]
+    if stale:
+        raise LifecycleError(
+            "The optimizer holds parameters that the model no longer has: its step would train nothing.",
+            expected="an optimizer of the sharded parameters",
+            got=f"{len(stale)} of {len(params)} replaced since it was built: {', '.join(stale[:4])}",
+            where=type(optimizer).__name__,
+            todo="build the optimizer after fully_shard (and after tensors were assigned to the model), from "
+            "model.parameters()",
+        )
 
 
 @dataclass(frozen=True)
