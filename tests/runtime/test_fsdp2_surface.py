@@ -83,7 +83,7 @@ def offloaded_from_an_accelerator() -> None:
         group = state_of(model).groups[0]
         with mock.patch.object(ParamGroup, "is_offloaded", True):
             with mock.patch("torch.zeros") as zeros, mock.patch("torch.empty_like") as empty:
-                group._new_shard(torch.float32, torch.device("cuda"))
+                group.new_shard(torch.float32, torch.device("cuda"))
                 group._room_on_host(group.shard)
             for asked in (zeros, empty):
                 assert torch.device(asked.call_args.kwargs["device"]).type == "cpu"

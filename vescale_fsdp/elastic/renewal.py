@@ -30,11 +30,11 @@ from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.planner import TensorSpec
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
-from vescale_fsdp.runtime.comm.group_comm import separate_reductions, take_memory
+from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
 from vescale_fsdp.runtime.group_plan import GroupPlan
-from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup
+from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, use_memory
 
 
 def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -82,7 +82,7 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     separate_reductions(group.comm for group in groups if group.comm.settings.separate_reductions)
     for state in states:
         for kind in {group.comm.settings.memory for group in state.groups} - {None}:
-            take_memory(state.groups, kind)  # all groups of a unit have the same
+            use_memory(state.groups, kind)  # all groups of a unit have the same
 
 
 def _states(model: nn.Module) -> list[FSDPState]:

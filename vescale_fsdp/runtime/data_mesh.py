@@ -36,7 +36,7 @@ from vescale_fsdp.torch_private import (
     FSDPMeshInfo,
     concatenate_meshes,
     flatten_mesh,
-    groups_as_patient_as,
+    groups_with_timeout_of,
     local_of,
     spec_of,
     spmd_mesh_of,
@@ -111,7 +111,7 @@ def default_mesh() -> DeviceMesh:
                 "mesh=init_device_mesh(..)",
             ) from unset
     assert dist.group.WORLD is not None
-    with groups_as_patient_as(dist.group.WORLD), outside_fake_mode():
+    with groups_with_timeout_of(dist.group.WORLD), outside_fake_mode():
         return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

@@ -1,15 +1,25 @@
-"""UnshardedGrads: what autograd has made of a group's gradients since their last reduction.
+"""Gradients of a group from autograd to a reduced shard, and the flags of parameters that any rank has used.
 
-    kept      as autograd made them, on an accelerator
-    buffer    1-D [m*S] DBuffer, once there is one: the sum of what was written into it, read by the reduction
+Unsharded gradients since the last reduction (`UnshardedGrads`):
 
-On an accelerator gradients are kept until the unit's backward is through. Then its full parameters are gone, and so is
-the buffer that was reduced before; only now the buffer is allocated, and filled with one fused copy. So a peak has
-gradients or a buffer in it, not both beside full parameters, and the buffer belongs to the stream that starts the
-reduction, whichever streams the gradients were made on.
+    kept      as autograd computed them, on an accelerator
+    buffer    1-D [m*S] DBuffer, once there is one: the sum of the gradients written into it; the reduction reads it
 
-On the CPU each gradient is written as it appears, and forgotten: memory there is given out by the page, and the buffer
-of the layer before is at hand with its pages.
+On an accelerator gradients are kept until the unit's backward has ended. Then its full parameters are freed, and so is
+the buffer that was reduced before; only now the buffer is allocated, and filled with one fused copy. So a memory peak
+contains gradients or a buffer, not both next to full parameters, and the buffer belongs to the stream that starts the
+reduction, whichever streams computed the gradients. On the CPU each gradient is written as it appears, and dropped: the
+CPU allocates memory by the page, and the buffer of the layer before is available with its pages.
+
+Every rank reduces all parameters of a unit, unused ones as zeros, so that no rank waits for another one. But a gradient
+of zeros is not the same as none: Adam's momentum and weight decay would change the weight. So all ranks exchange flags
+(`UsedFlags`), one small message per mesh after the last reduction of a backward:
+
+    a parameter was used    on this rank     its gradient is set with the reduction, without reading the message
+                            elsewhere        its gradient, from other ranks, is set once the message is read
+                            nowhere          its ``.grad`` stays as it was, None after zero_grad
+
+The message is always sent, but only a rank with an unused parameter reads it: on an accelerator the host waits for it.
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ class UnshardedGrads:
     Args:
         layout: of the group.
         new_buffer: makes a buffer of a dtype.
-        dtype: what the next buffer is to be of.
+        dtype: returns the dtype of the next buffer.
     """
 
     def __init__(
@@ -46,16 +56,19 @@ class UnshardedGrads:
     ) -> None:
         self.layout = layout
         self.buffer: DBuffer | None = None
-        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # buffers that nobody uses
-        self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = _last_of  # asked before one is allocated
+        self.spare: dict[torch.dtype, list[DBuffer]] = {}  # unused buffers
+        # Called before a buffer is allocated.
+        self.take_spare: Callable[[list[DBuffer]], DBuffer | None] = lambda spares: (
+            spares.pop() if spares else None
+        )
         self.streams: Streams | None = None  # of the accelerator, where gradients are kept
         self._new_buffer, self._dtype = new_buffer, dtype
         self._written: set[str] = set()  # parameters whose gradients are in the buffer
         self._kept: dict[str, torch.Tensor] = {}
-        self._made_on: dict[Stream, None] = {}  # streams that have made what is kept
+        self._made_on: dict[Stream, None] = {}  # streams that computed the kept gradients
 
     def __bool__(self) -> bool:
-        """Whether any parameter has one."""
+        """Whether any parameter has a gradient."""
         return bool(self._written or self._kept)
 
     def take(self, slot: TensorSlot, grad: torch.Tensor) -> None:
@@ -63,18 +76,18 @@ class UnshardedGrads:
 
         Args:
             slot: of its parameter.
-            grad: full, dense, of any dtype; the caller forgets it.
+            grad: full, dense, of any dtype; the caller drops it.
         """
         if self.streams is None:
             self._write(slot, grad)
             return
-        if slot.fqn in self._kept:  # a second one before the reduction: sums are made in the buffer
+        if slot.fqn in self._kept:  # a second one before the reduction: the buffer sums them
             self.write_kept()
         self._kept[slot.fqn] = grad
         self._made_on[self.streams.current()] = None
 
     def write_kept(self) -> None:
-        """Write what is kept into the buffer, with as few kernels as there can be."""
+        """Write the kept gradients into the buffer, with as few kernels as possible."""
         if self.streams is None or not self._kept:
             return
         here = self.streams.current()
@@ -83,11 +96,11 @@ class UnshardedGrads:
             here.wait_stream(stream)
         self._write_all([(self.layout.slot(fqn), grad) for fqn, grad in self._kept.items()])
         self._kept, self._made_on = {}, {}
-        for stream in others:  # whose the memory of what was kept is
+        for stream in others:  # they own the memory of the kept gradients
             stream.wait_stream(here)
 
     def _write(self, slot: TensorSlot, grad: torch.Tensor) -> None:
-        """Write or, where a gradient is there already, add: the one pass over it."""
+        """Write a gradient, or add it to an earlier one: the only pass over it."""
         buffer = self._filled()
         if slot.fqn in self._written:
             buffer.add(slot, grad)
@@ -109,7 +122,7 @@ class UnshardedGrads:
     def complete(self) -> DBuffer:
         """The buffer with all gradients; zeros where a parameter has none.
 
-        So ranks on which some were unused still agree on what travels.
+        So ranks that left some parameters unused still send the same bytes as the others.
         """
         self.write_kept()
         buffer = self._filled()
@@ -124,13 +137,13 @@ class UnshardedGrads:
         return buffer
 
     def hand_over(self) -> frozenset[str]:
-        """The reduction reads the buffer from here on; the names of parameters that have a gradient in it."""
+        """Leave the buffer to the reduction; returns the names of parameters that have a gradient in it."""
         used, self._written = frozenset(self._written), set()
-        self.buffer = None  # a gradient that comes late must not disturb what is being reduced
+        self.buffer = None  # a late gradient must not change the buffer that is being reduced
         return used
 
     def drop(self) -> None:
-        """Forget all of them (after an exception)."""
+        """Drop all gradients (after an exception)."""
         self.buffer = None
         self._written, self._kept, self._made_on = set(), {}, {}
 
@@ -144,13 +157,8 @@ class UnshardedGrads:
         return self.buffer
 
 
-def _last_of(spares: list[DBuffer]) -> DBuffer | None:
-    """The default of `UnshardedGrads.take_spare`."""
-    return spares.pop() if spares else None
-
-
 class ReducedShard(NamedTuple):
-    """A reduction under way: its result, what it reads from, and how to know that it is done."""
+    """A reduction in flight: its result, its source, and the work object to wait on."""
 
     shard: torch.Tensor  # 1-D [S], reduce dtype
     source: DBuffer  # kept until the reduction has read it
@@ -164,11 +172,11 @@ class ReducedShard(NamedTuple):
 
 
 class UsedFlags:
-    """A message under way. Making one is a collective of the ranks of the mesh.
+    """A message in flight: which parameters ranks have used. Its construction is a collective of the mesh's ranks.
 
     Args:
-        mesh: who takes part.
-        used: what this rank has used, in an order that all ranks share.
+        mesh: the ranks that exchange flags.
+        used: whether this rank has used each parameter, in an order that all ranks share.
         device: where the collective runs.
     """
 
@@ -176,7 +184,7 @@ class UsedFlags:
         self._used = used
         with outside_modes():
             self._flags = torch.ones(len(used), dtype=torch.uint8, device=device)
-            unused = [place for place, flag in enumerate(used) if not flag]
+            unused = [index for index, flag in enumerate(used) if not flag]
             if unused:
                 self._flags[unused] = 0
             self._work: Work | None = None
@@ -191,6 +199,6 @@ class UsedFlags:
         self._work = None
 
     def anywhere(self) -> list[bool]:
-        """What any rank has used; the host waits for it."""
+        """Whether any rank has used each parameter; the host waits for the message."""
         self.wait()
         return list(map(bool, self._used if is_fake(self._flags) else self._flags.tolist()))
