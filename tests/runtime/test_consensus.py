@@ -167,7 +167,7 @@ def set_late() -> None:
     model.blocks[0].set_narrow_reduction(True, recurse=False)
     models.loss_of(model, models.batch(0, 0)).backward()
     for module in (model, model.blocks[0]):
-        with pytest.raises(LifecycleError, match=r"set_narrow_reduction comes too late"):
+        with pytest.raises(LifecycleError, match=r"set_narrow_reduction must be called before"):
             module.set_narrow_reduction(True)
     narrow = [
         [group.comm.settings.narrow for group in state_of(each).groups] for each in (*model.blocks, model)
