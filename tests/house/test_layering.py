@@ -319,14 +319,13 @@ def type_only_lines(tree: ast.AST) -> set[int]:
 
 def needed(module: str) -> set[str]:
     """The files that a file imports; type-only imports within its folder do not count."""
-    tree, targets = TREES[module], set()
-    type_only = type_only_lines(tree)
-    for i in imports_of(tree):
-        target = own_target(i)
-        if target and target != module:
-            if i.line not in type_only or folder_of(target) != folder_of(module):
-                targets.add(target)
-    return targets
+    type_only = type_only_lines(TREES[module])
+    targets = {(target, i.line) for i in imports_of(TREES[module]) if (target := own_target(i))}
+    return {
+        target
+        for target, line in targets
+        if target != module and (line not in type_only or folder_of(target) != folder_of(module))
+    }
 
 
 def test_no_circles() -> None:

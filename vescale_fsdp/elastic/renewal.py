@@ -33,7 +33,7 @@ from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
 from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
 from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
-from vescale_fsdp.runtime.group_plan import GroupPlan
+from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, use_memory
 
 
@@ -115,15 +115,14 @@ def _new_group(
     old: ParamGroup, layout: GroupLayout, data: DataMesh, params: Iterable[ManagedParam]
 ) -> ParamGroup:
     """A group like ``old`` for some of the parameters it was planned with, without values."""
-    outlines, owners = {}, {}
+    outlines = {}
     for param in params:
-        empty = torch.empty(param.slot.shape, dtype=old.shard.dtype, device="meta")
-        outlines[param.slot.fqn] = nn.Parameter(empty, param.sharded.requires_grad)
-        owners[param.slot.fqn] = param.owners
+        slot = param.slot
+        empty = torch.empty(slot.shape, dtype=old.shard.dtype, device="meta")
+        outline = nn.Parameter(empty, param.sharded.requires_grad)
+        outlines[slot.fqn] = OriginalParam(outline, param.owners, PriorSharding(data, None), slot.block_numel)
     plan = GroupPlan(
         params=outlines,
-        owners=owners,
-        priors={fqn: PriorSharding(data, None) for fqn in outlines},
         layout=layout,
         data=data,
         part_size=None,

@@ -49,7 +49,7 @@ from vescale_fsdp.runtime.comm.group_comm import (
 )
 from vescale_fsdp.runtime.comm.streams import Event
 from vescale_fsdp.runtime.data_mesh import PriorSharding, local_part
-from vescale_fsdp.runtime.group_plan import GroupPlan, policy_of_group
+from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam, policy_of_group
 from vescale_fsdp.torch_modes import profiled, without_grad
 from vescale_fsdp.torch_private import (
     REDUCES_AS_STORED,
@@ -182,12 +182,9 @@ class ParamGroup:
             str, torch.Tensor
         ] = {}  # reduced pieces of parameters that this rank has not used
         self._noted: dict[str, tuple[GroupSettings, str]] = {}  # by kind of collective, its entry in the log
-        first = next(iter(plan.params.values()))
+        first = next(iter(plan.params.values())).param
         self.new_shard(first.dtype, torch.device("meta") if first.is_meta else device)
-        self.params = [
-            self._shard_param(slot, plan.params[slot.fqn], plan.owners[slot.fqn], plan.priors[slot.fqn])
-            for slot in plan.layout.slots
-        ]
+        self.params = [self._shard_param(slot, plan.params[slot.fqn]) for slot in plan.layout.slots]
         self.grads = UnshardedGrads(self.layout, self._new_grads, lambda: self.grad_dtype)
         self.policy_gather: Gather | None = None  # a gather of the policy's own, in place of the usual one
         if isinstance(mp_policy, GatherPolicy):
@@ -204,13 +201,8 @@ class ParamGroup:
                 self.layout.shard_numel, dtype=dtype, device="cpu", pin_memory=self._is_pinned
             )
 
-    def _shard_param(
-        self,
-        slot: TensorSlot,
-        param: nn.Parameter,
-        owners: list[tuple[nn.Module, str]],
-        prior: PriorSharding,
-    ) -> ManagedParam:
+    def _shard_param(self, slot: TensorSlot, original: OriginalParam) -> ManagedParam:
+        param, owners, prior, _ = original
         placement = RaggedShard.from_piece_numels(slot.shape, self.layout.piece_lengths(slot))
         spec = prior.sharded_spec(placement, param.shape, param.dtype)
         piece = self.layout.piece(slot, self.comm.rank)

@@ -60,7 +60,7 @@ class SelfGatheringGroup(ParamGroup):
         super().__init__(plan, mp_policy, offload_policy, device)
         self.policy_gather = None  # the class decides what travels
         self._hooked = [
-            _SelfGatheringParam(param, local_part(plan.params[param.slot.fqn]), self.layout.num_shards)
+            _SelfGatheringParam(param, local_part(plan.params[param.slot.fqn].param), self.layout.num_shards)
             for param in self.params
         ]
         self._point_at_shard()
