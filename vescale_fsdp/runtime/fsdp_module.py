@@ -405,7 +405,7 @@ class FSDPModule(_Base):
             ValueError: beside custom collectives, or for groups over several meshes.
         """
         method = "set_allocate_memory_from_process_group_for_comm"
-        self._put_in_memory(method, ProcessGroupMemory if enable else None)
+        _put_in_memory(self._groups_of_one_mesh(method), method, ProcessGroupMemory if enable else None)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Put gathered parameters and gradient buffers in symmetric memory. A collective.
@@ -421,29 +421,8 @@ class FSDPModule(_Base):
                 got=repr(backend),
                 where="set_symm_mem_for_comm",
             )
-        self._put_in_memory("set_symm_mem_for_comm", SymmetricMemory)
-
-    def _put_in_memory(self, method: str, kind: MemoryKind | None) -> None:
-        groups = self._groups_of_one_mesh(method)
-        if kind is not None and not allows_untried(MEMORY_POOLS):
-            raise UnsupportedOpError(
-                f"{method} has never run on a GPU.",
-                expected=f"VESCALE_FSDP_UNTRIED={MEMORY_POOLS} in the environment of all ranks, to try it",
-                got=method,
-                todo="leave it out, or try it and compare losses with a run without it",
-            )
-        if any(
-            group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter
-            for group in groups
-        ):
-            raise ArgumentError(
-                "Custom collectives bring memory of their own.",
-                expected="none of them on the module",
-                got="set_custom_all_gather or set_custom_reduce_scatter",
-                where=method,
-                todo="leave one of the two out",
-            )
-        use_memory(groups, kind)
+        method = "set_symm_mem_for_comm"
+        _put_in_memory(self._groups_of_one_mesh(method), method, SymmetricMemory)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
@@ -497,6 +476,27 @@ class FSDPModule(_Base):
         for state in self._states():
             state.rebind()
         return result
+
+
+def _put_in_memory(groups: list[ParamGroup], method: str, kind: MemoryKind | None) -> None:
+    if kind is not None and not allows_untried(MEMORY_POOLS):
+        raise UnsupportedOpError(
+            f"{method} has never run on a GPU.",
+            expected=f"VESCALE_FSDP_UNTRIED={MEMORY_POOLS} in the environment of all ranks, to try it",
+            got=method,
+            todo="leave it out, or try it and compare losses with a run without it",
+        )
+    if any(
+        group.comm.settings.custom_all_gather or group.comm.settings.custom_reduce_scatter for group in groups
+    ):
+        raise ArgumentError(
+            "Custom collectives bring memory of their own.",
+            expected="none of them on the module",
+            got="set_custom_all_gather or set_custom_reduce_scatter",
+            where=method,
+            todo="leave one of the two out",
+        )
+    use_memory(groups, kind)
 
 
 def _states_of(modules: Sequence[Any]) -> list[FSDPState]:

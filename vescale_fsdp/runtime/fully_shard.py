@@ -133,7 +133,7 @@ def fully_shard(
     _check_unmixed(modules)
     managed = _managed_modules(modules)
     rules = PlanRules(
-        frozenset(ignored_params or ()),
+        ignored,
         reshard_after_forward,
         shard_placement_fn,
         granularity,

@@ -257,7 +257,7 @@ def _error(logs: dict[int, list[str]], ranks: Iterable[int]) -> LifecycleError:
     (expected, here), *others = sorted(sides.items(), key=lambda side: min(side[1])) or [("", [])]
     return LifecycleError(
         "The ranks have started different collectives, or the same ones in another order.",
-        expected=f"on all ranks the same as on ranks {sorted(here)[:16]}: {expected}",
+        expected=f"on all ranks the collective that ranks {sorted(here)[:16]} started: {expected}",
         got="; ".join(f"ranks {sorted(side)[:16]} started: {entry}" for entry, side in others[:4])
         or f"another order on some of ranks {list(ranks)[:16]}, which did not answer",
         where=f"collective {index} of a step",
