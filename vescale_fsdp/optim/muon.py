@@ -1,15 +1,22 @@
-"""Muon on ragged shards: momentum stays where it is; cut matrices visit an owner for their iteration.
+"""Muon on ragged shards: momentum is stored with its shard; cut matrices are sent to an owner for their iteration.
 
 Per matrix: ``m <- lerp(m, g)``, ``u = lerp(g, m)`` on the pieces; Newton-Schulz on the whole of u; decay and
 ``p -= lr' * o`` on the pieces. Only the middle needs whole matrices:
 
     matrix                                       where the iteration runs          collectives
-    plain tensor, or whole on one rank           where it lies                     0
+    plain tensor, or whole on one rank           on that rank                      0
     cut over ranks (ragged, or FSDP2 Shard(0))   one owner, balanced by FLOPs      2 per bucket of many
     DTensor placed otherwise (TP)                every rank                        torch's own, per matrix
 
-While the owner iterates on one bucket, the next is on its way. The result equals `torch.optim.Muon` on one
-process bit for bit (fp32 on CPU), because the same function runs on the same whole matrix.
+Buckets form a pipeline::
+
+    bucket 0   gather | iterate         | scatter           | subtract
+    bucket 1            gather          | iterate           | scatter    | subtract
+                        ^ in flight while 0 is iterated       ^ in flight while 1 is iterated
+
+The result equals `torch.optim.Muon` on one process bit for bit (fp32 on CPU), because the same function runs on the
+same whole matrix. Equal matrices are iterated as a stack that repeats torch's operations in torch's order: on CPU
+with the same bits (tests verify this); on accelerators batched and single matrix products may round differently.
 """
 
 from __future__ import annotations
@@ -137,7 +144,7 @@ class Muon(StructuredOptimizer):
         """The granularity rule for ``fully_shard(model, granularity=Muon.granularity())``.
 
         Stacks of matrices (3-D) are cut between matrices only, so that experts cost no communication. Other
-        parameters may be cut anywhere: a cut matrix visits its owner, which for dense layers is cheaper than
+        parameters may be cut anywhere: a cut matrix is sent to its owner, which for dense layers is cheaper than
         the padding that whole matrices need.
 
         Args:
@@ -168,8 +175,13 @@ class Muon(StructuredOptimizer):
         members = [(p, group) for group in groups for p in group["params"]]
         present = tuple(index for index, (p, _) in enumerate(members) if p.grad is not None)
         if present not in self._plans:
-            taking_part = [taking_part_of(*members[index]) for index in present]
-            self._plans[present] = plan_step(taking_part, self._bucket_bytes, self._ranks)
+            params = [
+                SteppedParam(
+                    pieces_of(param), matrices_of(tuple(param.shape), group["row_splits"]), group["ns_steps"]
+                )
+                for param, group in (members[index] for index in present)
+            ]
+            self._plans[present] = plan_step(params, self._bucket_bytes, self._ranks)
         plan = self._plans[present]
         stepped = [members[index] for index in present]
         jobs = [
@@ -179,7 +191,7 @@ class Muon(StructuredOptimizer):
         run_step(plan, jobs, meanwhile=self._step_adamw)
 
     def _updates(self, stepped: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> list[torch.Tensor]:
-        """Update the momenta; return this rank's elements of what is to be orthogonalised."""
+        """Update the momenta; returns this rank's elements of the updates to orthogonalise."""
         momenta = [local_tensor(self.state[p]["momentum_buffer"], "state") for p, _ in stepped]
         grads = [local_grad(p).to(m.dtype) for (p, _), m in zip(stepped, momenta, strict=True)]
         updates = list(momenta)
@@ -188,13 +200,13 @@ class Muon(StructuredOptimizer):
             for (_, group), m in zip(stepped, momenta, strict=True)
         ]
         numels = [m.numel() for m in momenta]
-        for places in batches_of(zip(kinds, numels, range(len(kinds)), strict=True), sum(numels)):
-            _, _, momentum, nesterov = kinds[places[0]]
-            some_grads, some = [grads[place] for place in places], [momenta[place] for place in places]
+        for alike in batches_of(zip(kinds, numels, range(len(kinds)), strict=True), sum(numels)):
+            _, _, momentum, nesterov = kinds[alike[0]]
+            some_grads, some = [grads[index] for index in alike], [momenta[index] for index in alike]
             foreach_lerp_(some, some_grads, 1 - momentum)
             if nesterov:
-                for place, update in zip(places, foreach_lerp(some_grads, some, momentum), strict=True):
-                    updates[place] = update
+                for index, update in zip(alike, foreach_lerp(some_grads, some, momentum), strict=True):
+                    updates[index] = update
         return updates
 
 
@@ -243,7 +255,7 @@ class NewtonSchulz:
         a, b, c = self.coefficients
         tall = stack.size(-2) > stack.size(-1)
         x = stack.mT if tall else stack
-        # One norm per matrix over all its elements, as torch takes it: a norm over two dims rounds otherwise.
+        # One norm per matrix over all its elements, as in torch: a norm over two dims rounds differently.
         norms = torch.stack(foreach_norm_of(list(x.unbind()))).clamp(min=self.eps)
         x = x / norms.view(-1, 1, 1)
         for _ in range(self.steps):
@@ -266,10 +278,10 @@ class ParamJob(NamedTuple):
     param: torch.Tensor
     group: dict[str, Any]
     pieces: PieceMap | None
-    update: torch.Tensor  # 1D [own piece], what is to be orthogonalised
+    update: torch.Tensor  # 1D [own piece], to be orthogonalised
 
     def own(self, flat: torch.Tensor, wanted: FlatRange) -> torch.Tensor:
-        """The elements ``wanted`` of the parameter, out of this rank's flat piece of it or of its state."""
+        """The elements ``wanted`` of the parameter, from this rank's flat piece of it or of its state."""
         assert self.pieces is not None
         start = self.pieces.own_piece.start
         return flat[wanted.start - start : wanted.stop - start]
@@ -279,13 +291,13 @@ class ParamJob(NamedTuple):
         return NewtonSchulz(tuple(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"])
 
     def scaled_lr(self, matrix: Matrix) -> float:
-        """The learning rate for a matrix: by its own whole shape, never by a piece's."""
+        """The learning rate of a matrix, which depends on the shape of the whole matrix."""
         shape = torch.Size((matrix.rows, matrix.cols))
         return muon_adjust_lr(float(self.group["lr"]), self.group["adjust_lr_fn"], shape)
 
 
 class _Result(NamedTuple):
-    """Elements of a parameter and what their matrix was orthogonalised to there."""
+    """A range of a parameter and the elements of the orthogonal factor for it."""
 
     job: ParamJob
     matrix: Matrix
@@ -294,15 +306,8 @@ class _Result(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """Equal for what one launch can subtract."""
+        """Equal for results that one launch can subtract."""
         return self.job.param.dtype, self.job.param.device, self.job.scaled_lr(self.matrix)
-
-
-def taking_part_of(param: torch.Tensor, group: dict[str, Any]) -> SteppedParam:
-    """How a parameter takes part in a step."""
-    return SteppedParam(
-        pieces_of(param), matrices_of(tuple(param.shape), group["row_splits"]), group["ns_steps"]
-    )
 
 
 def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[], None]) -> None:
@@ -311,7 +316,7 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
     Args:
         plan: made for the same parameters in the same order.
         jobs: one per parameter.
-        meanwhile: other work of the step, done while the first bucket is on its way.
+        meanwhile: other work of the step, done while the first bucket is in flight.
     """
     gathering = _start_gather(plan.buckets[0], jobs) if plan.buckets else None
     meanwhile()
@@ -336,12 +341,12 @@ def run_step(plan: MuonPlan, jobs: Sequence[ParamJob], *, meanwhile: Callable[[]
 def _stacks(
     matrices: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]
 ) -> Iterator[tuple[NewtonSchulz, tuple[int, int], list[int]]]:
-    """Positions of matrices that are iterated together: of equal shape and constants, and not too many."""
-    found = (
+    """Positions of matrices that are iterated together: of equal shape and constants, in bounded memory."""
+    items = (
         ((jobs[index].iteration(), matrix.rows, matrix.cols), matrix.numel, position)
         for position, (index, matrix) in enumerate(matrices)
     )
-    for positions in batches_of(found, _STACK_NUMEL):
+    for positions in batches_of(items, _STACK_NUMEL):
         index, matrix = matrices[positions[0]]
         yield jobs[index].iteration(), (matrix.rows, matrix.cols), positions
 
@@ -354,28 +359,26 @@ def _decay(jobs: Sequence[ParamJob]) -> None:
         if launches(locals_[0].device):
             foreach_mul_(locals_, kept[alike[0]])
         else:
-            for local in locals_:  # torch 2.13's foreach rounds the factor to 16 bits there, as mul_ does not
+            for (
+                local
+            ) in locals_:  # on the CPU torch 2.13's foreach rounds the factor to 16 bits, mul_ does not
                 local.mul_(kept[alike[0]])
 
 
 def _subtract(results: Iterable[_Result]) -> None:
-    """``p -= lr' * o``: one launch for those of one dtype and learning rate, as far as the memory for it goes."""
-    found = ((each.kind, each.wanted.numel, each) for each in results)
-    for alike in batches_of(found, _WIDENED_NUMEL):
-        _subtract_alike(alike)
-
-
-def _subtract_alike(results: Sequence[_Result]) -> None:
-    job, matrix, _, _ = results[0]
-    targets = [each.job.own(local_tensor(each.job.param), each.wanted) for each in results]
-    sums = targets
-    if job.param.dtype in (torch.bfloat16, torch.float16):
-        # torch's 16-bit CPU kernel rounds the last few elements of a run otherwise than the rest, so the
-        # result would depend on where the cuts fall.
-        sums = _widened(targets)
-    foreach_add_(sums, _widened([each.orthogonal for each in results]), alpha=-job.scaled_lr(matrix))
-    if sums is not targets:
-        foreach_copy_(targets, sums)
+    """``p -= lr' * o``: one launch per dtype and learning rate, in batches of bounded memory."""
+    items = ((each.kind, each.wanted.numel, each) for each in results)
+    for alike in batches_of(items, _WIDENED_NUMEL):
+        job, matrix, _, _ = alike[0]
+        targets = [each.job.own(local_tensor(each.job.param), each.wanted) for each in alike]
+        sums = targets
+        if job.param.dtype in (torch.bfloat16, torch.float16):
+            # torch's 16-bit CPU kernel rounds the last few elements of a run differently from the rest, so the result
+            # would depend on the cuts.
+            sums = _widened(targets)
+        foreach_add_(sums, _widened([each.orthogonal for each in alike]), alpha=-job.scaled_lr(matrix))
+        if sums is not targets:
+            foreach_copy_(targets, sums)
 
 
 def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -387,7 +390,7 @@ def _widened(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[ParamJob]) -> None:
-    """Matrices that lie whole on this rank."""
+    """Step the matrices that are whole on this rank."""
     for iteration, shape, positions in _stacks(here, jobs):
         members = [(jobs[here[position][0]], here[position][1]) for position in positions]
         stack = torch.empty(len(members), *shape, dtype=WIRE_DTYPE, device=members[0][0].update.device)
@@ -401,7 +404,7 @@ def _orthogonalise_here(here: Sequence[tuple[int, Matrix]], jobs: Sequence[Param
 
 
 def _orthogonalise_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
-    """A parameter in no contiguous pieces: every rank gathers it and takes its part of the result."""
+    """Step a parameter without contiguous pieces: every rank gathers it and takes its part of the result."""
     job = jobs[index]
     assert isinstance(job.param, DTensor)
     spread = torch.zeros_like(job.param)
@@ -420,7 +423,7 @@ def _orthogonalise_everywhere(index: int, jobs: Sequence[ParamJob]) -> None:
 
 
 def _device(bucket: Bucket, jobs: Sequence[ParamJob]) -> torch.device:
-    return jobs[bucket.travels[0].param].update.device
+    return jobs[bucket.cuts[0].param].update.device
 
 
 def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
@@ -428,11 +431,11 @@ def _start_gather(bucket: Bucket, jobs: Sequence[ParamJob]) -> Pending:
     shard = bucket.ranks.shard
     parts = [
         jobs[t.param].own(jobs[t.param].update, t.part(shard))
-        for travels in bucket.outbound
-        for t in travels
+        for cuts in bucket.outbound
+        for t in cuts
         if t.part(shard).numel
     ]
-    return start_exchange(parts, bucket.gather_transfer, bucket.ranks.group, _device(bucket, jobs))
+    return start_exchange(parts, bucket.gather_numels, bucket.ranks.group, _device(bucket, jobs))
 
 
 def _orthogonalise_arrived(
@@ -462,7 +465,7 @@ def _start_scatter(bucket: Bucket, results: Sequence[torch.Tensor], jobs: Sequen
         for t, result in zip(bucket.owned, results, strict=True)
     ]
     parts = [result[part.start : part.stop] for result, part in wanted if part.numel]
-    return start_exchange(parts, bucket.scatter_transfer, bucket.ranks.group, _device(bucket, jobs))
+    return start_exchange(parts, bucket.scatter_numels, bucket.ranks.group, _device(bucket, jobs))
 
 
 def _subtract_arrived(bucket: Bucket, arrived: torch.Tensor, jobs: Sequence[ParamJob]) -> None:

@@ -1,8 +1,24 @@
-"""The plan of a Muon step: what is orthogonalised where it lies, what travels, in which buckets.
+"""The plan of a Muon step: matrices, where each is orthogonalised, and the exchange of those that are cut over ranks.
 
-A plan depends on the parameters that have a gradient, on their shapes and how they lie; every rank computes
-the same one, owners of matrices included, so nothing of it is communicated. It is kept until those change, and never
-saved: after a load, on another number of ranks perhaps, it is computed anew.
+A matrix is the unit of one Newton-Schulz iteration, and one flat range of its parameter, because rows are contiguous:
+
+    shape (m, k)                      one matrix, the whole tensor
+    shape (m, k), row_splits (q, r)   one per row block: fused projections, each with its own scale
+    shape (E, m, k)                   one per expert
+
+A plan depends on the parameters that have a gradient, their shapes and their pieces. Every rank computes the same one,
+owners of matrices included, so no part of it is communicated. It is kept until those change, and never saved: after a
+load, perhaps on another number of ranks, it is computed again.
+
+Cut matrices are sent to their owners, and orthogonal ones back, in one collective per bucket and direction. With 2
+ranks and matrices a (owner 0), b (owner 1)::
+
+    gather     rank 0 sends  [a's part | b's part] ->  a's parts of both ranks meet on 0, b's on 1
+    scatter    rank 0 sends  [a on 0   | a on 1  ] ->  every rank has its part of a and b again
+
+In an HSDP mesh all replicas have the same values, so a matrix is gathered only inside its owner's replica, and its
+result is sent to every rank of every replica: replicas share the iterations. Elements are sent in bf16: Newton-Schulz
+begins with a cast to bf16 and ends in bf16, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -66,7 +82,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
     heights = row_splits if row_splits is not None else (rows,)
     if sum(heights) != rows or min(heights) < 0:
         raise LayoutError(
-            "row_splits do not cut the matrix.",
+            "row_splits do not add up to the rows of the matrix.",
             expected=f"row counts that add up to {rows}",
             got=f"{heights}, which add up to {sum(heights)}",
             where=f"parameter of shape {shape}",
@@ -84,7 +100,7 @@ def matrices_of(shape: tuple[int, ...], row_splits: tuple[int, ...] | None = Non
 
 @dataclass(frozen=True)
 class SteppedParam:
-    """One parameter that takes part in a step: how it lies, its matrices, the iterations of each."""
+    """One parameter of a step: its pieces over ranks, its matrices, the iterations of each."""
 
     pieces: PieceMap | None
     matrices: tuple[Matrix, ...]
@@ -93,11 +109,11 @@ class SteppedParam:
 
 @dataclass(frozen=True)
 class MuonPlan:
-    """A step's work for this rank; parameters are named by their index in the list the plan was made for.
+    """A step's work for this rank; parameters are identified by their index in ``params``.
 
     Args:
         params: the parameters.
-        here: matrices that this rank holds whole. They cost no communication.
+        here: matrices that are whole on this rank. They cost no communication.
         buckets: cut matrices, two collectives per bucket; the same on all ranks of a mesh.
         gathered: parameters without contiguous pieces, gathered to every rank (correct, slower).
     """
@@ -172,21 +188,21 @@ def _buckets(
         for _, matrix, pieces in cut
     ]
     owners = assign_owners(flops, parts, loads * replicas)
-    travels = [Travel(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
-    limit_numel = max(1, bucket_bytes * ranks.num_ranks // WIRE_DTYPE.itemsize)
-    buckets: list[list[Travel]] = []
+    cuts = [CutMatrix(*each, divmod(owner, num_shards)) for each, owner in zip(cut, owners, strict=True)]
+    limit_numel = max(1, bucket_bytes * replicas * num_shards // WIRE_DTYPE.itemsize)
+    buckets: list[list[CutMatrix]] = []
     room = 0
-    for travel in travels:
-        if not buckets or travel.matrix.numel > room:
+    for each in cuts:
+        if not buckets or each.matrix.numel > room:
             buckets.append([])
             room = limit_numel
-        buckets[-1].append(travel)
-        room -= travel.matrix.numel
+        buckets[-1].append(each)
+        room -= each.matrix.numel
     return [Bucket(ranks, tuple(bucket)) for bucket in buckets]
 
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
-    """The ranks of a mesh whose ``axis`` shards and whose other axes replicate."""
+    """The ranks of a mesh; ``axis`` shards, its other axes replicate."""
     table = ranks_by_place(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
@@ -220,9 +236,9 @@ def assign_owners(
 
     Args:
         flops: work of each matrix.
-        held_numels: for each matrix the elements that its holders have already, by rank; among ranks with equally
-            little work the one that holds most of the matrix takes it, because what it holds need not travel.
-        fixed_loads: work that each rank has anyway (matrices it holds whole).
+        held_numels: for each matrix the elements that ranks already have, by rank. Among ranks with equally little
+            work the one with most of the matrix becomes its owner, because its part need not be sent.
+        fixed_loads: work that each rank has in any case (matrices that are whole there).
 
     Returns:
         One rank per matrix.
@@ -232,7 +248,7 @@ def assign_owners(
     heapq.heapify(idlest)
     owners = [0] * len(flops)
     for index in sorted(range(len(flops)), key=lambda i: (-flops[i], i)):
-        while idlest[0][0] != loads[idlest[0][1]]:  # out of date: it has taken a matrix since
+        while idlest[0][0] != loads[idlest[0][1]]:  # stale: the rank has got a matrix since
             heapq.heappop(idlest)
         least, owner = idlest[0]
         held = held_numels[index]
@@ -250,21 +266,16 @@ WIRE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part: ``numbers[replica][shard]`` is a rank of ``group``; this rank is (replica, shard)."""
+    """The ranks of a mesh: ``numbers[replica][shard]`` is a rank of ``group``; this rank is (replica, shard)."""
 
     group: dist.ProcessGroup
     numbers: tuple[tuple[int, ...], ...]
     replica: int
     shard: int
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all replicas together."""
-        return len(self.numbers) * len(self.numbers[0])
 
-
-class Travel(NamedTuple):
-    """A cut matrix: its parameter's index, how that parameter lies, the owner's (replica, shard)."""
+class CutMatrix(NamedTuple):
+    """A matrix that is cut over ranks: its parameter's index and pieces, and the owner's (replica, shard)."""
 
     param: int
     matrix: Matrix
@@ -272,94 +283,95 @@ class Travel(NamedTuple):
     owner: tuple[int, int]
 
     def part(self, shard: int) -> FlatRange:
-        """The range of the parameter that a shard rank holds of this matrix."""
+        """A shard rank's part of this matrix, as a range of the parameter."""
         return self.matrix.range.intersect(self.pieces.piece(shard))
-
-
-class BucketTransfer(NamedTuple):
-    """One direction of an exchange for this rank: numels per rank of the group."""
-
-    send_numels: list[int]
-    receive_numels: list[int]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together."""
+    """Cut matrices that are exchanged together."""
 
     ranks: Ranks
-    travels: tuple[Travel, ...]
+    cuts: tuple[CutMatrix, ...]
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
-        """(replica, shard) of all ranks in the order in which the collective lists them."""
+        """(replica, shard) of all ranks in the order of the collective."""
         numbers = self.ranks.numbers
-        places = ((replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
-        return tuple(sorted(places, key=lambda place: numbers[place[0]][place[1]]))
+        ranks = ((replica, shard) for replica, row in enumerate(numbers) for shard in range(len(row)))
+        return tuple(sorted(ranks, key=lambda rank: numbers[rank[0]][rank[1]]))
 
     @cached_property
-    def _by_owner(self) -> dict[tuple[int, int], list[Travel]]:
-        by_owner: dict[tuple[int, int], list[Travel]] = {place: [] for place in self.everyone}
-        for travel in self.travels:
-            by_owner[travel.owner].append(travel)
+    def _by_owner(self) -> dict[tuple[int, int], list[CutMatrix]]:
+        by_owner: dict[tuple[int, int], list[CutMatrix]] = {rank: [] for rank in self.everyone}
+        for cut in self.cuts:
+            by_owner[cut.owner].append(cut)
         return by_owner
 
     @property
-    def owned(self) -> list[Travel]:
+    def owned(self) -> list[CutMatrix]:
         """The matrices that this rank orthogonalises."""
         return self._by_owner[self.ranks.replica, self.ranks.shard]
 
     @cached_property
-    def outbound(self) -> list[list[Travel]]:
-        """Per rank of the group: the matrices whose parts go there on the way in."""
+    def outbound(self) -> list[list[CutMatrix]]:
+        """Per rank of the group: the matrices whose parts this rank sends there in the gather."""
         return [self._by_owner[r, s] if r == self.ranks.replica else [] for r, s in self.everyone]
 
     @cached_property
-    def inbound(self) -> list[Travel]:
-        """The matrices whose parts come here on the way back, in the order of their owners."""
-        return [travel for place in self.everyone for travel in self._by_owner[place]]
+    def inbound(self) -> list[CutMatrix]:
+        """The matrices whose parts this rank receives in the scatter, in the order of their owners."""
+        return [cut for owner in self.everyone for cut in self._by_owner[owner]]
 
     @cached_property
-    def gather_transfer(self) -> BucketTransfer:
-        """Numels on the way to the owners."""
+    def gather_numels(self) -> tuple[list[int], list[int]]:
+        """Numels to send to each rank of the group and to receive from it, on the way to the owners."""
         mine = self.ranks.shard
-        sends = [sum(t.part(mine).numel for t in travels) for travels in self.outbound]
+        sends = [sum(t.part(mine).numel for t in cuts) for cuts in self.outbound]
         receives = [
             sum(t.part(s).numel for t in self.owned) if r == self.ranks.replica else 0
             for r, s in self.everyone
         ]
-        return BucketTransfer(sends, receives)
+        return sends, receives
 
     @cached_property
-    def scatter_transfer(self) -> BucketTransfer:
-        """Numels on the way back."""
+    def scatter_numels(self) -> tuple[list[int], list[int]]:
+        """The same for the way back."""
         mine = self.ranks.shard
         sends = [sum(t.part(s).numel for t in self.owned) for _, s in self.everyone]
-        receives = [sum(t.part(mine).numel for t in self._by_owner[place]) for place in self.everyone]
-        return BucketTransfer(sends, receives)
+        receives = [sum(t.part(mine).numel for t in self._by_owner[owner]) for owner in self.everyone]
+        return sends, receives
 
 
 class Pending(NamedTuple):
-    """A collective on its way. ``sent`` is kept because the collective reads it until it is done."""
+    """A collective in flight. ``sent`` is kept because the collective reads it."""
 
     received: torch.Tensor  # 1D [sum(receive_numels)], bf16
     sent: torch.Tensor
     work: Work | None
 
     def wait(self) -> torch.Tensor:
-        """What arrived, in order of the sending ranks."""
+        """The received elements, in order of the sending ranks."""
         if self.work is not None:
             self.work.wait()
         return self.received
 
 
 def start_exchange(
-    parts: Sequence[torch.Tensor], transfer: BucketTransfer, group: dist.ProcessGroup, device: torch.device
+    parts: Sequence[torch.Tensor],
+    numels: tuple[list[int], list[int]],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> Pending:
-    """Pack 1-D parts, in order of their destinations, into one bf16 buffer and start the collective."""
-    sent = torch.empty(sum(transfer.send_numels), dtype=WIRE_DTYPE, device=device)
+    """Pack 1-D parts, in order of their destinations, into one bf16 buffer and start the collective.
+
+    Args:
+        numels: elements to send to each rank of the group, and to receive from it.
+    """
+    sends, receives = numels
+    sent = torch.empty(sum(sends), dtype=WIRE_DTYPE, device=device)
     if parts:
         foreach_copy_(list(sent.split([part.numel() for part in parts])), list(parts))
-    received = torch.empty(sum(transfer.receive_numels), dtype=WIRE_DTYPE, device=device)
-    work = all_to_all_into(received, sent, transfer.receive_numels, transfer.send_numels, group)
+    received = torch.empty(sum(receives), dtype=WIRE_DTYPE, device=device)
+    work = all_to_all_into(received, sent, receives, sends, group)
     return Pending(received, sent, work)

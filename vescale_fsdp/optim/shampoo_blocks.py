@@ -1,11 +1,28 @@
-"""The blocks of many parameters in one step, those of one size as a stack: an operator is one launch for all of them.
+"""Blocks of Shampoo: the grid of a parameter, the arithmetic of a stack of blocks, and copies into and out of stacks.
+
+A matrix is cut into blocks of at most b x b; a *band* is one row of blocks. The first two indices of a tensor of
+factors are those of the block, so "the factor of block (i, j)" means the same at every world size::
+
+    shape (5, 7), b = 4                left (2, 2, 4, 4)      right (2, 2, 4, 4)
+      band 0   A A A A B B B           A: 4 x 4   B: 4 x 4    A: 4 x 4   B: 3 x 3
+               ...4 rows                (the corner of size height or width is used, the rest stays 0)
+      band 1   C C C C D D D           C: 1 x 1   D: 1 x 1    C: 4 x 4   D: 3 x 3
+
+Stacks (E, m, k) have ceil(m / b) bands per matrix. Vectors are one column in blocks of b, with left factors only.
+
+With gradient G of a block: L <- b2 L + (1 - b2) G G', R <- b2 R + (1 - b2) G' G (b2 = 1: plain sums); the direction is
+L^(-1/4) M R^(-1/4) with M the averaged gradient (vectors: L^(-1/2) M). Gupta et al., arXiv 1802.09568; grafting and
+the choice of roots as in arXiv 2309.06497.
+
+Blocks of one size, over all parameters of a step, are computed as a stack, so an operator is one launch for all of
+them:
 
     lines      of a parameter, [lines of the piece, cols]: gradient, averaged gradient, grafted direction, update
-    area       blocks of one size side by side in them (`factor_grid`), cut so that a stack is of bounded size
-    stack      [n, height, width] copies of all areas of one size: what the arithmetic works on (`block_math`)
+    area       blocks of one size next to each other in them, cut so that a stack has bounded size
+    stack      [n, height, width] copies of all areas of one size
 
-Copies into and out of stacks are what is left per parameter. On the CPU a stack is one block: no operator has to be
-launched there, and how many matrices are multiplied at once may show in the last bit, so also on how many ranks.
+Only copies into and out of stacks are launched per parameter. On the CPU a stack is one block: operators need no launch
+there, and the number of matrices in a product may change the last bit, which would then depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +43,7 @@ from vescale_fsdp.torch_private import foreach_copy_, foreach_norm_of
 
 
 class BlockArea(NamedTuple):
-    """Blocks of equal size that lie side by side in a rank's piece, and their factors' place in the local state."""
+    """Adjacent blocks of equal size in a rank's piece, and the indices of their factors in the local state."""
 
     top: int  # first line, counted from the start of the piece
     left: int  # first column
@@ -106,7 +123,7 @@ class FactorGrid:
         return (matrix * self.rows + place * self.block) * self.cols
 
     def bands_in(self, piece: FlatRange) -> range:
-        """The bands that a piece holds.
+        """The bands of a piece.
 
         Raises:
             LayoutError: if the piece begins or ends inside a band.
@@ -131,7 +148,7 @@ class FactorGrid:
         return matrix * self.bands_per_matrix + line // self.block
 
     def areas_in(self, piece: FlatRange) -> Iterator[BlockArea]:
-        """The blocks of a piece; bands of one height that follow each other, together."""
+        """The blocks of a piece; adjacent bands of one height form one area."""
         top = first = 0
         last_height = self.rows - (self.bands_per_matrix - 1) * self.block
         heights = (
@@ -166,7 +183,7 @@ def factor_grid_of(shape: tuple[int, ...], block: int) -> FactorGrid:
 
 
 def granularity_of(shape: tuple[int, ...], block: int) -> Granularity:
-    """What keeps the bands of a parameter whole."""
+    """The granularity that keeps the bands of a parameter whole."""
     if len(shape) == 1:
         return Flat(block)
     # Rows(b) of a stack counts rows through all matrices: its cuts meet the bands only if b divides them.
@@ -214,10 +231,10 @@ def inverse_roots(
 
 
 def _roots(factors: torch.Tensor, root: int, eps: float, relative_eps: float) -> torch.Tensor:
-    # In fp32 the decomposition moves every eigenvalue by about 1e-7 of the largest. In the null space of a factor
-    # without full rank that is all there is, and the power of -1/4 makes it the largest entry of the root: the results
-    # of two BLAS libraries differed by 100 %. Hence fp64, and one floor to which such eigenvalues are raised (a shift
-    # would keep their rounding). What is left is the rounding of the factor itself.
+    # In fp32 the decomposition has an error of about 1e-7 of the largest eigenvalue. In the null space of a factor
+    # without full rank only that error remains, and the power of -1/4 makes it the largest entry of the root: the
+    # results of two BLAS libraries differed by 100 %. Hence fp64, and one floor to which such eigenvalues are raised (a
+    # shift would keep their rounding). Only the rounding of the factor itself remains.
     values, vectors = torch.linalg.eigh(factors.double())
     floor = (values[:, -1:] * relative_eps).clamp_min(eps)
     values = torch.maximum(values, floor)
@@ -236,13 +253,13 @@ def _root_or_last(
 
 def graft(directions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Directions with the norms of another update of the same blocks, [n, height, width] both."""
-    # One norm per block over all its elements: a norm over two dims rounds otherwise, and by how many there are.
+    # One norm per block over all its elements: the rounding of a norm over two dims depends on the stack's size.
     norms, wanted = (torch.stack(foreach_norm_of(list(each.unbind()))) for each in (directions, like))
     return directions * (wanted / (norms + 1e-16)).view(-1, 1, 1)
 
 
 _STACK_NUMEL = 4 << 20
-"""Elements of a stack of factors, 16 MiB in fp32; about a dozen such are there at once, eigenvectors and all."""
+"""Elements of a stack of factors, 16 MiB in fp32; about a dozen exist at once, eigenvectors included."""
 
 
 class BlockJob(NamedTuple):
@@ -258,18 +275,14 @@ class BlockJob(NamedTuple):
 
 def write_directions(jobs: Sequence[BlockJob], step: int, group: Mapping[str, Any]) -> None:
     """Update the factors of all blocks and, when due, their roots; write the blocks' directions."""
-    found = (
+    items = (
         ((len(job.factors), part.height, part.width), part.numel, (job, part))
         for job in jobs
         for area in job.areas
-        for part in area.parts(_blocks_at_once(area, job.update.device))
+        for part in area.parts(max(1, _STACK_NUMEL // area.side_numel) if launches(job.update.device) else 1)
     )
-    for alike in batches_of(found, _STACK_NUMEL if launches(jobs[0].update.device) else 0):
+    for alike in batches_of(items, _STACK_NUMEL if launches(jobs[0].update.device) else 0):
         _write_alike(alike, step, group)
-
-
-def _blocks_at_once(area: BlockArea, device: torch.device) -> int:
-    return max(1, _STACK_NUMEL // area.side_numel) if launches(device) else 1
 
 
 def _write_alike(alike: Sequence[tuple[BlockJob, BlockArea]], step: int, group: Mapping[str, Any]) -> None:
@@ -322,7 +335,7 @@ def _factors_of(factors: torch.Tensor, area: BlockArea, side: str) -> torch.Tens
 
 
 def _stacked(areas: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Contiguous copies: matrix products may round otherwise for other strides, and these depend on the cut."""
+    """Contiguous copies: the rounding of matrix products may depend on strides, which depend on the cut."""
     stack = areas[0].new_empty(sum(each.shape[0] * each.shape[1] for each in areas), *areas[0].shape[2:])
     foreach_copy_(_as_areas(stack, areas), list(areas))
     return stack

@@ -1,14 +1,29 @@
-"""DataMesh: which axes of a device mesh shard parameters and which replicate them.
+"""DataMesh: the axes of a device mesh that shard parameters or replicate them, and prior cuts by other parallelisms.
 
-    what the user gives                       the mesh a group's collectives run over
+    the user's argument                       the mesh of a group's collectives
     mesh of one axis                          (shard,)
     mesh of two axes                          (replicate, shard): HSDP
     mesh and dp_mesh_dims                     the named axes of a full mesh; several of a kind are flattened into
                                               one; replicate only is (replicate, shard of one rank): DDP
     ShardPlacementResult for one parameter    that of its mesh_info
 
-With ``dp_mesh_dims`` parameters are DTensors on the full mesh already, Replicate on its data-parallel axes (torch
-2.13, ``FS/_fsdp_param.py:345-430`` and ``FS/_fsdp_init.py:108-149``); `SpmdAxes` says which axes those are.
+Tensor or expert parallelism cuts a parameter first, `fully_shard` cuts the part on this rank (`PriorSharding`):
+
+    the module's parameter   DTensor on the tp mesh, say (Shard(0),)        local (rows / tp, cols)
+    sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0))  local 1-D piece
+    unsharded parameter      DTensor on the tp mesh again, over a view of the full buffer
+
+So a layout is planned for the local shape, and the module's own parallel code sees the DTensor it expects. A gradient
+arrives as a DTensor, often Partial over tp; it is first redistributed to the parameter's own placements.
+
+With ``dp_mesh_dims`` the module's parameter is a DTensor on the full mesh, dp included (torch 2.13,
+``FS/_fsdp_param.py:345-430`` and ``FS/_fsdp_init.py:108-149``); `SpmdAxes` names its axes:
+
+    the module's parameter   DTensor on (dp, tp), (Replicate, Shard(0))
+    sharded parameter        RaggedDTensor on (dp, tp), (Ragged, Shard(0)); several dp axes count as one
+    unsharded parameter      DTensor on (dp, tp), (Replicate, Shard(0)) again
+
+Its gradient is Partial over dp as well; the reduction computes those sums.
 """
 
 from __future__ import annotations
@@ -46,7 +61,7 @@ from vescale_fsdp.torch_private import (
 
 @dataclass(frozen=True)
 class SpmdAxes:
-    """Where the data-parallel axes lie in a full mesh that parameters are DTensors on.
+    """The data-parallel axes of a full mesh on which parameters are DTensors.
 
     Args:
         mesh: the full mesh.
@@ -70,10 +85,10 @@ class DataMesh:
 
     Args:
         mesh: 1-D (shard,) or 2-D (replicate, shard).
-        spmd: where its axes lie in the full mesh, if parameters are DTensors on that.
+        spmd: its axes in the full mesh, if parameters are DTensors on that.
 
     Raises:
-        PlacementError: if ranks that replicate each other would hold different shards.
+        PlacementError: if replicas would get different shards.
     """
 
     mesh: DeviceMesh
@@ -84,12 +99,12 @@ class DataMesh:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that hold one copy of the parameters between them."""
+        """Number of ranks that share one copy of the parameters."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def is_replicated_only(self) -> bool:
-        """Whether every rank holds everything (DDP)."""
+        """Whether every rank has full parameters (DDP)."""
         return self.spmd is not None and not self.spmd.shard
 
 
@@ -102,7 +117,7 @@ def default_mesh() -> DeviceMesh:
             dist.init_process_group()
         except ValueError as unset:  # a variable that torchrun sets
             raise LifecycleError(
-                "There is no process group, and nothing to make one of.",
+                "There is no process group, and the environment does not describe one.",
                 expected="a job under torchrun, a process group, or a mesh",
                 got=str(unset),
                 where="fully_shard(mesh=None)",
@@ -130,7 +145,7 @@ def data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         dims: torch's `DataParallelMeshDims`, or None.
 
     Raises:
-        PlacementError: if it is no mesh, does not hold this rank, or has other axes than asked for.
+        PlacementError: if it is not a mesh, does not contain this rank, or has other axes than ``dims`` names.
     """
     _check_mesh(mesh)
     if dims is not None:
@@ -156,7 +171,7 @@ def _check_mesh(mesh: object) -> None:
     if mesh.get_coordinate() is None:
         raise PlacementError(
             "This rank is not in the mesh.",
-            expected="a mesh that holds every rank that shards the module",
+            expected="a mesh of all ranks that shard the module",
             got=f"{mesh} on rank {dist.get_rank()}",
             todo="call fully_shard on the ranks of the mesh alone, or make the mesh of more ranks",
         )
@@ -167,7 +182,7 @@ def _named_axes(mesh: DeviceMesh, dims: Any) -> DataMesh:
     if not dims.shard_names:
         replicated = _one_axis(mesh, dims.replicate_names)
         name = replicated.mesh_dim_names[0] if replicated.mesh_dim_names else "replicate"
-        # An axis of one rank shards: then nothing else need know that all ranks hold everything.
+        # An axis of one rank shards, so that replication only needs no code of its own elsewhere.
         return DataMesh(unflatten_mesh(replicated, (replicated.size(), 1), (name, f"{name}_shard")), axes)
     sharded = _one_axis(mesh, dims.shard_names)
     if not dims.replicate_names:
@@ -186,7 +201,7 @@ def _spmd_axes(mesh: DeviceMesh, dims: Any) -> SpmdAxes:
     asked = (*dims.shard_names, *dims.replicate_names)
     if not asked or any(name not in names for name in asked) or len(set(asked)) < len(asked):
         raise PlacementError(
-            "dp_mesh_dims does not go with the mesh.",
+            "dp_mesh_dims does not match the mesh.",
             expected=f"at least one of the axes {names}, each once",
             got=f"shard={dims.shard_names}, replicate={dims.replicate_names}",
             where=str(mesh),
@@ -204,15 +219,15 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def mesh_of_info(info: Any) -> DataMesh:
-    """The data-parallel axes that a parameter's own ``mesh_info`` means (torch's FSDPMeshInfo, HSDPMeshInfo).
+    """The data-parallel axes of a parameter's own ``mesh_info`` (torch's FSDPMeshInfo, HSDPMeshInfo).
 
     Raises:
-        PlacementError: for anything else, and for axes in another order than (replicate, shard).
+        PlacementError: for another class, or axes in another order than (replicate, shard).
     """
     axes = (None, 0) if isinstance(info, FSDPMeshInfo) and info.mesh.ndim == 1 else (0, 1)
     if not isinstance(info, FSDPMeshInfo) or (info.replicate_mesh_dim, info.shard_mesh_dim) != axes:
         raise PlacementError(
-            "A parameter's own mesh must say which axis shards.",
+            "A parameter's own mesh needs one axis that shards.",
             expected="FSDPMeshInfo of a 1-D mesh, or HSDPMeshInfo of a 2-D mesh (replicate, shard)",
             got=info,
             todo="FSDPMeshInfo(mesh, shard_mesh_dim=0), HSDPMeshInfo(mesh, 1, replicate_mesh_dim=0)",
@@ -223,11 +238,11 @@ def mesh_of_info(info: Any) -> DataMesh:
 
 @dataclass(frozen=True)
 class PriorSharding:
-    """What other parallelisms have done to a parameter, and what that means for its shards and gradients.
+    """How other parallelisms have cut a parameter, and the specs of its shards and gradients that follow.
 
     Args:
-        data: what the parameter is to be sharded over besides.
-        spec: of the parameter as the module's code sees it; None for a plain tensor, which nobody has cut.
+        data: the mesh over which the parameter is sharded in addition.
+        spec: of the parameter as the module's code sees it; None for a plain tensor, which is not cut yet.
     """
 
     data: DataMesh
@@ -235,10 +250,10 @@ class PriorSharding:
 
     @staticmethod
     def of(fqn: str, param: nn.Parameter, data: DataMesh) -> PriorSharding:
-        """How a parameter was cut, once it is proven that its own mesh axes can stand beside those of ``data``.
+        """The prior sharding of a parameter, after a check that its mesh axes are compatible with ``data``.
 
         Raises:
-            PlacementError: if it is sharded already, has sums that are not done, or the axes do not go together.
+            PlacementError: if it is sharded already, has Partial placements, or the axes are not compatible.
         """
         spmd = data.spmd
         problem = _problem_on_full_mesh(param, spmd) if spmd is not None else _problem(param, data.mesh)
@@ -247,10 +262,10 @@ class PriorSharding:
         return PriorSharding(data, spec_of(param) if isinstance(param, DTensor) else None)
 
     def sharded_spec(self, ragged: RaggedShard, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of the sharded parameter, on the axes it is sharded over and on its own.
+        """The spec of the sharded parameter, on the data-parallel axes and its own.
 
         Args:
-            ragged: how its local part is cut.
+            ragged: the cut of its local part.
             shape: global shape.
             dtype: of the shard.
         """
@@ -272,10 +287,10 @@ class PriorSharding:
         return nn.Parameter(tensor, requires_grad)
 
     def own_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an unsharded gradient, its sums over the axes of other parallelisms done."""
+        """This rank's part of an unsharded gradient, summed over the axes of other parallelisms."""
         if self.spec is None or not isinstance(grad, DTensor):
             return grad
-        # The sums over data-parallel axes of the same mesh are what the reduction is for.
+        # The reduction sums over the data-parallel axes of the same mesh.
         data_axes = self.data.spmd.data if self.data.spmd is not None else ()
         wanted = [
             now if axis in data_axes else own
@@ -288,20 +303,20 @@ _SHARDED = "it is sharded already, with a module further out or by hand"
 
 
 def local_part(param: nn.Parameter) -> torch.Tensor:
-    """What they left of it on this rank, without gradient: ND, the whole parameter if they did nothing."""
+    """The part of a parameter that other parallelisms have left on this rank, ND, detached."""
     return local_of(param).detach()
 
 
 def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> PlacementError:
     if isinstance(param, RaggedDTensor):
         expected = "a module whose parameters no fully_shard call has taken"
-        todo = "go from the inside out: shard the blocks first and the root last, each module once; what is tied to a "
-        todo += "parameter of a block goes into one unit with it: tie first, then fully_shard([a, b])"
+        todo = "go from the inside out: shard the blocks first and the root last, each module once; modules with tied "
+        todo += "parameters belong in one unit: tie first, then fully_shard([a, b])"
     elif data.spmd is None:
         expected = "Shard or Replicate on other axes of one named mesh"
         todo = 'make one mesh with names, and pass mesh["dp"] here and mesh["tp"] there'
     else:
-        expected = "a DTensor on the very mesh given as mesh=, Replicate on its data-parallel axes"
+        expected = "a DTensor on the same mesh object as mesh=, Replicate on its data-parallel axes"
         todo = "put parameters on the full mesh first: torch.distributed.tensor.distribute_module"
     got = "a plain tensor"
     if isinstance(param, DTensor):
@@ -316,22 +331,22 @@ def _refusal(problem: str, fqn: str, param: nn.Parameter, data: DataMesh) -> Pla
 
 
 def _problem(param: nn.Parameter, mesh: DeviceMesh) -> str | None:
-    """What speaks against a DTensor on a mesh of its own."""
+    """Why a parameter on a mesh of its own is not supported, or None."""
     if not isinstance(param, DTensor):
         return None
     if isinstance(param, RaggedDTensor):
         return _SHARDED
     if not all(_is_plain(placement) for placement in param.placements):
-        return "only Shard and Replicate can stand beside a ragged cut"
+        return "only Shard and Replicate can be combined with a ragged cut"
     if not mesh.mesh_dim_names or not param.device_mesh.mesh_dim_names:
-        return "the axes of both meshes need names, to be told apart"
+        return "the axes of both meshes need names, to distinguish them"
     if set(mesh.mesh_dim_names) & set(param.device_mesh.mesh_dim_names):
         return "it lives on an axis that it is to be sharded over"
     return None
 
 
 def _problem_on_full_mesh(param: nn.Parameter, spmd: SpmdAxes) -> str | None:
-    """What speaks against a parameter under ``dp_mesh_dims``."""
+    """Why a parameter under ``dp_mesh_dims`` is not supported, or None."""
     if not isinstance(param, DTensor):
         return "with dp_mesh_dims all parameters must be DTensors"
     if isinstance(param, RaggedDTensor):
@@ -343,7 +358,7 @@ def _problem_on_full_mesh(param: nn.Parameter, spmd: SpmdAxes) -> str | None:
     if cut:
         return f"it is not Replicate on {', '.join(cut)}"
     if not all(_is_plain(placement) for placement in param.placements):
-        return "only Shard and Replicate can stand beside a ragged cut"
+        return "only Shard and Replicate can be combined with a ragged cut"
     return None
 
 
@@ -356,8 +371,8 @@ def _on_full_mesh(
 ) -> tuple[DeviceMesh, list[Placement]]:
     """The full mesh and its placements, with a ragged cut on its sharding axis.
 
-    Several sharding axes become one, and a mesh that only replicates gets one; both as in ``mesh``, which
-    stands where the first data-parallel axis stood.
+    Several sharding axes become one, and a mesh that only replicates gets one; both as in ``mesh``, which takes the
+    position of the first data-parallel axis.
     """
     if len(spmd.shard) == 1:
         return spmd.mesh, [own[-1] if axis in spmd.shard else p for axis, p in enumerate(given)]

@@ -123,8 +123,8 @@ def fully_shard(
         torch.Size([64, 8])
     """
     modules = _root_modules(module)
-    ignored = frozenset(ignored_params or ())
-    _check_kinds(mp_policy, offload_policy, padding_policy, ignored)
+    _check_kinds(mp_policy, offload_policy, padding_policy)
+    ignored = _ignored(ignored_params)
     check_policies(mp_policy, offload_policy)
     data = data_mesh(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     reshard = _reshard_choice(reshard_after_forward, data)
@@ -171,10 +171,8 @@ def fully_shard(
 vars(fully_shard)["state"] = state_of
 
 
-def _check_kinds(
-    mp_policy: object, offload_policy: object, padding_policy: object, ignored: Iterable[object]
-) -> None:
-    """Refuse arguments of another kind (a policy's class, names of parameters), which would have no effect."""
+def _check_kinds(mp_policy: object, offload_policy: object, padding_policy: object) -> None:
+    """Refuse a policy's class in place of a policy, and other values that would have no effect."""
     for name, given, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
         ("offload_policy", offload_policy, OffloadPolicy),
@@ -187,14 +185,20 @@ def _check_kinds(
                 got=f"the class {given.__name__}" if isinstance(given, type) else repr(given),
                 todo=f"make one: {given.__name__ if isinstance(given, type) else kind.__name__}(..)",
             )
-    for each in ignored:
+
+
+def _ignored(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parameter]:
+    """The parameters to leave alone; names, for example, would have no effect and are refused."""
+    given = () if params is None else tuple(params)
+    for each in given:
         if not isinstance(each, nn.Parameter):
             raise ArgumentError(
-                "ignored_params holds parameters.",
+                "ignored_params takes parameters.",
                 expected="a set of nn.Parameter",
-                got=type(each).__name__,
+                got=f"{type(each).__name__} among {type(params).__name__}",
                 todo="pass the objects: {model.get_parameter(name), ..} or set(module.parameters())",
             )
+    return frozenset(given)
 
 
 def _check_unmixed(modules: tuple[nn.Module, ...]) -> None:
