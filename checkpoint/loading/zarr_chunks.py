@@ -10,15 +10,15 @@ import struct
 import threading
 from contextlib import closing
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from vescale_fsdp.checkpoint.checksums import CRC32C, CRC_BYTES
 from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, holders_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_file
+from vescale_fsdp.checkpoint.manifest.zarr_layout import chunk_file
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
@@ -96,7 +96,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
-    found = google_crc32c.value(data.tobytes())
+    found = CRC32C.of(data.tobytes())
     if found != stored:
         raise corrupt(f"crc32c {stored:08x}", f"{found:08x}")
     written = tables.checksum(chunk)

@@ -15,8 +15,7 @@ from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningDigest, hex_digest_of
 from vescale_fsdp.checkpoint.manifest.array_names import array_paths, array_paths_1
 from vescale_fsdp.checkpoint.manifest.distribution import (
     Axis,
@@ -71,7 +70,7 @@ class Manifest:
         rank_sets: table of sets of ranks.
         holders: for each tensor, the place in ``rank_sets`` of the ranks that hold it.
         blob_bytes: bytes kept in each rank's file for per-rank values (0 if there are none).
-        user: the user's own JSON.
+        metadata: the JSON given to `save`; the key `user` of the file.
         stripe_bytes: bytes per checksum.
         split_bytes: replicas share the writing of a region of at least so many bytes; None lets every replica
             store all of it, for storage that ranks do not share.
@@ -85,7 +84,7 @@ class Manifest:
     rank_sets: tuple[RankSet, ...]
     holders: tuple[int, ...]
     blob_bytes: int = 0
-    user: Json = None
+    metadata: Json = None
     stripe_bytes: int = STRIPE_BYTES
     split_bytes: int | None = SPLIT_BYTES
     chunks: tuple[tuple[int, ...], ...] | None = None
@@ -217,10 +216,10 @@ class Manifest:
                 ],
                 **({} if self.chunks is None else {"chunks": self.chunks}),
                 "state": structure.tree,
-                "user": self.user,
+                "user": self.metadata,
             }
         )
-        return content[:-1] + _seal(xxhash.xxh3_128_hexdigest(content))
+        return content[:-1] + _seal(hex_digest_of(content))
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, where: str) -> Manifest:
@@ -260,7 +259,7 @@ def build_manifest(
     save_id: str,
     world_size: int,
     blob_bytes: int = 0,
-    user: Json = None,
+    metadata: Json = None,
     stripe_bytes: int = STRIPE_BYTES,
     split_bytes: int | None = SPLIT_BYTES,
 ) -> Manifest:
@@ -284,7 +283,7 @@ def build_manifest(
         tuple(table),
         holders,
         blob_bytes,
-        user,
+        metadata,
         stripe_bytes,
         split_bytes,
     )
@@ -297,7 +296,7 @@ def _seal(checksum: object) -> bytes:
 
 def _checksum(data: Mapping[str, Any]) -> str:
     content = {key: value for key, value in data.items() if key != "checksum"}
-    return xxhash.xxh3_128_hexdigest(dump_json(content))
+    return hex_digest_of(dump_json(content))
 
 
 def _corrupt(where: str, got: str) -> CorruptCheckpointError:
@@ -318,7 +317,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise _corrupt(where, f"format {found!r}")
         seal = _seal(data.get("checksum"))
-        written = xxhash.xxh3_128(memoryview(raw)[: -len(seal)])
+        written = RunningDigest(memoryview(raw)[: -len(seal)])
         written.update(b"}")
         as_written = raw.endswith(seal) and written.hexdigest() == data["checksum"]
         # Not the bytes that were written, but perhaps the JSON that they stand for.

@@ -19,8 +19,7 @@ from math import prod
 from sys import intern
 from typing import Any
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import digest_of
 from vescale_fsdp.checkpoint.manifest.distribution import Axes, Axis, Cut, Distribution, cut_from_json
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
@@ -100,7 +99,7 @@ class Structure:
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that differ between different structures."""
-        return xxhash.xxh3_128_digest(self.document)
+        return digest_of(self.document)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Structure:

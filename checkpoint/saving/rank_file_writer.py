@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 
-import xxhash
-
+from vescale_fsdp.checkpoint.checksums import RunningChecksum, checksum_of
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.saving.form import Commit, RankShare
@@ -89,8 +88,8 @@ def write_rank_file(storage: Storage, image: FileImage, meter: Meter, *, name: s
 def _checksum_of(buffers: Sequence[Buffer]) -> int:
     """xxh3-64 of buffers taken as one run of bytes."""
     if len(buffers) == 1:
-        return xxhash.xxh3_64_intdigest(buffers[0])
-    state = xxhash.xxh3_64()
+        return checksum_of(buffers[0])
+    state = RunningChecksum()
     for buffer in buffers:
         state.update(buffer)
     return state.intdigest()

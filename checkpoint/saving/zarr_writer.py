@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-import google_crc32c
 import torch
 
+from vescale_fsdp.checkpoint.checksums import CRC32C
 from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, Holder, held_chunks
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
@@ -206,7 +206,7 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
 
 def _put_chunk(writer: ArrayWriter, chunk: Chunk, elements: torch.Tensor, name: str) -> None:
     data = elements.view(torch.uint8).numpy()
-    checksum = google_crc32c.value(data.tobytes())
+    checksum = CRC32C.of(data.tobytes())
     _put(writer.storage, name, data, struct.pack("<I", checksum))
     writer.checksums[chunk] = checksum
     writer.meter.advance(len(data))

@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import Work, all_to_all_into, new_group
-from vescale_fsdp.dtensor.mesh_order import ranks_by_place
 from vescale_fsdp.dtensor.piece_map import PieceMap
+from vescale_fsdp.dtensor.spec import ranks_by_place
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.torch_private import foreach_copy_

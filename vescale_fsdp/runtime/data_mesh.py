@@ -39,9 +39,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from vescale_fsdp.dtensor.mesh_order import ranks_by_place
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import make_spec, spec_with
+from vescale_fsdp.dtensor.spec import make_spec, ranks_by_place, spec_with
 from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_modes import outside_fake_mode

@@ -37,8 +37,7 @@ from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from vescale_fsdp.dtensor.grad_dtype import check_grad_dtype
-from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
+from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, check_grad_dtype
 from vescale_fsdp.errors import (
     ArgumentError,
     LayoutError,
@@ -47,12 +46,11 @@ from vescale_fsdp.errors import (
     PlacementError,
     UnsupportedOpError,
 )
-from vescale_fsdp.layout.buffers import plan_buffers
 from vescale_fsdp.layout.granularity import Element, GranularityRule, resolve_granularity
 from vescale_fsdp.layout.group_layout import GroupLayout
 from vescale_fsdp.layout.padding import PaddingPolicy, check_padding
 from vescale_fsdp.layout.placement import RaggedShard
-from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_by_rows
+from vescale_fsdp.layout.planner import Scatter, TensorSpec, plan_buffers, plan_by_rows
 from vescale_fsdp.runtime.all_gather_hooks import check_hooks, has_hooks
 from vescale_fsdp.runtime.comm.group_comm import GatherPolicy
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding, local_part, mesh_of_info
