@@ -9,7 +9,7 @@ Plain values stand for themselves; what JSON lacks is an object with a ``"$"`` k
     {"$": "absent"}             a tensor whose mesh does not include this rank
 
 A ``bytearray`` is bytes with ``"array": true``. Nothing is pickled, so nothing runs when a checkpoint is opened.
-`decode` reads nodes, `state.encode` makes them. Values that are not of Python's own types are imported only where
+`decode` reads nodes, `state.capture` makes them. Values that are not of Python's own types are imported only where
 one occurs.
 """
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from vescale_fsdp.checkpoint.moves.source import Source
 from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
 from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.conversion.source.source import Source
 from vescale_fsdp.conversion.state.model_names import find_model
 from vescale_fsdp.errors import ConversionError
 
@@ -16,8 +16,8 @@ def describe(source: Source) -> dict[str, Any]:
     """Everything known about a source without reading its tensors, as plain values."""
     try:
         model = find_model(source)
-        prefix = None if model.rivals else model.prefix
-        models = [f"{rival}." for rival in model.rivals] or [model.prefix]
+        prefix = None if model.candidates else model.prefix
+        models = [f"{candidate}." for candidate in model.candidates] or [model.prefix]
     except ConversionError:
         prefix, models = None, []
     kinds = Counter(tensor.info.dtype.name for tensor in source.tensors.values())

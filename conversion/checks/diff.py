@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
-from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
-from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
-from vescale_fsdp.conversion.output.copying import Progress
-from vescale_fsdp.conversion.source.source import Source
-from vescale_fsdp.conversion.source.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
-from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
-from vescale_fsdp.conversion.views.tensor_view import (
+from vescale_fsdp.checkpoint.moves.copying import Progress
+from vescale_fsdp.checkpoint.moves.source import Source
+from vescale_fsdp.checkpoint.moves.stored_tensor import MOST_GROWTH, UNCHECKED_BYTES, is_inflated
+from vescale_fsdp.checkpoint.moves.tensor_view import (
     SourceView,
     TensorView,
     pieces_of,
     repeated_dims,
     without_repeats,
 )
+from vescale_fsdp.conversion.checks.byte_sizes import format_bytes
+from vescale_fsdp.conversion.formats.huggingface.repository import natural_key
+from vescale_fsdp.conversion.formats.huggingface.tied_weights import left_out_by
+from vescale_fsdp.conversion.state.model_names import find_model, unwrapped_names
 from vescale_fsdp.errors import ConversionError, some
 from vescale_fsdp.layout.dtypes import DType, dtype_from_torch
 from vescale_fsdp.views.float_codes import cast_array
@@ -178,7 +178,7 @@ def _views(source: Source, prefix: str | None) -> Views:
     has_prefix = prefix is not None and any(name.startswith(start) for name in source.tensors)
     model = find_model(source, prefix if has_prefix else None)
     counters = {name for name in model.names if not source.info(name).shape}
-    names = model.names if model.rivals else unwrapped_names(model.names, counters, source.url)
+    names = model.names if model.candidates else unwrapped_names(model.names, counters, source.url)
     return {
         ("model", names[name]) if name in names else ("other", name): SourceView(source, name, name)
         for name in source.tensors
