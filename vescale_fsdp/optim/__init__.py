@@ -1,4 +1,4 @@
-"""Optimizers that know how parameters lie over ranks: Muon, Shampoo, 8-bit AdamW, torch's own on flat shards."""
+"""Optimizers for ragged shards: Muon, Shampoo, 8-bit AdamW, and torch's own on flat shards."""
 
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 from vescale_fsdp.optim.flat_optimizer import FlatOptimizer

@@ -1,4 +1,4 @@
-"""Block-wise codecs: tensors as 8-bit codes and one scale per block, cut where ragged shards are cut."""
+"""Block-wise codecs: tensors as 8-bit codes and one scale per block, cut at the same blocks as ragged shards."""
 
 from vescale_fsdp.quantize.codec import (
     BlockCodec,
