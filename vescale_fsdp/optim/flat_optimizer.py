@@ -117,7 +117,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "to be element-wise.",
                 expected=", ".join(each.__name__ for each in ELEMENT_WISE) + " of torch.optim",
                 got=f"{kind.__module__}.{kind.__name__}",
-                todo="use it as it is, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
+                todo="use it directly, per parameter, or Muon and Shampoo of vescale_fsdp.optim",
             )
         self._kind = kind
         self._options = options
@@ -198,8 +198,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._inner.step()
         for run in runs:
             run.flat.grad = None
-        anew = [self._show(run) for run in runs]
-        if any(anew):
+        changed = [self._show(run) for run in runs]
+        if any(changed):
             self._order_state()
 
     # -- runs -----------------------------------------------------------------------------------------

@@ -185,8 +185,10 @@ class Muon(StructuredOptimizer):
         plan = self._plans[present]
         stepped = [members[index] for index in present]
         jobs = [
-            ParamJob(param, group, lies.pieces, update)
-            for (param, group), lies, update in zip(stepped, plan.params, self._updates(stepped), strict=True)
+            ParamJob(param, group, planned.pieces, update)
+            for (param, group), planned, update in zip(
+                stepped, plan.params, self._updates(stepped), strict=True
+            )
         ]
         run_step(plan, jobs, meanwhile=self._step_adamw)
 

@@ -137,7 +137,7 @@ def plan_step(
     here: list[tuple[int, Matrix]] = []
     gathered: list[int] = []
     cut: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, PieceMap]]] = {}
-    held: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
+    whole: dict[tuple[DeviceMesh, int], list[tuple[int, Matrix, int]]] = {}
     for index, param in enumerate(wanted):
         pieces = param.pieces
         if pieces is None:
@@ -151,7 +151,7 @@ def plan_step(
                 cut.setdefault(key, []).append((index, matrix, pieces))
                 continue
             if key is not None:
-                held.setdefault(key, []).append((index, matrix, holder))
+                whole.setdefault(key, []).append((index, matrix, holder))
             if holder == pieces.shard_rank:
                 here.append((index, matrix))
     for key in cut:
@@ -160,7 +160,7 @@ def plan_step(
     buckets = [
         bucket
         for key, matrices in cut.items()
-        for bucket in _buckets(wanted, matrices, held.get(key, []), ranks_of[key], bucket_bytes)
+        for bucket in _buckets(wanted, matrices, whole.get(key, []), ranks_of[key], bucket_bytes)
     ]
     return MuonPlan(tuple(wanted), tuple(here), tuple(buckets), tuple(gathered))
 
@@ -168,14 +168,14 @@ def plan_step(
 def _buckets(
     wanted: Sequence[SteppedParam],
     cut: Sequence[tuple[int, Matrix, PieceMap]],
-    held: Sequence[tuple[int, Matrix, int]],
+    whole: Sequence[tuple[int, Matrix, int]],
     ranks: Ranks,
     bucket_bytes: int,
 ) -> list[Bucket]:
     """Cut matrices of one mesh, with owners, in buckets of bounded size."""
     num_shards = len(ranks.numbers[0])
     loads = [0] * num_shards
-    for index, matrix, holder in held:  # every replica does these: they are whole there too
+    for index, matrix, holder in whole:  # every replica iterates these
         loads[holder] += newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps)
     flops = [newton_schulz_flops(matrix.rows, matrix.cols, wanted[index].steps) for index, matrix, _ in cut]
     replicas = len(ranks.numbers)
@@ -230,13 +230,13 @@ def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
 
 
 def assign_owners(
-    flops: Sequence[int], held_numels: Sequence[Mapping[int, int]], fixed_loads: Sequence[int]
+    flops: Sequence[int], owned_numels: Sequence[Mapping[int, int]], fixed_loads: Sequence[int]
 ) -> list[int]:
     """The owner of each matrix: the heaviest first, each to the rank with the least work so far.
 
     Args:
         flops: work of each matrix.
-        held_numels: for each matrix the elements that ranks already have, by rank. Among ranks with equally little
+        owned_numels: for each matrix the elements that ranks already have, by rank. Among ranks with equally little
             work the one with most of the matrix becomes its owner, because its part need not be sent.
         fixed_loads: work that each rank has in any case (matrices that are whole there).
 
@@ -251,10 +251,10 @@ def assign_owners(
         while idlest[0][0] != loads[idlest[0][1]]:  # stale: the rank has got a matrix since
             heapq.heappop(idlest)
         least, owner = idlest[0]
-        held = held_numels[index]
-        idle_holders = [rank for rank in held if loads[rank] == least]
+        numels = owned_numels[index]
+        idle_holders = [rank for rank in numels if loads[rank] == least]
         if idle_holders:
-            owner = min(idle_holders, key=lambda rank: (-held[rank], rank))
+            owner = min(idle_holders, key=lambda rank: (-numels[rank], rank))
         owners[index] = owner
         loads[owner] += flops[index]
         heapq.heappush(idlest, (loads[owner], owner))

@@ -185,7 +185,7 @@ def _job(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors as one in fp32; a single fp32 tensor is returned as it is."""
+    """1-D tensors as one in fp32; a single fp32 tensor is returned unchanged."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]

@@ -230,7 +230,7 @@ class CommContext:
             self._lingering_read = None
 
     def wait(self, groups: Sequence[ParamGroup]) -> None:
-        """Wait for the all-gathers under way and hand the unsharded parameters to the modules."""
+        """Wait for the all-gathers in flight and set the unsharded parameters on the modules."""
         for group in groups:
             if group.state in (GroupState.GATHERING, GroupState.GATHERED):
                 with outside_modes():

@@ -31,7 +31,7 @@ from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
 if TYPE_CHECKING:
     # `fully_shard` puts this class in front of a module's own, so every instance is a module too; for type checkers
-    # that makes `sharded(x)` right beside `sharded.unshard()`. A real base would be built twice.
+    # that makes both `sharded(x)` and `sharded.unshard()` right. A real base would be built twice.
     class _Base(TorchFSDPModule, nn.Module): ...
 else:
     _Base = TorchFSDPModule
@@ -331,7 +331,7 @@ class FSDPModule(_Base):
             stream: where it runs; None: where reductions run. Later work on the shard waits for it.
 
         Raises:
-            ValueError: with a stream beside replicas, or for groups over several meshes.
+            ValueError: with a stream and replicas, or for groups over several meshes.
         """
         groups, state = self._groups_of_one_mesh("set_all_reduce_hook"), self._state()
         if stream is not None and any(group.comm.replicate_group is not None for group in groups):
@@ -402,7 +402,7 @@ class FSDPModule(_Base):
 
         Raises:
             UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
-            ValueError: beside custom collectives, or for groups over several meshes.
+            ValueError: with custom collectives, or for groups over several meshes.
         """
         method = "set_allocate_memory_from_process_group_for_comm"
         _put_in_memory(self._groups_of_one_mesh(method), method, ProcessGroupMemory if enable else None)
@@ -412,7 +412,7 @@ class FSDPModule(_Base):
 
         Raises:
             UnsupportedOpError: without ``VESCALE_FSDP_UNTRIED=memory_pools``: this has never run on a GPU.
-            ValueError: beside custom collectives, for groups over several meshes, or for another backend than NCCL.
+            ValueError: with custom collectives, for groups over several meshes, or for another backend than NCCL.
         """
         if backend != "NCCL":
             raise ArgumentError(

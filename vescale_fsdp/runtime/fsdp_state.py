@@ -104,7 +104,7 @@ class FSDPState:
         self._was_reduced = False  # in this backward
         self._entered: set[nn.Module] = set()  # of a list of modules: those that ran in this forward
         self._loads_own = False  # this load_state_dict is given half loaded tensors of the unit's own
-        self._methods_running = 0  # registered ones, which may call the forward and read parameters behind it
+        self._methods_running = 0  # registered ones, which may call the forward and read parameters after it
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, prepend=False)

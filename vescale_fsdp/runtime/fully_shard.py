@@ -98,7 +98,7 @@ def fully_shard(
         granularity: what must stay whole: a `Granularity`, a mapping from name patterns (fnmatch) to
             granularities, or a function ``(fqn, param) -> Granularity``. Names are relative to ``module``;
             every pattern must match one of its parameters, those of units below included. A text such as
-            ``"rows:32"`` stands for `Rows(32)`. None: cuts may fall between any two elements.
+            ``"rows:32"`` means `Rows(32)`. None: cuts may fall between any two elements.
         padding_policy: whether tensors may be scattered, and the padding that warns or is refused.
 
     Returns:

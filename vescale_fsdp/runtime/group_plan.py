@@ -247,9 +247,9 @@ class _PlacementWishes:
         given, known = self._known.setdefault(ranks, (info, data))
         if given is not info and known.mesh is not data.mesh:
             raise PlacementError(
-                "Two meshes of a unit stand for the same ranks.",
+                "Two meshes of a unit have the same ranks.",
                 expected="the same mesh_info object for all parameters of these ranks",
-                got=f"{data.mesh} beside {known.mesh}",
+                got=f"{data.mesh} and {known.mesh}",
                 where=fqn,
                 todo="make each FSDPMeshInfo once and return that object",
             )
@@ -329,7 +329,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         )
     if not param.is_contiguous():
         raise UnsupportedOpError(
-            "A parameter must be contiguous: its rows are cut as they lie in memory.",
+            "A parameter must be contiguous: its rows are cut in memory order.",
             expected="row-major strides",
             got=f"shape {tuple(param.shape)}, strides {param.stride()}",
             where=fqn,
@@ -363,7 +363,7 @@ def check_policies(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolic
         raise UnsupportedOpError(
             "A gather policy reads shards on the device that computes with them.",
             expected="no CPU offload (cpu_offload, offload_policy), or torch's own MixedPrecisionPolicy",
-            got=f"{offload_policy} beside {mp_policy}",
+            got=f"{offload_policy} and {mp_policy}",
             todo="leave one of them out",
         )
     _check_fields("mp_policy", mp_policy, MixedPrecisionPolicy)
@@ -421,7 +421,7 @@ class _Replaced:
         self._hook: RemovableHandle | None = None
 
     def add(self, param: torch.Tensor, fqn: str) -> None:
-        """A sharded parameter stands in place of this one."""
+        """Record that a sharded parameter has replaced this one."""
         key = id(param)
         self._alive[key] = (weakref.ref(param, lambda _: self._remove(key)), fqn)
         if self._hook is None:

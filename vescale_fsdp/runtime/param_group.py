@@ -65,7 +65,7 @@ class GroupState(Enum):
 
     SHARDED = auto()  # entered at construction and by reshard()
     PARTLY_SHARDED = auto()  # entered by reshard(keep_part=True), after a forward only
-    GATHERING = auto()  # entered by unshard(): the all-gather is under way
+    GATHERING = auto()  # entered by unshard(): the all-gather is in flight
     GATHERED = auto()  # entered by finish_gather(): the full buffer is filled, for the stream that gathers
     UNSHARDED = auto()  # entered by hand_over(): modules read the full buffer
 

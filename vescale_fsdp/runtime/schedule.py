@@ -77,9 +77,9 @@ class Trace:
         self._num_noted += 1
         return moment
 
-    def make_up(self, behind: int = -1) -> None:
+    def make_up(self, after: int = -1) -> None:
         """Do the work of the moments after an index that the backward has skipped, the last one first."""
-        while self._moments and self._moments[-1].index > behind:
+        while self._moments and self._moments[-1].index > after:
             moment = self._moments.pop()
             if not moment.is_passed:
                 moment.is_passed = True
@@ -112,7 +112,7 @@ class Schedule:
         self._reached: dict[Trace, None] = {}  # by this backward
 
     def gather(self, unit: FSDPState) -> bool:
-        """Start the all-gathers of a unit; False if they are under way or done."""
+        """Start the all-gathers of a unit; False if they are in flight or done."""
         if not any(group.state.is_sharded for group in unit.groups):
             return False
         try:
@@ -239,7 +239,7 @@ class Schedule:
         self._reached[moment.trace] = None
         if self.is_last_backward:
             self._make_up(trace for trace in self._reached if trace.number > moment.trace.number)
-            moment.trace.make_up(behind=moment.index)
+            moment.trace.make_up(after=moment.index)
 
     def _make_up(self, traces: Iterable[Trace]) -> None:
         """Make up for all skipped moments of these forwards, the last one first."""

@@ -260,7 +260,7 @@ def refusals() -> None:
             fully_shard(layer, **{"mesh": cpu_mesh(), **options})
 
     refused(AssertionError, "one of the two all-gather hooks", OnlyBefore)
-    refused(AssertionError, "takes other arguments", ThreeArguments)
+    refused(AssertionError, "wrong parameters", ThreeArguments)
     refused(NotImplementedError, "does not wrap one tensor", lambda data: data.as_subclass(WrapsNothing))
     refused(NotImplementedError, "without fsdp_pre_all_gather", Wrapper)
     refused(NotImplementedError, "reshard_after_forward=2", Int8Rows, reshard_after_forward=2)

@@ -366,7 +366,7 @@ class GroupComm:
 
 
 def separate_reductions(comms: Iterable[GroupComm]) -> None:
-    """Give reductions communicators of their own, one per set of ranks, so that they do not queue behind gathers.
+    """Give reductions communicators of their own, one per set of ranks, so that they do not wait for gathers.
 
     Collective: all ranks, for the same groups in the same order.
     """

@@ -95,7 +95,7 @@ class OrderWatch:
         """A collective is about to start.
 
         Raises:
-            LifecycleError: if ranks were found to differ.
+            LifecycleError: if ranks differ.
         """
         if self.error is not None:
             raise self.error
@@ -147,7 +147,7 @@ class OrderWatch:
     # -- by the thread --------------------------------------------------------------------------------
 
     def guarded(self, work: Callable[..., bool], *arguments: Any) -> bool:
-        """Run one of the methods below and return its result; True once no difference can be found any more."""
+        """Run one of the methods below and return its result; True once there can be no more result."""
         if self._has_ended:
             return True
         try:
