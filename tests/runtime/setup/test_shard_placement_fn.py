@@ -163,9 +163,9 @@ def refusals() -> None:
     refused("placement that cannot be used", lambda p: ShardPlacementResult(Shard(p.ndim), info))
     refused("placement that cannot be used", lambda p: Replicate())
     fresh = lambda p: ShardPlacementResult(None, FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0))  # noqa: E731
-    refused("Two meshes of a unit stand for the same ranks", fresh)
+    refused("Two meshes of a unit have the same ranks", fresh)
     default_too = lambda p: ShardPlacementResult(None, info) if p.ndim == 2 else None  # noqa: E731
-    refused("Two meshes of a unit stand for the same ranks", default_too)
+    refused("Two meshes of a unit have the same ranks", default_too)
     refused("Two rules", lambda p: RaggedShard((0,), (1, 1)), granularity=Rows(2))
     refused("cannot be cut like this", lambda p: RaggedShard((0,), (3, 4)))
 
