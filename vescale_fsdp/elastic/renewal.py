@@ -31,7 +31,7 @@ from vescale_fsdp.layout.planner import TensorSpec, plan_buffers
 from vescale_fsdp.optim.structured_optimizer import StructuredOptimizer
 from vescale_fsdp.runtime.comm.group_comm import separate_reductions
 from vescale_fsdp.runtime.data_mesh import DataMesh, PriorSharding
-from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.runtime.group_plan import GroupPlan, OriginalParam
 from vescale_fsdp.runtime.param_group import ManagedParam, ParamGroup, use_memory
 
@@ -42,7 +42,7 @@ def check_renewable(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         UnsupportedOpError: naming the first parameter that cannot, and why.
     """
-    for state in _states(model):
+    for state in states_of(model):
         for group in state.groups:
             problem = None
             if type(group) is not ParamGroup:
@@ -71,7 +71,7 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
         mesh: 1-D (shard) or 2-D (replicate, shard), of any number of ranks.
     """
     data = DataMesh(mesh)
-    states = _states(model)
+    states = states_of(model)
     for state in states:
         together: dict[tuple[str, ...], list[ParamGroup]] = {}
         for group in state.groups:
@@ -82,11 +82,6 @@ def renew_model(model: nn.Module, mesh: DeviceMesh) -> None:
     for state in states:
         for kind in {group.comm.settings.memory for group in state.groups} - {None}:
             use_memory(state.groups, kind)  # all groups of a unit have the same
-
-
-def _states(model: nn.Module) -> list[FSDPState]:
-    """The states of all units, each once."""
-    return list(dict.fromkeys(state for module in model.modules() if (state := state_of(module)) is not None))
 
 
 def _renewed(olds: list[ParamGroup], data: DataMesh) -> Iterator[ParamGroup]:

@@ -39,7 +39,7 @@ from vescale_fsdp.dtensor.piece_map import local_grad, local_tensor
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor, wrap_like
 from vescale_fsdp.errors import MisuseError, UnsupportedOpError
 from vescale_fsdp.optim.structured_optimizer import copy_state, evaluated
-from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.fsdp_state import states_of
 from vescale_fsdp.torch_private import foreach_copy_, foreach_zero_, local_of, spec_of, storage_id
 
 ELEMENT_WISE = (
@@ -166,7 +166,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         Args:
             model: sharded; its parameters that this optimizer does not have are left alone.
         """
-        states = {state for module in model.modules() if (state := state_of(module)) is not None}
+        states = states_of(model)
         if not states:
             raise MisuseError(
                 "The model is not sharded.",

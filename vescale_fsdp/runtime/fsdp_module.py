@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +25,7 @@ from vescale_fsdp.runtime.comm.group_comm import (
 from vescale_fsdp.runtime.comm.streams import Stream
 from vescale_fsdp.runtime.comm_context import GradientReductionHandle, UnshardHandle
 from vescale_fsdp.runtime.consensus import reach_consensus, require_uncompared
-from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of
+from vescale_fsdp.runtime.fsdp_state import FSDPState, state_of, states_of
 from vescale_fsdp.runtime.param_group import ParamGroup, use_memory
 from vescale_fsdp.torch_private import SUMS_HALVES_AS_REDUCED, refuse_takers
 
@@ -91,24 +91,12 @@ class FSDPModule(_Base):
         return self._state().fsdp2
 
     def _states(self, recurse: bool = True) -> Iterator[FSDPState]:
-        if not recurse:
-            yield self._state()
-            return
-        yield from self._named_states()
-
-    def _named_states(self) -> dict[FSDPState, str]:
-        """The units of this module and those below, each once, with the name of its first module."""
-        states: dict[FSDPState, str] = {}
-        for name, module in self.named_modules():
-            state = state_of(module)
-            if state is not None:
-                states.setdefault(state, name)
-        return states
+        return iter(states_of(self) if recurse else (self._state(),))
 
     def model_layout(self) -> ModelLayout:
         """The layouts of all groups under this module, named by module path and number."""
         named: list[tuple[str, Any]] = []
-        for state, name in self._named_states().items():
+        for state, name in states_of(self).items():
             for index, group in enumerate(state.groups):
                 suffix = f"#{index}" if len(state.groups) > 1 else ""
                 named.append((f"{name or '<root>'}{suffix}", group.layout))
@@ -127,7 +115,7 @@ class FSDPModule(_Base):
         """
         state = self._state()
         if not state.agreed:
-            reach_consensus(state.units_below())
+            reach_consensus(states_of(*state.modules))
         state.comm.wait_for_compute()
         state.schedule.gather(state)
         handle = UnshardHandle(state.comm, state.groups)
@@ -268,8 +256,7 @@ class FSDPModule(_Base):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of by the number of ranks."""
-        for group in self._state().groups:
-            group.comm.change(divide_factor=factor)
+        _change(self._groups(False), divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """torch's older name of `set_gradient_divide_factor`."""
@@ -278,8 +265,7 @@ class FSDPModule(_Base):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce this unit with SUM and divide afterwards."""
-        for group in self._state().groups:
-            group.comm.change(force_sum=enable)
+        _change(self._groups(False), force_sum=enable)
 
     def set_narrow_reduction(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether gradients are stored and sent in the dtype they were computed in, and summed in a wider one.
@@ -294,8 +280,7 @@ class FSDPModule(_Base):
             LifecycleError: after the first use.
         """
         require_uncompared(self._states(recurse), "set_narrow_reduction")
-        for group in self._groups(recurse):
-            group.comm.change(narrow=enable)
+        _change(self._groups(recurse), narrow=enable)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight, each with its gradient buffer.
@@ -318,8 +303,7 @@ class FSDPModule(_Base):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards all-reduce over replicas (HSDP); without, sums stay per replica."""
-        for group in self._groups(recurse):
-            group.comm.change(requires_all_reduce=requires_all_reduce)
+        _change(self._groups(recurse), requires_all_reduce=requires_all_reduce)
 
     def set_all_reduce_hook(  # type: ignore[override]
         self, hook: Callable[[torch.Tensor], None], *, stream: Stream | None = None
@@ -386,16 +370,14 @@ class FSDPModule(_Base):
         Either way all parameters are reduced, so no rank waits for another one. Parameters that only some ranks have
         used get the gradients of those ranks.
         """
-        for group in self._groups(recurse):
-            group.comm.change(zeros_unused=reduce_scatter_unused_params)
+        _change(self._groups(recurse), zeros_unused=reduce_scatter_unused_params)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether the memory of full parameters stays allocated between uses.
 
         For CUDA graphs, which remember addresses (torch 2.15's).
         """
-        for group in self._groups(recurse):
-            group.comm.change(keeps_full=keep)
+        _change(self._groups(recurse), keeps_full=keep)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether gathered parameters and gradient buffers use memory of the process group's allocator.
@@ -476,6 +458,11 @@ class FSDPModule(_Base):
         for state in self._states():
             state.rebind()
         return result
+
+
+def _change(groups: Iterable[ParamGroup], **settings: Any) -> None:
+    for group in groups:
+        group.comm.change(**settings)
 
 
 def _put_in_memory(groups: list[ParamGroup], method: str, kind: MemoryKind | None) -> None:

@@ -129,7 +129,7 @@ class FSDPState:
                 got=f"{len(self.modules)} modules that run without a sharded parent",
                 todo="call fully_shard on the module whose forward is called first",
             )
-        below = self.units_below()
+        below = states_of(*self.modules)
         for state, name in below.items():
             if state is not self and state.has_root:
                 raise LifecycleError(
@@ -160,16 +160,6 @@ class FSDPState:
         self.post_optim_event = None
         self.forget_iteration()
         self.set_name(self.label)
-
-    def units_below(self) -> dict[FSDPState, str]:
-        """This unit and those of the modules below its own, each with its name, in the order of the modules."""
-        below: dict[FSDPState, str] = {}
-        for module in self.modules:
-            for name, each in module.named_modules():
-                state = state_of(each)
-                if state is not None:
-                    below.setdefault(state, name)
-        return below
 
     def set_name(self, label: str) -> None:
         """Set the unit's name as profiler ranges show it."""
@@ -465,7 +455,7 @@ class Fsdp2State:
     @property
     def all_states(self) -> list[Fsdp2State]:
         """Of this unit and those below, in the order of their modules, the same on all ranks."""
-        return [unit.fsdp2 for unit in self._unit.units_below()]
+        return [unit.fsdp2 for unit in states_of(*self._unit.modules)]
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce all groups of the unit; nothing if that was done."""
@@ -493,6 +483,17 @@ class Fsdp2State:
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state of a module that `fully_shard` was called on, or None."""
     return module.__dict__.get(_STATE)
+
+
+def states_of(*modules: nn.Module) -> dict[FSDPState, str]:
+    """The units of modules and those below, each with its first name, in the order of the modules."""
+    states: dict[FSDPState, str] = {}
+    for root in modules:
+        for name, module in root.named_modules():
+            state = state_of(module)
+            if state is not None:
+                states.setdefault(state, name)
+    return states
 
 
 def attach_state(state: FSDPState) -> None:

@@ -37,7 +37,7 @@ from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
 from vescale_fsdp.layout.planner import TensorSpec, plan_by_rows
 from vescale_fsdp.runtime.all_gather_hooks import scaled_together
 from vescale_fsdp.runtime.consensus import reach_consensus
-from vescale_fsdp.runtime.fsdp_state import state_of
+from vescale_fsdp.runtime.fsdp_state import state_of, states_of
 from vescale_fsdp.runtime.self_gathering_group import SelfGatheringGroup
 
 
@@ -278,7 +278,7 @@ def unpadded() -> str:
     layer.weight = nn.Parameter(Unpadded(layer.weight.detach()))
     state = state_of(fully_shard(layer, mesh=cpu_mesh()))
     assert state is not None
-    reach_consensus(state.units_below())
+    reach_consensus(states_of(*state.modules))
     if dist.get_rank() == 0:
         return ""  # it would wait for the other
     with pytest.raises(AssertionError, match=r"inputs of \(4, 6\)") as caught:
