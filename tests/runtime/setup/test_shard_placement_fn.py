@@ -157,9 +157,9 @@ def refusals() -> None:
         assert isinstance(caught.value, AssertionError) is ("cannot be used" in match)  # as under FSDP2
         assert type(model) is nn.Linear and not isinstance(model.weight, RaggedDTensor)
 
-    refused("which axis shards", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
-    refused("which axis shards", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
-    refused("which axis shards", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
+    refused("one axis that shards", lambda p: ShardPlacementResult(None, DDPMeshInfo(mesh, None, 0)))  # type: ignore[arg-type]
+    refused("one axis that shards", lambda p: ShardPlacementResult(None, "mesh"))  # type: ignore[arg-type]
+    refused("one axis that shards", lambda p: ShardPlacementResult(None, HSDPMeshInfo(pairs, 0, 1)))
     refused("placement that cannot be used", lambda p: ShardPlacementResult(Shard(p.ndim), info))
     refused("placement that cannot be used", lambda p: Replicate())
     fresh = lambda p: ShardPlacementResult(None, FSDPMeshInfo(pairs["shard"], shard_mesh_dim=0))  # noqa: E731
