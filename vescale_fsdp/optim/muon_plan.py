@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp.collectives import Work, all_to_all_into, new_group
 from vescale_fsdp.dtensor.piece_map import PieceMap
-from vescale_fsdp.dtensor.spec import ranks_by_place
+from vescale_fsdp.dtensor.spec import ranks_by_group_rank
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import FlatRange
 from vescale_fsdp.torch_private import foreach_copy_
@@ -203,7 +203,7 @@ def _buckets(
 
 def _make_ranks(mesh: DeviceMesh, axis: int) -> Ranks:
     """The ranks of a mesh; ``axis`` shards, its other axes replicate."""
-    table = ranks_by_place(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
+    table = ranks_by_group_rank(mesh).movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()  # global ranks
     if len(table) == 1:
         group: dist.ProcessGroup | None = mesh.get_group(axis)
     elif sorted(rank for row in table for rank in row) == list(range(dist.get_world_size())):

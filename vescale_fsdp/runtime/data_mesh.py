@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor
-from vescale_fsdp.dtensor.spec import make_spec, ranks_by_place, spec_with
+from vescale_fsdp.dtensor.spec import make_spec, ranks_by_group_rank, spec_with
 from vescale_fsdp.errors import LifecycleError, PlacementError
 from vescale_fsdp.layout.placement import RaggedShard
 from vescale_fsdp.torch_modes import outside_fake_mode
@@ -94,7 +94,7 @@ class DataMesh:
     spmd: SpmdAxes | None = None
 
     def __post_init__(self) -> None:
-        ranks_by_place(self.mesh)
+        ranks_by_group_rank(self.mesh)
 
     @property
     def num_shards(self) -> int:
