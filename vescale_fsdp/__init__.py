@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vescale_fsdp.layout.placement import RaggedShard, StridedRaggedShard
     from vescale_fsdp.layout.plan_report import PlanReport, plan_report
     from vescale_fsdp.layout.planner import TensorSpec, plan_group
+    from vescale_fsdp.runtime.data_mesh import DataParallelMeshDims
     from vescale_fsdp.runtime.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     )
     from vescale_fsdp.runtime.fsdp_state import register_fsdp_forward_method
     from vescale_fsdp.runtime.fully_shard import fully_shard
-    from vescale_fsdp.runtime.setup.data_mesh import DataParallelMeshDims
     from vescale_fsdp.torch_private import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 __all__ = [
@@ -123,7 +123,7 @@ lazily_export(
     __name__,
     {
         "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy OffloadPolicy",
-        "vescale_fsdp.runtime.setup.data_mesh": "DataParallelMeshDims",
+        "vescale_fsdp.runtime.data_mesh": "DataParallelMeshDims",
         "vescale_fsdp.conversion.live.dcp_form": "DCP",
         "vescale_fsdp.conversion.live.hf_form": "HuggingFace",
         "vescale_fsdp.conversion.live.load_from": "LoadFromReport load_from",

@@ -75,12 +75,12 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self._listener.accept()": IDLE,
     },
     "vescale_fsdp/elastic/store_server.py": {"signal.pause()": IDLE},
-    "vescale_fsdp/optim/muon/bucket_exchange.py": {"self.work.wait()": GROUP},
-    "vescale_fsdp/optim/muon/step.py": dict.fromkeys(
+    "vescale_fsdp/optim/muon_plan.py": {"self.work.wait()": GROUP},
+    "vescale_fsdp/optim/muon.py": dict.fromkeys(
         ("arrived.wait()", "before.wait()", "scattering.wait()"), GROUP
     ),
     "vescale_fsdp/runtime/comm/dbuffer.py": {"self._work.wait()": GROUP},
-    "vescale_fsdp/runtime/comm/reduction.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
+    "vescale_fsdp/runtime/comm/gradients.py": {"self.wait()": GROUP, "self.work.wait()": GROUP},
     "vescale_fsdp/runtime/comm_context.py": {
         "event.synchronize()": DEVICE,
         "flags.wait()": GROUP,

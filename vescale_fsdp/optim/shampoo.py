@@ -1,9 +1,9 @@
-"""Shampoo in blocks: exact and without communication where ranks hold whole rows of blocks.
+"""Shampoo in blocks: exact, without communication where ranks have whole rows of blocks.
 
-Blocks of at most b x b are Shampoo's unit: factors, roots and grafting norms belong to a block. A rank that holds
-whole bands of b rows therefore steps them alone, and the result has the same bits on 1 and on N ranks. The
-planner gives such shards for ``granularity=Shampoo.granularity(block_size=b)``; other cuts are refused, because
-other blocks are another optimizer. Factors are ragged tensors indexed by block, so they reshard with their rows.
+Blocks of at most b x b are Shampoo's unit: factors, roots and grafting norms belong to a block. So a rank with whole
+bands of b rows steps them alone, and the result has the same bits on 1 and on N ranks. The planner makes such shards
+for ``granularity=Shampoo.granularity(block_size=b)``; other cuts are refused, because other blocks are another
+optimizer. Factors are ragged tensors indexed by block, so they reshard with their rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from vescale_fsdp.dtensor.piece_map import contiguous_pieces_of, local_grad, loc
 from vescale_fsdp.errors import LayoutError
 from vescale_fsdp.layout.geometry import numel_of
 from vescale_fsdp.layout.granularity import Element, Granularity
-from vescale_fsdp.optim.shampoo.block_step import BlockJob, write_directions
-from vescale_fsdp.optim.shampoo.factor_grid import factor_grid_of, granularity_of
+from vescale_fsdp.optim.shampoo_blocks import BlockJob, factor_grid_of, granularity_of, write_directions
 from vescale_fsdp.optim.structured_optimizer import AdamWOptions, BatchedOptimizer, check_rates
 from vescale_fsdp.torch_private import foreach_copy_, foreach_lerp_
 
@@ -36,8 +35,8 @@ class Shampoo(BatchedOptimizer):
         lr: learning rate; with grafting, AdamW's.
         betas: of the averaged gradient and of the factors (1.0: plain sums).
         eps: least eigenvalue of a factor; it matters for gradients of zeros.
-        relative_eps: least eigenvalue of a factor as a fraction of its largest. The default is ten times what
-            fp32 rounds factors to, so that a step depends on the gradients and not on how a BLAS library rounds.
+        relative_eps: least eigenvalue of a factor as a fraction of its largest. The default is ten times the rounding
+            of factors in fp32, so that a step depends on the gradients and not on the rounding of a BLAS library.
         weight_decay: decoupled.
         block_size: b, rows and columns of a block.
         update_every: steps between two computations of the inverse roots, which are the costly part.
@@ -131,7 +130,7 @@ class Shampoo(BatchedOptimizer):
         super().__setstate__(state)
         for group in self.param_groups:
             if group["algorithm"] == self.algorithm:
-                group.setdefault("relative_eps", _RELATIVE_EPS)  # checkpoints of 0.1 do not have it
+                group.setdefault("relative_eps", _RELATIVE_EPS)  # absent in checkpoints of 0.1
 
     def _init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
         grid = factor_grid_of(tuple(param.shape), group["block_size"])
@@ -156,7 +155,7 @@ class Shampoo(BatchedOptimizer):
         averages = [local_tensor(state["exp_avg"], "state") for state in states]
         foreach_lerp_(averages, list(grad.split(numels)), 1 - beta1)
         average = _joined(averages) / (1 - beta1**step)
-        plain = average  # what the grafted optimizer would step
+        plain = average  # the direction of the grafted optimizer
         if group["grafting"] != "none":
             beta2 = group["graft_beta2"]
             squares = [local_tensor(state["exp_avg_sq"], "state") for state in states]
@@ -178,22 +177,18 @@ def _job(
     grid = factor_grid_of(tuple(param.shape), block_size)
     piece = contiguous_pieces_of(param, "adamw_params=[...]").own_piece
     *lines, update = (part.view(-1, grid.cols) for part in parts)
-    factors = {side: _local_factors(state, side, shape) for side, shape in grid.factor_shapes.items()}
+    factors = {}
+    for side, shape in grid.factor_shapes.items():
+        factor, root = (local_tensor(state[f"{side}_{kind}"], "state") for kind in ("factor", "root"))
+        factors[side] = factor.view(-1, *shape[1:]), root.view(-1, *shape[1:])
     return BlockJob(list(grid.areas_in(piece)), tuple(lines), update, factors)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors as one, in fp32; a single one that is fp32 is itself."""
+    """1-D tensors as one in fp32; a single fp32 tensor is returned unchanged."""
     if len(parts) == 1:
         return parts[0].float()
     numels = [part.numel() for part in parts]
     joined = torch.empty(sum(numels), dtype=torch.float32, device=parts[0].device)
     foreach_copy_(list(joined.split(numels)), list(parts))
     return joined
-
-
-def _local_factors(
-    state: dict[str, torch.Tensor], side: str, shape: tuple[int, int, int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    factor, root = (local_tensor(state[f"{side}_{kind}"], "state") for kind in ("factor", "root"))
-    return factor.view(-1, *shape[1:]), root.view(-1, *shape[1:])
