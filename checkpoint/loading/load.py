@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.checkpoint.formats.native.read import Reads
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
-from vescale_fsdp.checkpoint.loading.read_plan import Reads
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json

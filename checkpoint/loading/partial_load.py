@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
 from vescale_fsdp.dtensor.half_loaded import mark_half_loaded, mark_whole
 from vescale_fsdp.dtensor.ragged_dtensor import RaggedDTensor

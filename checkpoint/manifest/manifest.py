@@ -17,22 +17,31 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from vescale_fsdp.checkpoint.manifest.array_names import array_paths, array_paths_1
 from vescale_fsdp.checkpoint.manifest.distribution import (
     Axis,
     Cut,
     Distribution,
     Holders,
     LayoutCut,
+    RankSet,
     ShardCut,
     UnitsCut,
 )
-from vescale_fsdp.checkpoint.manifest.file_names import FORMAT_NAME, FORMAT_VERSION
-from vescale_fsdp.checkpoint.manifest.join_structures import merge_structures, prove_complete
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
+from vescale_fsdp.checkpoint.manifest.file_names import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    array_paths,
+    array_paths_1,
+)
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, decode
-from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure, dump_json
+from vescale_fsdp.checkpoint.manifest.structure import (
+    Entry,
+    Structure,
+    dump_json,
+    merge_structures,
+    prove_complete,
+)
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import is_numpy_dtype
 from vescale_fsdp.errors import CheckpointError, CorruptCheckpointError
 from vescale_fsdp.layout.foreign_json import parse_json, whole_numbers

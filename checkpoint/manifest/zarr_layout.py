@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from vescale_fsdp.checkpoint.manifest.distribution import LayoutCut, ShardCut
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import FORMAT_VERSION, Manifest
+from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import stored_dtype
-from vescale_fsdp.layout.geometry import Box, chunk_of, numel_of
+from vescale_fsdp.layout.geometry import Box, FlatRange, chunk_of, numel_of
 
 CRC_BYTES = 4  # crc32c, behind each chunk's bytes
 _TARGET_BYTES = 4 << 20  # 4 MiB per chunk, if rows allow
@@ -156,3 +158,65 @@ def group_files(manifest: Manifest) -> dict[str, bytes]:
         name: dump_json({"zarr_format": 3, "node_type": "group", "attributes": attributes})
         for name, attributes in groups.items()
     }
+
+
+class Chunk(NamedTuple):
+    """A chunk of tensor number ``place``; ``box`` may reach over the tensor's edges."""
+
+    place: int
+    box: Box
+
+    @property
+    def region(self) -> Region:
+        """All elements of the chunk."""
+        return Region(self.box, FlatRange(0, self.box.numel))
+
+
+class Holder(NamedTuple):
+    """Who brings a part of a chunk: of the ranks that hold a region of the tensor the one whose turn it is."""
+
+    rank: int
+    region: Region
+    numel: int  # of the part
+
+
+def held_chunks(manifest: Manifest, rank: int) -> Iterator[tuple[Chunk, list[Holder]]]:
+    """Chunks of which a rank brings a part: tensors in the order of the manifest, of each the chunks row by row."""
+    for places in manifest.places_by_name.values():
+        place = places[0]  # further descriptions of a tensor have the same values
+        entry = manifest.entries[place]
+        held = manifest.holders_of(place).position(rank)
+        if held is None or not entry.numel:
+            continue
+        own = manifest.distributions[place].region(entry.shape, held[0], manifest.structure.layouts)
+        for chunk in chunks_of(manifest, place, own):
+            holders = holders_of(manifest, chunk)
+            if any(holder.rank == rank for holder in holders):
+                yield chunk, holders
+
+
+def chunks_of(manifest: Manifest, place: int, region: Region) -> list[Chunk]:
+    """Chunks that share an element with a region of a tensor, each once, row by row."""
+    shape, sizes = manifest.entries[place].shape, manifest.chunk_sizes[place]
+    found = {
+        box
+        for part, _ in region.pieces()
+        for box in chunk_boxes(shape, sizes, part)
+        if box.intersect(part) is not None or not shape
+    }
+    return [Chunk(place, box) for box in sorted(found, key=lambda box: box.offsets)]
+
+
+def holders_of(manifest: Manifest, chunk: Chunk) -> list[Holder]:
+    """Who brings a chunk's elements, in order of place; the first holds its first element, and writes it."""
+    entry, holders = manifest.entries[chunk.place], manifest.holders_of(chunk.place)
+    turn = sum(offset // size for offset, size in zip(chunk.box.offsets, chunk.box.sizes, strict=True))
+    found = []
+    for coordinates, region in manifest.distributions[chunk.place].touching(
+        entry.shape, chunk.region, manifest.structure.layouts
+    ):
+        numel = sum(share.numel for share in overlaps(region, chunk.region))
+        if numel:
+            ranks = holders.ranks_at(coordinates)
+            found.append(Holder(ranks[turn % len(ranks)], region, numel))
+    return found

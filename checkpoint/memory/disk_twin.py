@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from vescale_fsdp.checkpoint.formats.native.write import FileImage, write_rank_file
 from vescale_fsdp.checkpoint.loading.read_state import CheckpointReader, read_manifest
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, NoCheckpointError
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
-from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 from vescale_fsdp.errors import CheckpointError

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import NoCheckpointError
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.checkpoint.ranks.alike import Alike, both_ways, is_same, unlike, words_of

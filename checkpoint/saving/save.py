@@ -27,6 +27,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
+from vescale_fsdp.checkpoint.formats.native.write import ManifestForm, NativeForm
+from vescale_fsdp.checkpoint.formats.zarr.write import ZarrForm
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
     SPLIT_BYTES,
@@ -34,22 +37,17 @@ from vescale_fsdp.checkpoint.manifest.manifest import (
     Manifest,
     build_manifest,
 )
-from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, depth_of
+from vescale_fsdp.checkpoint.manifest.state_tree import MAX_DEPTH, Json, decode, depth_of
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours
-from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
-from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm
-from vescale_fsdp.checkpoint.saving.mergeable import prove_mergeable
-from vescale_fsdp.checkpoint.saving.rank_file_writer import NativeForm
 from vescale_fsdp.checkpoint.saving.replicas import CheckReplicas, begin_comparison, check_choice
-from vescale_fsdp.checkpoint.saving.zarr_writer import ZarrForm
 from vescale_fsdp.checkpoint.state.capture import TakenState, take_state
-from vescale_fsdp.checkpoint.state.per_rank import pack_blob
+from vescale_fsdp.checkpoint.state.per_rank import Reshardable, leaf_of, pack_blob, unpack_blob
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.open import open_storage
 from vescale_fsdp.checkpoint.storage.progress import Meter, Tell, meter_for
-from vescale_fsdp.errors import ArgumentError, CheckpointError
+from vescale_fsdp.errors import ArgumentError, CheckpointError, some
 from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_modes import plainly
 
@@ -310,4 +308,40 @@ def plain_json(user: Json) -> Json:
             got=str(error),
             where="the argument `user`",
             todo="put other values into the state",
+        ) from error
+
+
+def prove_mergeable(taken: TakenState, coordinator: Coordinator) -> None:
+    """Merge the parts of all ranks as a load on other ranks would, and drop the result. A collective.
+
+    Raises:
+        CheckpointError: on all ranks, if a value's ``merge`` raises; names the value and the ranks that have it.
+    """
+    mine = pack_blob({name: taken.per_rank[name] for name in taken.resharded})
+    blobs = coordinator.everyone(mine)
+    with coordinator.together("putting the parts of Resharded values together"):
+        found = [_values(blob, rank) for rank, blob in enumerate(blobs)] if taken.resharded else []
+        for name, value in taken.resharded.items():
+            holders = [rank for rank, values in enumerate(found) if name in values]
+            if holders[0] == coordinator.rank:
+                _merge(name, value, holders, [found[rank][name] for rank in holders])
+
+
+def _values(blob: bytes, rank: int) -> dict[str, Any]:
+    where = f"rank {rank}"
+    packed = unpack_blob(memoryview(blob), where=where)
+    return {name: decode(tree, partial(leaf_of, tensors), where) for name, (tree, tensors) in packed.items()}
+
+
+def _merge(name: str, value: Reshardable, holders: list[int], parts: list[Any]) -> None:
+    try:
+        value.merge(parts)
+    except Exception as error:  # of whatever kind a value's own code raises
+        raise CheckpointError(
+            "The parts of a Resharded value cannot be put together: other ranks could not go on from this checkpoint.",
+            expected=f"{len(parts)} parts that its merge() takes",
+            got=f"{type(error).__name__}: {error}",
+            where=f"{name} of ranks {some(map(str, holders), 16)}",
+            todo="make the values of all ranks alike and save them together, at one place in the data; "
+            "or save PerRank(value), which only as many ranks can load",
         ) from error

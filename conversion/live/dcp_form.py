@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
-from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import FileWriter, Storage
 from vescale_fsdp.conversion.formats.dcp.read import METADATA_FILE

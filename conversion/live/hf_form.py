@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.state_tree import Json
 from vescale_fsdp.checkpoint.manifest.structure import Structure, dump_json
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_name
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
-from vescale_fsdp.checkpoint.saving.form import Commit, Form, RankShare
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.convert import ConvertReport, plan_conversion

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.loading.partial_load import Overwriting
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import dtype_named
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator, coordinator_for
 from vescale_fsdp.checkpoint.ranks.neighbours import num_neighbours

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.conversion.output.threads import Shared, in_threads
 from vescale_fsdp.conversion.views.tensor_view import TensorView

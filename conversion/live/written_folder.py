@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_fsdp.checkpoint.saving.form import told_if_busy
+from vescale_fsdp.checkpoint.formats.form import told_if_busy
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LOCK_NAMES
 from vescale_fsdp.conversion.output.plan import ClosingFile

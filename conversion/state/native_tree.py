@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import xxhash
 
+from vescale_fsdp.checkpoint.manifest.distribution import RankSet
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest, build_manifest
-from vescale_fsdp.checkpoint.manifest.rank_set import RankSet
 from vescale_fsdp.checkpoint.manifest.state_tree import Json, join_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
 from vescale_fsdp.conversion.state.carried_state import CarriedState

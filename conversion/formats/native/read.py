@@ -10,15 +10,14 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
+from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.manifest.state_tree import decode, split_name
 from vescale_fsdp.checkpoint.manifest.structure import Structure
-from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_boxes, chunk_file, clipped
+from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, Chunk, chunk_boxes, chunk_file, clipped
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.conversion.source.checked_ranges import CheckedRange
 from vescale_fsdp.conversion.source.crc import CRC32C
@@ -29,7 +28,7 @@ from vescale_fsdp.layout.dtypes import dtype_from_torch
 from vescale_fsdp.layout.geometry import contiguous_strides, numel_of
 
 if TYPE_CHECKING:
-    from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables
+    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables
 
 _MAX_OPEN_FILES = 64
 
@@ -157,7 +156,7 @@ def _pieces(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> li
 
 def _array_chunks(store: Storage, manifest: Manifest, files: Sequence[RankFile]) -> list[list[StoredChunk]]:
     """The chunks of every tensor's array."""
-    from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables  # numpy, which others do without
+    from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables  # numpy, which others do without
 
     found: list[list[StoredChunk]] = [[] for _ in manifest.entries]
     for file in files:

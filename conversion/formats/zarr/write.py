@@ -13,13 +13,13 @@ from functools import partial
 
 import xxhash
 
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk
 from vescale_fsdp.checkpoint.manifest.file_names import MANIFEST_NAME, ZARR_NAME
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, pack_table
 from vescale_fsdp.checkpoint.manifest.structure import Entry, Structure
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
     CRC_BYTES,
+    Chunk,
     array_json,
     as_arrays,
     chunk_file,

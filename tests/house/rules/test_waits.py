@@ -37,7 +37,7 @@ IDLE = "the end of its object or process: a daemon, for which nothing waits"
 CLOCK = "a time-out that the socket was given before: test_store_membership.py"
 
 BOUNDS: dict[str, dict[str, str]] = {
-    "checkpoint/loading/shared_stripes.py": {"ahead.popleft().result()": SAVE},
+    "checkpoint/formats/native/shared_stripes.py": {"ahead.popleft().result()": SAVE},
     "checkpoint/manager.py": {"handle.wait()": SAVE, "self._ram.wait()": GROUP, "self.wait()": SAVE},
     "checkpoint/memory/ram_tier.py": {"copies.wait()": GROUP, "self.wait()": GROUP},
     "checkpoint/ranks/background.py": {"job.future.exception()": DONE, "queue.get()": IDLE},
@@ -49,7 +49,7 @@ BOUNDS: dict[str, dict[str, str]] = {
         "self.wait()": SAVE,
         "wait([self._last.future])": SAVE,
     },
-    "checkpoint/saving/rank_file_bytes.py": {"stream.record().synchronize()": DEVICE},
+    "checkpoint/formats/native/write.py": {"stream.record().synchronize()": DEVICE},
     "checkpoint/state/host_copies.py": {"busy.synchronize()": DEVICE, "event.synchronize()": DEVICE},
     "checkpoint/storage/lock_file.py": {"renewing.join()": SAVE},
     "checkpoint/storage/multipart.py": {

@@ -40,17 +40,16 @@ import numpy as np
 import torch
 import xxhash
 
-from vescale_fsdp.checkpoint.loading.locate import ShareFinder
-from vescale_fsdp.checkpoint.loading.shared_stripes import (
+from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
+from vescale_fsdp.checkpoint.formats.native.shared_stripes import (
     SharedStripes,
     StripeRun,
     exchange_stripes,
     plan_shared,
     waves_of_stripes,
 )
-from vescale_fsdp.checkpoint.loading.targets import Bytes, LoadTarget, Sink, sinks_of
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
+from vescale_fsdp.checkpoint.formats.native.targets import Bytes, LoadTarget, Sink, sinks_of
+from vescale_fsdp.checkpoint.manifest.rank_file import RankFile, ShareFinder
 from vescale_fsdp.checkpoint.manifest.region import Region
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.storage.base import Storage

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import FileShare
-from vescale_fsdp.checkpoint.loading.read_plan import Reads
-from vescale_fsdp.checkpoint.loading.targets import LoadTarget, sinks_of
-from vescale_fsdp.checkpoint.loading.zarr_chunks import ChunkTables, read_chunk
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, chunks_of
-from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece
+from vescale_fsdp.checkpoint.formats.native.read import Reads
+from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget, sinks_of
+from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
+from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, FileShare
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
+from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunks_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 
 

@@ -11,23 +11,28 @@ from typing import NamedTuple
 import google_crc32c
 import torch
 
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, Holder, held_chunks
+from vescale_fsdp.checkpoint.formats.form import Commit, RankShare
+from vescale_fsdp.checkpoint.formats.native.write import (
+    FileImage,
+    ManifestForm,
+    commit_manifest,
+    write_rank_file,
+)
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import carrier_of, dense, dtype_named
 from vescale_fsdp.checkpoint.manifest.zarr_layout import (
+    Chunk,
+    Holder,
     array_json,
     as_arrays,
     chunk_file,
     group_files,
+    held_chunks,
 )
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
 from vescale_fsdp.checkpoint.ranks.first_error import FirstError
-from vescale_fsdp.checkpoint.saving.form import Commit, RankShare
-from vescale_fsdp.checkpoint.saving.manifest_form import ManifestForm, commit_manifest
-from vescale_fsdp.checkpoint.saving.rank_file_bytes import FileImage
-from vescale_fsdp.checkpoint.saving.rank_file_writer import write_rank_file
 from vescale_fsdp.checkpoint.state.gc_pause import gc_paused
 from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_fsdp.checkpoint.loading.locate import FileShare
+from vescale_fsdp.checkpoint.manifest.rank_file import FileShare
 from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of

@@ -14,11 +14,10 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from vescale_fsdp.checkpoint.loading.verified_rank_file import OpenRankFile
-from vescale_fsdp.checkpoint.manifest.chunk_owners import Chunk, holders_of
+from vescale_fsdp.checkpoint.formats.native.open_rank_file import OpenRankFile
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
-from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, chunk_file
+from vescale_fsdp.checkpoint.manifest.zarr_layout import CRC_BYTES, Chunk, chunk_file, holders_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.errors import CorruptCheckpointError
 from vescale_fsdp.layout.geometry import numel_of
