@@ -1,10 +1,9 @@
-"""What `format=` and `export=` take: how the tensors of a state lie in a folder, and how that folder becomes valid.
+"""What `format=` and `export=` take: how the tensors of a state are laid out in a folder, and how it becomes valid.
 
-    manifest_form      ranks' files (native) or zarr arrays, which a manifest makes a checkpoint
-    conversion/live    a Hugging Face repository, a folder of stock DCP: forms that others read
+    formats.native, formats.zarr    files of ranks, or zarr arrays, and a manifest
+    conversion.live                 a Hugging Face repository, a folder of stock DCP
 
-`save` takes the state, lets the ranks agree and calls a form; a form knows nothing of how that is done. Reading is the
-business of whoever knows the format: `checkpoint.loading` for forms with a manifest.
+`save` takes the state, lets the ranks agree and calls a form. A form only writes; each format has its own readers.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 
 
 class Commit(NamedTuple):
-    """What is to be done when all ranks have written.
+    """The last step of a save, after all ranks have written.
 
     Attributes:
-        num_bytes: of tensors and values that all ranks together have written.
-        run: makes them valid; called on one rank (or one of every node).
+        num_bytes: bytes of tensors and values that all ranks together have written.
+        run: makes the checkpoint valid; called on one rank (or one of every node).
         save_id: of the manifest, in forms that have one.
     """
 
@@ -39,16 +38,16 @@ class Commit(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank brings to a save, and where to.
+    """What one rank writes, and where.
 
     Attributes:
-        locals_by_name: this rank's tensors, but perhaps those that the form leaves out; each holds the elements of the
+        locals_by_name: this rank's tensors, except those that the form leaves out; each has the elements of the
             rank's whole region.
         blob: its per-rank values, packed.
-        replace: whether a folder that is there already may be replaced.
-        every_node: whether the storage is each node's own.
-        free_bytes: the least that any rank found free before anybody wrote; None where that is not known.
-        meter: is told of bytes that have been written.
+        replace: whether an existing folder may be replaced.
+        every_node: whether each node has a storage of its own.
+        free_bytes: the least free space that any rank measured before writing; None if unknown.
+        meter: counts the bytes that are written.
     """
 
     storage: Storage
@@ -60,11 +59,12 @@ class RankShare(NamedTuple):
     free_bytes: int | None = None
     meter: Meter = Meter()
 
-    def prove_room(self, needed_bytes: int) -> None:
-        """Refuse what surely does not fit, before it is written.
+    def check_room(self, needed_bytes: int) -> None:
+        """Refuse a checkpoint that does not fit, before anything is written.
 
         Args:
-            needed_bytes: of a storage that all ranks share, of all of them, which then decide alike; else of this one.
+            needed_bytes: for all ranks together if they share the storage, so that all decide alike; else for this
+                rank.
         """
         if self.free_bytes is not None and needed_bytes > self.free_bytes:
             raise StorageError(
@@ -77,39 +77,39 @@ class RankShare(NamedTuple):
 
 
 class Form(ABC):
-    """A way in which the tensors of a state lie in a folder."""
+    """A layout of a state's tensors in a folder."""
 
     @abstractmethod
     def arguments(self) -> Json:
-        """What of this form must be the same on all ranks; files that it depends on are read for it.
+        """The options that must be equal on all ranks, with the content of files that they name.
 
         Raises:
-            VescaleError: if an argument cannot be. All ranks hear of it, before anything is written.
+            VescaleError: for an invalid option; raised on all ranks, before anything is written.
         """
 
     @abstractmethod
     def claim(self, storage: Storage, held: ExitStack, *, overwrite: bool) -> None:
-        """On rank 0, before anything is written: keep other jobs out, and refuse to replace what is there unasked.
+        """On rank 0, before anything is written: lock the folder, and refuse to replace one unless asked to.
 
         Args:
             held: gets the lock; closed after the commit.
         """
 
     def left_out(self, structure: Structure) -> Collection[str]:
-        """Names of tensors whose values `write` never reads, so that nobody need copy them."""
+        """Names of tensors whose values `write` never reads, so that they need not be copied."""
         return ()
 
     @abstractmethod
     def write(self, plan: Callable[[], Manifest], share: RankShare) -> Commit:
-        """Write what is this rank's, durably; called on all ranks together, which all leave in the same way.
+        """Write this rank's part, durably; a collective that returns or raises on all ranks alike.
 
         Args:
-            plan: what this save writes, in the native form; every rank computes the same from the same input.
+            plan: computes the manifest of this save, in the native form; equal on all ranks.
         """
 
     @abstractmethod
     def clear_away(self, storage: Storage, save_id: str) -> None:
-        """On rank 0, after an attempt that failed behind `claim`: remove what it has left.
+        """On rank 0, after an attempt that failed after `claim`: remove its files.
 
         Args:
             save_id: of the attempt; empty if the ranks have not agreed.
@@ -117,8 +117,8 @@ class Form(ABC):
 
 
 @contextmanager
-def told_if_busy(storage: Storage) -> Iterator[None]:
-    """Around `Storage.lock`: another job that holds the folder is an error of the checkpoint."""
+def lock_errors(storage: Storage) -> Iterator[None]:
+    """Around `Storage.lock`: turns the lock of another job into an error of the checkpoint."""
     try:
         yield
     except BlockingIOError as busy:

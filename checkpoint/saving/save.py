@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 
 from vescale_fsdp.checkpoint.formats.form import Commit, Form, RankShare
-from vescale_fsdp.checkpoint.formats.native.write import ManifestForm, NativeForm
+from vescale_fsdp.checkpoint.formats.native.write import NativeForm
 from vescale_fsdp.checkpoint.formats.zarr.write import ZarrForm
 from vescale_fsdp.checkpoint.manifest.file_names import parse_step_name
 from vescale_fsdp.checkpoint.manifest.manifest import (
@@ -52,7 +52,7 @@ from vescale_fsdp.layout.foreign_json import parse_json
 from vescale_fsdp.torch_modes import plainly
 
 Format = Literal["native", "zarr"] | Form
-_FORMS: dict[str, ManifestForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
+_FORMS: dict[str, NativeForm] = {form.name: form for form in (NativeForm(), ZarrForm())}
 TakeState = Callable[[], TakenState]
 _log = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ class DCP(Form):
                 )
             state = whole_state(shards.source, "")
             nbytes = sum(view.info.nbytes for name, view in state.views.items() if name not in state.twins)
-            share.prove_room(nbytes)
+            share.check_room(nbytes)
             boxes = partial(_boxes, shards, state.twins)
             output = plan_dcp_by_rank(state, boxes, world_size, coordinator.rank)
         with coordinator.together(f"making {storage.where}"):

@@ -142,7 +142,7 @@ class HuggingFace(Form):
             with coordinator.together("planning a Hugging Face repository"), gc_paused():
                 report = self._planned(shards, ties)
         with coordinator.together(f"making {storage.where}"):
-            share.prove_room(report.plan.tensor_nbytes)
+            share.check_room(report.plan.tensor_nbytes)
             if coordinator.rank == 0:
                 folder.begin()
                 for warning in report.warnings:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
-from vescale_fsdp.checkpoint.formats.form import told_if_busy
+from vescale_fsdp.checkpoint.formats.form import lock_errors
 from vescale_fsdp.checkpoint.storage.base import Storage
 from vescale_fsdp.checkpoint.storage.local import LOCK_NAMES
 from vescale_fsdp.conversion.output.plan import ClosingFile
@@ -50,7 +50,7 @@ class WrittenFolder:
         """Refuse a folder that must not be replaced, then keep other jobs out."""
         self._prove_free(overwrite)
         self.working.check_not_planted()
-        with told_if_busy(self.final):
+        with lock_errors(self.final):
             held.enter_context(self.working.lock())
         self._prove_free(overwrite)  # another job may have been at work
 

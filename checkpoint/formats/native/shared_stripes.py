@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from vescale_fsdp.checkpoint.ranks.coordinator import Coordinator
+from vescale_fsdp.checkpoint.ranks.first_error import FirstError
 
 _MAX_INCOMING = 8  # turns that a rank receives in one wave
 
@@ -106,21 +107,6 @@ def waves_of_stripes(shared: Iterable[SharedStripes]) -> list[list[SharedStripes
     return waves
 
 
-class _Attempts:
-    """Work that may fail; the first error is kept, and nothing more is tried."""
-
-    error: BaseException | None = None
-
-    def do(self, work: Callable[[], object]) -> bool:
-        """Whether the work went well."""
-        if self.error is None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  other ranks must not wait: `exchange_stripes` raises it
-                self.error = error
-        return self.error is None
-
-
 def exchange_stripes(
     coordinator: Coordinator,
     waves: Sequence[Sequence[SharedStripes]],
@@ -144,11 +130,12 @@ def exchange_stripes(
     Raises:
         BaseException: what this rank met, when all waves are done.
     """
-    rank, attempts, num_bytes = coordinator.rank, _Attempts(), 0
+    rank, errors, num_bytes = coordinator.rank, FirstError(), 0
 
     def brought(turn: SharedStripes) -> torch.Tensor:
         room = torch.zeros(size_of(turn) + 1, dtype=torch.uint8, device="cpu")
-        room[-1] = attempts.do(lambda: read(turn, _data_in(room)))
+        errors.attempt(lambda: read(turn, _data_in(room)))
+        room[-1] = errors.error is None
         return room
 
     own = iter([turn for wave in waves for turn in wave if turn.reader == rank])
@@ -175,9 +162,8 @@ def exchange_stripes(
             coordinator.exchange(outgoing, incoming)
             for turn, room in come:
                 if room[-1]:
-                    attempts.do(partial(take, turn, _data_in(room)))
-    if attempts.error is not None:
-        raise attempts.error
+                    errors.attempt(partial(take, turn, _data_in(room)))
+    errors.raise_kept()
     return num_bytes
 
 

@@ -1,4 +1,4 @@
-"""The zarr form: every rank writes the chunks it owns, with what neighbours send for those cut inside a row."""
+"""Writing the zarr form: each rank writes its chunks. Neighbours send their parts of chunks cut inside a row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ import google_crc32c
 import torch
 
 from vescale_fsdp.checkpoint.formats.form import Commit, RankShare
-from vescale_fsdp.checkpoint.formats.native.write import (
-    FileImage,
-    ManifestForm,
-    commit_manifest,
-    write_rank_file,
-)
+from vescale_fsdp.checkpoint.formats.native.write import FileImage, NativeForm, write_rank_file
 from vescale_fsdp.checkpoint.manifest.manifest import Manifest
 from vescale_fsdp.checkpoint.manifest.rank_file import RankFile
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
@@ -38,8 +33,8 @@ from vescale_fsdp.checkpoint.storage.base import Buffer, Storage
 from vescale_fsdp.checkpoint.storage.progress import Meter
 
 
-class ZarrForm(ManifestForm):
-    """One zarr v3 array for each tensor; ranks' files hold per-rank values and the checksums of chunks."""
+class ZarrForm(NativeForm):
+    """One zarr v3 array for each tensor; ranks' files have the per-rank values and the checksums of chunks."""
 
     name = "zarr"
 
@@ -49,25 +44,17 @@ class ZarrForm(ManifestForm):
         with coordinator.together("planning chunks"):
             with gc_paused():
                 manifest = as_arrays(plan())
-                share.prove_room(manifest.num_bytes)
+                share.check_room(manifest.num_bytes)
             arrays = ArrayWriter(storage, manifest, share.locals_by_name, coordinator, share.meter)
         with coordinator.together(f"writing to {storage.where}"):
             arrays.write()
             file = RankFile(manifest, coordinator.rank)
             table = file.chunk_table(arrays.checksums)
             write_rank_file(storage, FileImage(file, {}, share.blob, table), Meter())
-        commit = partial(
-            commit_manifest,
-            storage,
-            manifest,
-            form=self,
-            replace=share.replace,
-            check_files=not share.every_node,
-        )
-        return Commit(manifest.num_bytes, commit, manifest.save_id)
+        return self.commit_of(manifest, share)
 
     def finish(self, storage: Storage, manifest: Manifest) -> None:
-        """Group metadata, so that the tree opens as zarr groups."""
+        """Write the metadata of groups, so that the tree opens as zarr groups."""
         *inner, root = group_files(manifest).items()
         for name, content in inner:
             _put(storage, name, content)
@@ -75,19 +62,22 @@ class ZarrForm(ManifestForm):
 
 
 class _Step(NamedTuple):
-    """A chunk that this rank has a share in: it puts the parts together, or sends its own to who does."""
+    """A chunk of which this rank has a part: it assembles the chunk, or sends its part to the rank that does."""
 
     chunk: Chunk
-    holders: list[Holder]  # the first puts them together
-    dtype: torch.dtype  # under which bits travel
+    holders: list[Holder]  # the first assembles the chunk
+    dtype: torch.dtype  # the integers that carry the bits
+
+    def part_bytes(self, holder: Holder) -> int:
+        """Size of one rank's part."""
+        return holder.numel * self.dtype.itemsize
 
 
 class ArrayWriter:
-    """Writes the chunks and array metadata that are this rank's.
+    """Writes this rank's chunks and array metadata; a collective, since chunks cut between ranks are sent to one.
 
-    Made and used by all ranks together: chunks cut between ranks are sent to one of them. Whatever one rank meets
-    meanwhile, its neighbours still get parts of the right sizes from it, and it takes theirs; so all come to the
-    meeting behind `write`, where they hear that nothing of this is to be committed.
+    After an error, a rank still sends and receives parts of the right sizes, so that no neighbour waits for it. All
+    ranks then reach the meeting after `write`, which raises on all of them.
     """
 
     def __init__(
@@ -99,12 +89,12 @@ class ArrayWriter:
         meter: Meter,
     ) -> None:
         self._manifest = manifest
-        self.storage = storage
+        self._storage = storage
         self._locals_by_name = locals_by_name
-        self._coordinator, self.meter = coordinator, meter
+        self._coordinator, self._meter = coordinator, meter
         self.checksums: dict[Chunk, int] = {}  # crc32c of the chunks that this rank has written
-        self._kept = FirstError()
-        self._bits: tuple[int, torch.Tensor] | None = None  # of the tensor whose turn it is
+        self._errors = FirstError()
+        self._bits: tuple[int, torch.Tensor] | None = None  # of the last tensor asked for
         # Further descriptions of the same tensor have the same values.
         self._heads = [
             places[0]
@@ -115,90 +105,89 @@ class ArrayWriter:
             _Step(chunk, holders, carrier_of(dtype_named(manifest.entries[chunk.place].dtype)))
             for chunk, holders in held_chunks(manifest, coordinator.rank)
         ]
-        # Taken now: a rank that lacks memory later must still be able to answer.
-        nbytes = [holder.numel * step.dtype.itemsize for step in self._steps for holder in step.holders]
-        self._travelling = torch.empty(max(nbytes, default=0), dtype=torch.uint8, device="cpu")
+        # Allocated now: a rank that runs out of memory later must still be able to send and receive.
+        nbytes = [step.part_bytes(holder) for step in self._steps for holder in step.holders]
+        self._part = torch.empty(max(nbytes, default=0), dtype=torch.uint8, device="cpu")
 
     def write(self) -> None:
         """Write everything; durable on return.
 
         Raises:
-            BaseException: the first thing that went wrong on this rank, when its neighbours have had their parts.
+            BaseException: the first error of this rank, after its neighbours have received their parts.
         """
         names = []
         own = [step for step in self._steps if step.holders[0].rank == self._coordinator.rank]
-        self.meter.begin("saving", sum(step.chunk.box.numel * step.dtype.itemsize for step in own))
-        threads = max(1, self.storage.write_threads)
+        self._meter.begin("saving", sum(step.chunk.box.numel * step.dtype.itemsize for step in own))
+        threads = max(1, self._storage.write_threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-zarr") as pool:
             work: list[Future[None]] = []
             for place in self._heads:
                 names.append(f"{self._manifest.array_paths[place]}/zarr.json")
-                data = array_json(self._manifest, place)
-                work.append(pool.submit(_put, self.storage, names[-1], data))
+                work.append(pool.submit(_put, self._storage, names[-1], array_json(self._manifest, place)))
             for step in self._steps:
-                elements = self._exchanged(step)
-                if elements is not None and self._kept.error is None:
+                elements = self._exchange(step)
+                if elements is not None and self._errors.error is None:
                     names.append(chunk_file(self._manifest, *step.chunk))
-                    work.append(pool.submit(_put_chunk, self, step.chunk, elements, names[-1]))
+                    work.append(pool.submit(self._put_chunk, step.chunk, elements, names[-1]))
                 while len(work) > 2 * threads:  # bounds the chunks in memory
-                    self._kept.attempt(work.pop(0).result)
+                    self._errors.attempt(work.pop(0).result)
             for future in work:
-                self._kept.attempt(future.result)
-            self._kept.attempt(lambda: list(pool.map(self.storage.sync_folder, _folders(names))))
-        self._kept.raise_kept()
+                self._errors.attempt(future.result)
+            self._errors.attempt(lambda: list(pool.map(self._storage.sync_folder, _folders(names))))
+        self._errors.raise_kept()
 
-    def _exchanged(self, step: _Step) -> torch.Tensor | None:
-        """The chunk's elements, if it is this rank's to write; if not, this rank's part of them is sent."""
+    def _exchange(self, step: _Step) -> torch.Tensor | None:
+        """Assemble the chunk, 1D, if this rank writes it (None after an error); else send this rank's part."""
         rank, place, whole = self._coordinator.rank, step.chunk.place, step.chunk.region
         owner, *others = step.holders
         if owner.rank != rank:
             mine = next(holder for holder in others if holder.rank == rank)
-            part = self._room(step, mine)
-            self._kept.attempt(lambda: part.copy_(_pack(mine.region, self._local(place), whole)))
-            self._coordinator.send(part.view(torch.uint8), owner.rank)
+            part = self._part[: step.part_bytes(mine)]
+            self._errors.attempt(lambda: _pack(mine.region, self._local(place), whole, part.view(step.dtype)))
+            self._coordinator.send(part, owner.rank)
             return None
-        chunk = self._kept.attempt(lambda: _copy(owner.region, self._local(place), whole, _empty_chunk(step)))
+
+        def own_part() -> torch.Tensor:
+            # Zeros, also beyond the tensor's edges.
+            chunk = torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
+            for share in overlaps(owner.region, whole):
+                share.target_view(chunk).copy_(share.source_view(self._local(place)))
+            return chunk
+
+        chunk = self._errors.attempt(own_part)
         for holder in others:
-            part = self._room(step, holder)
-            self._coordinator.receive(part.view(torch.uint8), holder.rank)
+            part = self._part[: step.part_bytes(holder)]
+            self._coordinator.receive(part, holder.rank)
             if chunk is not None:
-                self._kept.attempt(partial(_unpack, holder.region, whole, part, chunk))
+                self._errors.attempt(partial(_unpack, holder.region, whole, part.view(step.dtype), chunk))
         return chunk
 
-    def _room(self, step: _Step, holder: Holder) -> torch.Tensor:
-        """Where a part lies while it travels."""
-        return self._travelling[: holder.numel * step.dtype.itemsize].view(step.dtype)
-
     def _local(self, place: int) -> torch.Tensor:
-        """The elements of the tensor that this rank holds, 1D."""
+        """This rank's elements of a tensor, 1D."""
         if self._bits is None or self._bits[0] != place:
             plain = dense(self._locals_by_name[self._manifest.entries[place].name]).view(-1)
             self._bits = (place, plain.view(carrier_of(plain.dtype)))
         return self._bits[1]
 
-
-def _empty_chunk(step: _Step) -> torch.Tensor:
-    """Zeros, also for what lies beyond the tensor's edges; 1D."""
-    return torch.zeros(step.chunk.box.numel, dtype=step.dtype, device="cpu")
+    def _put_chunk(self, chunk: Chunk, elements: torch.Tensor, name: str) -> None:
+        data = elements.view(torch.uint8).numpy()
+        checksum = google_crc32c.value(data.tobytes())
+        _put(self._storage, name, data, struct.pack("<I", checksum))
+        self.checksums[chunk] = checksum
+        self._meter.advance(len(data))
 
 
 def _folders(names: Iterable[str]) -> list[str]:
-    """Folders that files of these names lie in, those around them included."""
-    found = {name.rpartition("/")[0] for name in names}
+    """Folders of files of these names, and the folders around them."""
+    paths = {name.rpartition("/")[0] for name in names}
     return sorted(
-        {"/".join(path.split("/")[:depth]) for path in found for depth in range(1, path.count("/") + 2)}
+        {"/".join(path.split("/")[:depth]) for path in paths for depth in range(1, path.count("/") + 2)}
     )
 
 
-def _copy(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> torch.Tensor:
-    for share in overlaps(source, target):
-        share.target_view(into).copy_(share.source_view(have))
-    return into
-
-
-def _pack(source: Region, have: torch.Tensor, target: Region) -> torch.Tensor:
+def _pack(source: Region, have: torch.Tensor, target: Region, into: torch.Tensor) -> None:
     """The shared elements, one share after the other."""
-    return torch.cat([share.source_view(have).reshape(-1) for share in overlaps(source, target)])
+    torch.cat([share.source_view(have).reshape(-1) for share in overlaps(source, target)], out=into)
 
 
 def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Tensor) -> None:
@@ -207,14 +196,6 @@ def _unpack(source: Region, target: Region, packed: torch.Tensor, into: torch.Te
     for share, part in zip(shares, packed.split([share.numel for share in shares]), strict=True):
         view = share.target_view(into)
         view.copy_(part.view(view.shape))
-
-
-def _put_chunk(writer: ArrayWriter, chunk: Chunk, elements: torch.Tensor, name: str) -> None:
-    data = elements.view(torch.uint8).numpy()
-    checksum = google_crc32c.value(data.tobytes())
-    _put(writer.storage, name, data, struct.pack("<I", checksum))
-    writer.checksums[chunk] = checksum
-    writer.meter.advance(len(data))
 
 
 def _put(storage: Storage, name: str, *buffers: Buffer) -> None:
