@@ -330,7 +330,7 @@ class Loader:
             self._per_rank(reader, found)
             reads.open()
         if self.verify == "before":
-            reads.prove()
+            reads.verify()
 
     def _prove_match(self, found: Match, strict: Strict) -> None:
         if found.problems:

@@ -153,6 +153,11 @@ class RankFile:
         """The bytes that stand in the place of pieces: crc32c of the rank's chunks, as its file lists them."""
         return struct.pack(f"<{len(self.chunks)}I", *(checksums[chunk] for chunk in self.chunks))
 
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of everything after the header, for messages."""
+        return self.names_in(len(self.header), self.table_start)
+
     def names_in(self, start: int, stop: int) -> list[str]:
         """Names of what lies in a range of the file's bytes, for messages."""
         names = ["the header"] if start < len(self.header) else []

@@ -1,7 +1,6 @@
-"""A rank's file opened for reading: proven against the manifest, then able to prove each of its stripes.
+"""A rank's file opened for reading: checked against the manifest, then able to verify each of its stripes.
 
-Needs neither torch nor a `Storage`, only something that opens files by name, so that the converter and
-`verify` can use it as a load does.
+Needs no torch, so that conversions and `verify` use it as a load does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class OpenRankFile:
-    """A rank's file, open, with its size, header and checksum table proven against the manifest.
+    """A rank's file, open, with its size, header and checksum table checked against the manifest.
 
     Raises:
         CorruptCheckpointError: if the file is missing, or not the one the manifest describes.
@@ -32,16 +31,13 @@ class OpenRankFile:
         try:
             self.reader: FileReader = storage.open_file(file.name)
         except (*_GONE, ValueError) as error:
-            raise self._unlike_a_file(error) from error
+            raise self._unreadable(error) from error
         try:
-            self._table = self._prove()  # as bytes: of large files there are many
+            self._table = self._check()  # as bytes: a large file has many
         except BaseException as error:
             with noting(error):
                 self.reader.close()
             raise
-
-    def _names(self) -> list[str]:
-        return self.file.names_in(len(self.file.header), self.file.table_start)
 
     def read_at(self, offset_bytes: int, buffers: Sequence[Buffer]) -> None:
         """Fill writable buffers one after another from an offset on.
@@ -52,10 +48,10 @@ class OpenRankFile:
         try:
             self.reader.read_at(offset_bytes, buffers)
         except (*_GONE, EOFError) as error:
-            raise self._unlike_a_file(error) from error
+            raise self._unreadable(error) from error
 
     def view(self, start_bytes: int, stop_bytes: int) -> memoryview:
-        """Bytes [start, stop) to look at, as `FileReader.view` gives them.
+        """Bytes [start, stop), read-only, as `FileReader.view` gives them.
 
         Raises:
             CorruptCheckpointError: if the file ends before, or is gone.
@@ -63,19 +59,19 @@ class OpenRankFile:
         try:
             return self.reader.view(start_bytes, stop_bytes)
         except (*_GONE, EOFError) as error:
-            raise self._unlike_a_file(error) from error
+            raise self._unreadable(error) from error
 
-    def _unlike_a_file(self, error: Exception) -> CorruptCheckpointError:
-        """What it means that a file cannot be read: of all errors, those that prove damage."""
+    def _unreadable(self, error: Exception) -> CorruptCheckpointError:
+        """The error for a file that is missing or too short."""
         if isinstance(error, EOFError):
             return self.corrupt("A file ended early.", f"{self.file.total_bytes} bytes", str(error))
         return self.corrupt(
             "A file of the checkpoint is missing.",
-            f"{self.file.total_bytes} bytes that hold {some(self._names())}",
+            f"{self.file.total_bytes} bytes with {some(self.file.tensor_names)}",
             "no file" if isinstance(error, _GONE) else str(error),
         )
 
-    def _prove(self) -> bytes:
+    def _check(self) -> bytes:
         """Compare size and header with what follows from the manifest; returns the table of stripes' checksums."""
         file, size = self.file, self.reader.size_bytes
         if size != file.total_bytes:
@@ -91,10 +87,10 @@ class OpenRankFile:
             at = next(place for place, (a, b) in enumerate(zip(header, file.header, strict=True)) if a != b)
             around = slice(max(0, at - 60), at + 60)
             raise self.corrupt(
-                "A file's header is not the one that follows from the manifest: it is damaged, or another "
-                "checkpoint's file.",
+                "A file's header differs from the one that follows from the manifest: it is damaged, or a file of "
+                "another checkpoint.",
                 f".. {file.header[around]!r} ..",
-                f".. {bytes(header[around])!r} ..; from byte {at} on; holds {some(self._names())}",
+                f".. {bytes(header[around])!r} ..; from byte {at} on; has {some(self.file.tensor_names)}",
             )
         self.read_at(file.table_start, [table])
         (own,) = struct.unpack_from("<Q", table, file.num_stripes * CHECKSUM_BYTES)

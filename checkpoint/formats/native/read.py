@@ -1,28 +1,28 @@
 """Reading ranges of many files: coalesced, in parallel, with bounded memory, every stripe verified.
 
 `ReadPlan` collects sinks per file and cuts them into jobs of at most 16 MiB, which cover whole stripes where
-checksums are compared. A job is proven, taken, or both:
+checksums are compared. A job is verified, taken, or both:
 
-    prove      hash the bytes where they are: on a local disk in the page cache, mapped, without a copy
-    take       positional reads that scatter straight into the tensors; what is strided or on a device is
-               copied from where it is, and so is all of a *far* job, which comes over a network: one request
-               for it and the small gaps in it costs less than one for each part
+    verify     hash the bytes in place: on a local disk in the page cache, mapped, without a copy
+    take       positional reads that scatter straight into the tensors; strided parts and parts on a device are
+               copied, and so is all of a *far* job, which comes over a network: one request for the job and
+               its small gaps costs less than one request for each part
 
-``verify="before"`` proves all jobs, then takes them. "while" takes a stripe in slices that stay in a core's cache, and
-hashes each as it has come; of a far job it proves each stripe first, since that is at hand then. Far jobs wait for each
-other's bytes in more threads than there are cores.
+``verify="before"`` verifies all jobs, then takes them. "while" takes a stripe in slices that stay in a core's cache,
+and hashes each slice after its read; of a far job it verifies each stripe before the copy. Far jobs are read by more
+threads than there are cores, since a thread mostly waits.
 
-What the page cache does not hold comes from a disk, through the cache, by more threads too, each of which goes
-through a part of its own from front to back. Measured with 3 GiB, 2 ranks and 2 cores on a virtual disk (ext4,
-alternating with two readers per rank of nothing but bytes, 1.94 s): 2.09 s, and 2.18 with checksums. With threads
-that take turns along the files, 2.39 and 2.39: the kernel's read-ahead is for one reader, or for several far apart.
-With direct reads into memory of ours, from where bytes are copied, 2.80 and 2.83: a request in flight stands in the
-way of those behind it, and the copy costs the processor time that the cache would have.
+Bytes that are not in the page cache are read from the disk through the cache, also by more threads, each of which
+reads a part of its own from front to back. Measured with 3 GiB, 2 ranks and 2 cores on a virtual disk (ext4,
+alternating with two readers per rank that only read, 1.94 s): 2.09 s, and 2.18 with checksums. With threads
+that take turns along the files, 2.39 and 2.39: the kernel's read-ahead serves one reader, or several far apart.
+With direct reads into buffers and copies from there, 2.80 and 2.83: a request in flight delays those behind it, and
+the copy costs processor time that the cache would have saved.
 
-Alternatives considered for "while": hashing mapped pages and reading them then, stripe by stripe, so that no
-damaged stripe reaches a tensor. The kernel's copy fetches them from memory a second time: 0.58 of an unverified
+Alternatives considered for "while": hash mapped pages and read them afterward, stripe by stripe, so that no
+damaged stripe reaches a tensor. The kernel's copy fetches the pages from memory a second time: 0.58 of an unverified
 read against 0.84 (CPU time of 512 MiB into 4 KiB pages, Linux 6.18), no better than "before", which leaves *all*
-tensors alone; a state that a failed load has filled in part is lost in any case. Copying from mapped pages, or
+tensors unchanged; a state that a failed load has filled in part is lost in any case. Copying from mapped pages, or
 through a buffer that stays in the cache: 0.62 and 0.65, since only the kernel's copy is fast into small pages.
 """
 
@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -58,8 +58,8 @@ from vescale_fsdp.checkpoint.storage.progress import Meter
 T = TypeVar("T")
 
 _JOB_BYTES = 16 << 20  # 16 MiB
-_TURN_BYTES = 4 << 20  # 4 MiB: of what one rank reads for several, at once
-_SLICE_BYTES = 512 << 10  # 512 KiB: with what it is copied from half of a core's cache
+_TURN_BYTES = 4 << 20  # 4 MiB: one read for several ranks
+_SLICE_BYTES = 512 << 10  # 512 KiB: with its source, half of a core's cache
 _start_of = attrgetter("start")
 
 
@@ -71,10 +71,7 @@ class _FileRun(NamedTuple):
 
 
 class _ReadJob(NamedTuple):
-    """Bytes [start, stop) of a file and the sinks that want some of them, by start.
-
-    Attributes:
-    """
+    """Bytes [start, stop) of a file, and the sinks that want some of them, by start."""
 
     file: OpenRankFile
     start: int
@@ -83,43 +80,44 @@ class _ReadJob(NamedTuple):
 
     @property
     def is_far(self) -> bool:
-        """Whether the bytes are to be brought at once, and copied from there."""
+        """Whether the bytes are read by one request, and copied."""
         return not self.file.reader.looks_in_place
 
     @property
     def is_at_hand(self) -> bool:
+        """Whether the bytes are in memory already."""
         return self.file.reader.is_at_hand(self.start, self.stop)
 
-    def prove(self) -> int:
-        """Compare the checksums of a job that covers whole stripes; returns the bytes that were read."""
-        self.prove_in(self._look())
+    def verify(self) -> int:
+        """Compare the checksums of a job that covers whole stripes; returns the number of bytes read."""
+        self.verify_data(self._look())
         return self.stop - self.start
 
-    def prove_in(self, data: Bytes) -> None:
-        """Compare checksums of the bytes as they were brought to memory."""
+    def verify_data(self, data: Bytes) -> None:
+        """Compare checksums of the job's bytes in memory."""
         for index, start, stop in self._stripes():
             self.file.prove_stripe(index, xxhash.xxh3_64_intdigest(data[start:stop].data))
 
     def take(self) -> int:
-        """Bring every sink its bytes, as they are; returns the bytes that were read."""
+        """Read the bytes into the sinks, unverified; returns the number of bytes read."""
         runs, rest = self._scattered()
         if self.is_far and len(runs) + len(rest) > 1:
-            self._deliver(self._look(), self.sinks)
+            _deliver(self.start, self.stop, self._look(), self.sinks)
             return self.stop - self.start
         for start, memories in runs:
             self.file.read_at(start, memories)
         if rest:
-            self._deliver(self._look(), rest)
-        return sum(map(len, (memory for _, memories in runs for memory in memories))) + sum(
+            _deliver(self.start, self.stop, self._look(), rest)
+        return sum(len(memory) for _, memories in runs for memory in memories) + sum(
             last - first for first, last in map(self._part, rest)
         )
 
-    def take_and_prove(self) -> int:
-        """Both; what is copied rather than read is proven first, since it is at hand for that."""
+    def take_verified(self) -> int:
+        """Verify and deliver; returns the number of bytes read. Buffered bytes are verified before they are copied."""
         if self.is_far:
-            brought = self._look()
-            self.prove_in(brought)
-            self._deliver(brought, self.sinks)
+            data = self._look()
+            self.verify_data(data)
+            _deliver(self.start, self.stop, data, self.sinks)
             return self.stop - self.start
         walk = _Walk(self.sinks)
         for index, start, stop in self._stripes():
@@ -127,14 +125,14 @@ class _ReadJob(NamedTuple):
             stripe = _ReadJob(self.file, first, end, walk.within(first, end))
             runs, rest = stripe._scattered()
             if rest:
-                stripe.prove()
+                stripe.verify()
                 stripe.take()
             else:
                 self.file.prove_stripe(index, stripe._read_and_hash(runs))
         return self.stop - self.start
 
     def _read_and_hash(self, runs: Sequence[_FileRun]) -> int:
-        """Read runs, slice by slice; the checksum of them, and of what nobody wants between them."""
+        """Read runs, slice by slice; the checksum of them and of the unwanted bytes between them."""
         digest, done = xxhash.xxh3_64(), self.start
         unwanted: Bytes | None = None
         for start, memories in [*runs, _FileRun(self.stop, [])]:
@@ -153,28 +151,22 @@ class _ReadJob(NamedTuple):
                     done = max(done, at)
         return digest.intdigest()
 
-    def _deliver(self, data: Bytes, sinks: Sequence[Sink]) -> None:
-        _deliver(self.start, self.stop, data, sinks)
-
     def _look(self) -> Bytes:
         return np.frombuffer(self.file.view(self.start, self.stop), dtype=np.uint8)
 
     def _stripes(self) -> Iterator[tuple[int, int, int]]:
-        """Number of each stripe and its place in the job's bytes."""
+        """Number of each stripe, and its byte range within the job."""
         size = self.file.stripe_bytes
         for index in range(self.start // size, -(-self.stop // size)):
-            yield (
-                index,
-                index * size - self.start,
-                min((index + 1) * size, self.file.checked_bytes) - self.start,
-            )
+            stop = min((index + 1) * size, self.file.checked_bytes)
+            yield index, index * size - self.start, stop - self.start
 
     def _part(self, sink: Sink) -> tuple[int, int]:
         """The bytes of the file that a sink wants from this job."""
         return max(self.start, sink.start), min(self.stop, sink.stop)
 
     def _scattered(self) -> tuple[list[_FileRun], list[Sink]]:
-        """Runs of the file that go straight to memory; and the sinks that are left."""
+        """Runs of the file that are read straight into memory, and the other sinks."""
         runs: list[_FileRun] = []
         rest = []
         at = -1
@@ -192,14 +184,14 @@ class _ReadJob(NamedTuple):
 
 
 def _deliver(start: int, stop: int, data: Bytes, sinks: Sequence[Sink]) -> None:
-    """Bring sinks their parts of bytes [start, stop) of a file."""
+    """Give sinks their parts of bytes [start, stop) of a file."""
     for sink in sinks:
         first, last = max(start, sink.start), min(stop, sink.stop)
         sink.take(first, data[first - start : last - start])
 
 
 def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Memories in their order, cut and gathered into parts of about a slice each."""
+    """Memories in order, cut and grouped into parts of about a slice each."""
     part: list[Bytes] = []
     room = _SLICE_BYTES
     for memory in memories:
@@ -216,31 +208,26 @@ def _slices(memories: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 class _Walk:
-    """Sinks, sorted by start, asked for along ascending ranges."""
+    """Sinks sorted by start, found for ascending ranges."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
         self._first = 0
 
     def within(self, start: int, stop: int) -> list[Sink]:
-        """Those that want some of bytes [start, stop)."""
+        """The sinks that want some of bytes [start, stop)."""
         sinks = self._sinks
         while self._first < len(sinks) and sinks[self._first].stop <= start:
             self._first += 1
-        found = []
-        for sink in islice(sinks, self._first, None):
-            if sink.start >= stop:
-                break
-            if sink.stop > start:
-                found.append(sink)
-        return found
+        overlapping = takewhile(lambda sink: sink.start < stop, islice(sinks, self._first, None))
+        return [sink for sink in overlapping if sink.stop > start]
 
 
 class Reads(ABC):
-    """What a load reads, in one of the forms: asked for first, then opened, proven or run. Close it in the end.
+    """The reads of a load in one of the forms: asked for first, then opened, verified or run, and closed.
 
     Attributes:
-        num_bytes_read: of tensors' bytes, from the storage, so far; what is proven first and then read counts twice.
+        num_bytes_read: of tensors' bytes, from the storage, so far; bytes that are verified and then read count twice.
         num_bytes_received: of them, from other ranks.
     """
 
@@ -248,13 +235,17 @@ class Reads(ABC):
         self.storage = storage
         self.num_bytes_read = 0
         self.num_bytes_received = 0
-        self.meter = Meter()  # told of bytes that have been read
+        self.meter = Meter()  # counts the bytes read
 
     def _map(
         self, doing: str, work: Callable[[T], int], items: Sequence[T], total: int, *, far: bool = False
     ) -> None:
-        """Do the work of all items, of ``total`` bytes, in as many threads as the storage likes; it returns the bytes
-        it has read."""
+        """Do the work of all items, ``total`` bytes, in the storage's number of threads.
+
+        Args:
+            work: returns the number of bytes that it has read.
+            far: use the threads of far reads, each for a range of neighboring items.
+        """
         self.meter.begin(doing, total)
 
         def metered(item: T) -> int:
@@ -273,30 +264,30 @@ class Reads(ABC):
 
     @abstractmethod
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
-        """Ask for what fills ``tensor`` with a region of tensor number ``place``."""
+        """Ask for a region of tensor number ``place``, which fills ``tensor``."""
 
     def saved_ranks(self) -> set[int]:
-        """Whose files hold what was asked for, in the native form."""
+        """The ranks whose files have what was asked for, in the native form."""
         return set()
 
     def stripes(self) -> list[StripeRun]:
-        """What was asked for, for ranks to compare; nothing where each rank reads all of its own in any case."""
+        """The stripes that were asked for, for ranks to compare; empty in forms whose reads cannot be shared."""
         return []
 
     def share(self, coordinator: Coordinator, by_rank: Sequence[Sequence[StripeRun]]) -> None:
-        """From now on, what several ranks have asked for is read by one of them, and `run` is a collective."""
-        raise AssertionError("of a form that names no stripes there is nothing to share")
+        """Read stripes that several ranks have asked for once; from now on, `run` is a collective."""
+        raise AssertionError("a form without stripes has nothing to share")
 
     @abstractmethod
     def open(self) -> None:
-        """Open all files that stay open until the end, and prove what can be proven of them without reading data.
+        """Open all files that stay open until the end, and check them as far as possible without reading data.
 
         Raises:
             CorruptCheckpointError: if one is missing or not what the manifest describes.
         """
 
     @abstractmethod
-    def prove(self) -> None:
+    def verify(self) -> None:
         """Verify all that `run` would read; nothing is written anywhere."""
 
     @abstractmethod
@@ -313,10 +304,10 @@ class Reads(ABC):
 
 
 class ReadPlan(Reads):
-    """The native form: sinks by file.
+    """Reads of the native form: sinks by file.
 
     Args:
-        finder: where regions lie.
+        finder: finds regions in files.
     """
 
     def __init__(self, storage: Storage, finder: ShareFinder) -> None:
@@ -326,12 +317,13 @@ class ReadPlan(Reads):
         self._files: dict[int, OpenRankFile] = {}
         self._coordinator = Coordinator()
         self._waves: list[list[SharedStripes]] = []
-        self._shared: dict[int, set[int]] = {}  # of each file, stripes that are read once for several ranks
+        self._shared: dict[int, set[int]] = {}  # by file: stripes that are read once for several ranks
 
     def ask(self, place: int, region: Region, tensor: torch.Tensor) -> LoadTarget:
         target = LoadTarget(tensor)
         for stored in self._finder.shares(place, region):
-            for sink in sinks_of(stored, target, max_gap_bytes=self.storage.max_gap_bytes):
+            start, max_gap_bytes = stored.piece.start_bytes, self.storage.max_gap_bytes
+            for sink in sinks_of(stored.share, start, target, max_gap_bytes=max_gap_bytes):
                 self.add(self._finder.file(stored.rank), sink)
         return target
 
@@ -372,22 +364,24 @@ class ReadPlan(Reads):
             self._files[rank] = OpenRankFile(self.storage, self._finder.file(rank))
 
     def close(self) -> None:
-        with ExitStack() as closing:  # all of them, whatever one raises
+        with ExitStack() as closing:  # closes all, whatever one raises
             while self._files:
                 closing.callback(self._files.popitem()[1].reader.close)
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         turns = [
             _ReadJob(self._files[turn.saved_rank], *self._bounds(turn), ()) for turn in self._own_turns()
         ]
         jobs = [*self._jobs(True), *turns]
-        self._map("verifying", _ReadJob.prove, jobs, _size(jobs))
+        self._map("verifying", _ReadJob.verify, jobs, _size(jobs))
 
     def run(self, *, verify: bool) -> None:
         if self._waves:
-            self._run_shared(verify)  # first: whoever fails at what is its own must not leave others waiting
+            self._run_shared(
+                verify
+            )  # first: a rank that fails in its own reads must not leave others waiting
         jobs = list(self._jobs(verify))
-        work = _ReadJob.take_and_prove if verify else _ReadJob.take
+        work = _ReadJob.take_verified if verify else _ReadJob.take
         self._map("loading", work, jobs, _size(jobs), far=not all(job.is_at_hand for job in jobs))
 
     def _run_shared(self, verify: bool) -> None:
@@ -402,7 +396,7 @@ class ReadPlan(Reads):
             job = _ReadJob(self._files[turn.saved_rank], start, stop, ())
             job.file.read_at(start, [data])
             if verify:
-                job.prove_in(np.frombuffer(data, dtype=np.uint8))
+                job.verify_data(np.frombuffer(data, dtype=np.uint8))
 
         def take(turn: SharedStripes, data: memoryview) -> None:
             _deliver(*self._bounds(turn), np.frombuffer(data, dtype=np.uint8), wanted[turn])
@@ -413,7 +407,7 @@ class ReadPlan(Reads):
         self.num_bytes_read += sum(map(size_of, self._own_turns()))
 
     def _shared_sinks(self) -> dict[SharedStripes, list[Sink]]:
-        """What this rank wants of each turn."""
+        """This rank's sinks in each turn."""
         turns = sorted(turn for wave in self._waves for turn in wave)
         found = {}
         for rank, of_rank in groupby(turns, key=attrgetter("saved_rank")):
@@ -422,7 +416,7 @@ class ReadPlan(Reads):
         return found
 
     def _ranges(self, step: int) -> Iterator[tuple[int, int, int]]:
-        """Saved rank, start and stop of what this rank reads for itself alone, in jobs."""
+        """Saved rank, start and stop of this rank's unshared reads, in jobs."""
         for rank, sinks in self._sinks.items():
             file, shared = self._finder.file(rank), self._shared.get(rank, set())
             for start, stop in _joined(sorted(sinks, key=_start_of), file, step, self.storage.max_gap_bytes):
@@ -443,7 +437,7 @@ class ReadPlan(Reads):
 
 
 def _interleaved(items: Sequence[T], num_parts: int) -> list[T]:
-    """The first of each part, the second of each, and so on: threads that take turns are far apart then."""
+    """The first of each part, the second of each, and so on, so that threads read far apart."""
     size = -(-len(items) // num_parts)
     return [items[at] for first in range(size) for at in range(first, len(items), size)]
 
@@ -467,7 +461,7 @@ def _joined(sinks: Sequence[Sink], file: RankFile, step: int, max_gap: int) -> l
 
 
 def _without(start: int, stop: int, shared: Set[int], size: int) -> Iterator[tuple[int, int]]:
-    """What is left of a byte range without the stripes that are shared."""
+    """A byte range without its shared stripes."""
     if not shared:
         yield start, stop
         return
@@ -479,7 +473,7 @@ def _without(start: int, stop: int, shared: Set[int], size: int) -> Iterator[tup
 
 def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     """A byte range in jobs of whole steps."""
-    # No job cuts an element: item sizes fall, so what fits the first start and this size fits all that follow.
+    # No job cuts an element: item sizes fall along a file, so later starts are multiples of them too.
     size = max(_JOB_BYTES // step, 1) * step
     for cut in range(start, stop, size):
         yield cut, min(cut + size, stop)

@@ -1,25 +1,23 @@
-"""Where bytes that are read go: into a tensor's memory itself, or there by one copy.
+"""Destinations of reads: a tensor's memory itself, or one copy into it.
 
-A `LoadTarget` is a tensor to fill. A `Sink` is one range of a file's bytes and what becomes of it:
+A `LoadTarget` is a tensor to fill. A `Sink` is one byte range of a file and its destination:
 
-    direct      contiguous in the file and in CPU memory: a file can be read into the tensor itself
-    copied      contiguous in both, but on a device: by way of pinned memory of the thread that reads
+    direct      contiguous in the file and in CPU memory: the file is read into the tensor itself
+    copied      contiguous in both, but on a device: copied through pinned memory of the reading thread
     patch       a box that is strided on either side: copied box by box
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from vescale_fsdp.checkpoint.manifest.rank_file import FileShare
 from vescale_fsdp.checkpoint.manifest.region import SharedPatch, SharedRun, runs_of_box
 from vescale_fsdp.checkpoint.manifest.torch_dtypes import bytes_of, carrier_of
 from vescale_fsdp.checkpoint.state.host_copies import PinnedSlots, copy_stream_of
@@ -28,7 +26,7 @@ from vescale_fsdp.layout.geometry import Box, boxes_of_range, numel_of
 Bytes = npt.NDArray[np.uint8]
 Deliver = Callable[[int, Bytes], None]
 
-_PINNED_BYTES = 4 << 20  # at a time: a thread has two pieces of it on their way
+_PINNED_BYTES = 4 << 20  # 4 MiB per copy; two of them are in flight per thread
 _slots = PinnedSlots()
 
 
@@ -39,13 +37,13 @@ class LoadTarget:
         tensor: this rank's local tensor; its row-major elements are a region of the global tensor.
 
     Attributes:
-        is_overwritten: whether the tensor may hold something of what is read.
+        is_overwritten: whether the tensor may have some of the bytes read.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.is_overwritten = False
-        self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it says
+        self._is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory differs from its values
         direct = tensor.is_contiguous() and not self._is_lazy
         self._filled = (
             tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -60,15 +58,15 @@ class LoadTarget:
 
     @cached_property
     def flat(self) -> torch.Tensor:
-        """1D [numel], under a dtype that every copy kernel knows."""
+        """1D [numel], under a dtype that every copy kernel supports."""
         return self._filled.view(-1).view(carrier_of(self._filled.dtype))
 
     def begin(self) -> None:
-        """To be called before the first bytes come."""
+        """Call before the first bytes are written."""
         self.is_overwritten = self.is_overwritten or self._filled is self._tensor
 
     def finish(self) -> None:
-        """Bring what was read to where it belongs, once all of it is there."""
+        """Copy what was read into the tensor, once all of it is read."""
         self.is_overwritten = self._filled.numel() > 0
         if self.stream is not None:
             self.stream.hold_compute()
@@ -82,10 +80,10 @@ class Sink(NamedTuple):
     """A half-open byte range of a file and its destination.
 
     Attributes:
-        target: the tensor that it fills; None for memory that is nobody's yet.
-        memory: the destination itself, as long as the range; None if the bytes must be delivered.
-        deliver: called with (first byte's place in the file, bytes) for parts of the range that together
-            make it up; bytes hold whole elements, and must be neither changed nor kept.
+        target: the tensor that it fills; None for plain memory.
+        memory: the destination itself, as long as the range; None if the bytes must be copied.
+        deliver: copies a part of the range, called with (offset in the file, bytes) until all parts are copied; the
+            bytes are whole elements, and are neither changed nor kept.
     """
 
     start: int
@@ -95,12 +93,12 @@ class Sink(NamedTuple):
     deliver: Deliver | None = None
 
     def begin(self) -> None:
-        """To be called before bytes come into `memory`."""
+        """Call before bytes are written into `memory`."""
         if self.target is not None:
             self.target.begin()
 
     def take(self, at: int, data: Bytes) -> None:
-        """Bring bytes from file position ``at`` on to where they belong."""
+        """Copy bytes from file offset ``at`` on to their destination."""
         self.begin()
         if self.memory is not None:
             self.memory[at - self.start : at - self.start + len(data)] = data
@@ -108,31 +106,33 @@ class Sink(NamedTuple):
             self.deliver(at, data)
 
 
-def sinks_of(stored: FileShare, target: LoadTarget, *, max_gap_bytes: int) -> Iterator[Sink]:
-    """The sinks that bring one file's share into a target."""
-    itemsize, share = target.itemsize, stored.share
-    if isinstance(share, SharedRun):
-        start = stored.piece.start_bytes + share.source * itemsize
-        stop = start + share.numel * itemsize
-        if target.memory is None:
-            yield Sink(start, stop, target, None, functools.partial(_copy_run, target, share.target, start))
-            return
-        first = share.target * itemsize
-        yield Sink(start, stop, target, target.memory[first : first + stop - start])
+def sinks_of(
+    share: SharedRun | SharedPatch, start_bytes: int, target: LoadTarget, *, max_gap_bytes: int
+) -> Iterator[Sink]:
+    """The sinks that copy a share of a piece, which starts at ``start_bytes`` of its file, into a target."""
+    itemsize = target.itemsize
+    base = start_bytes + share.source * itemsize
+    if isinstance(share, SharedPatch):
+        deliver = partial(_copy_patch, target, share, base)
+        max_gap_numel = max_gap_bytes // itemsize
+        for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_numel):
+            yield Sink(base + run.start * itemsize, base + run.stop * itemsize, target, None, deliver)
         return
-    base = stored.piece.start_bytes + share.source * itemsize
-    deliver = functools.partial(_copy_patch, target, share, base)
-    for run in runs_of_box(share.source_sizes, share.source_box, max_gap_numel=max_gap_bytes // itemsize):
-        yield Sink(base + run.start * itemsize, base + run.stop * itemsize, target, None, deliver)
+    stop = base + share.numel * itemsize
+    if target.memory is None:
+        yield Sink(base, stop, target, None, partial(_copy_run, target, share.target, base))
+    else:
+        first = share.target * itemsize
+        yield Sink(base, stop, target, target.memory[first : first + stop - base])
 
 
 def _elements(target: LoadTarget, data: Bytes) -> torch.Tensor:
-    # Some stores answer with read-only bytes, which torch does not take.
+    # Some stores return read-only bytes, which torch does not accept.
     return torch.from_numpy(data if data.flags.writeable else data.copy()).view(target.flat.dtype)
 
 
 def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) -> None:
-    """Bytes from file position ``at`` into the target, whose element ``place`` comes from ``start``."""
+    """Bytes from file offset ``at`` into the target, whose element ``place`` is at ``start``."""
     first = place + (at - start) // target.itemsize
     elements, stream = _elements(target, data), target.stream
     if stream is None:
@@ -148,7 +148,7 @@ def _copy_run(target: LoadTarget, place: int, start: int, at: int, data: Bytes) 
 
 
 def _copy_patch(target: LoadTarget, patch: SharedPatch, base: int, at: int, data: Bytes) -> None:
-    """What a range of the source's elements has in common with the patch, box by box."""
+    """Copy the elements of a patch that are in a range of the source, box by box."""
     elements = _elements(target, data)
     first = (at - base) // target.itemsize
     into = target.flat[patch.target : patch.target + numel_of(patch.target_sizes)].view(patch.target_sizes)

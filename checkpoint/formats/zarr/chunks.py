@@ -1,7 +1,7 @@
-"""Chunks of zarr arrays, proven: by the checksum in the chunk, and by the one in its owner's file.
+"""Chunks of zarr arrays, verified by the checksum in the chunk and by the one in its owner's file.
 
-A chunk's own checksum shows that its bytes are those of some chunk; the owner's table, which belongs to one save,
-shows that they are those of this one. Needs no torch, so that the converter looks as a load does.
+A chunk's own checksum shows that it is some intact chunk. The owner's table, which belongs to one save, shows that
+it is the right chunk of this save. Needs no torch, so that conversions and `verify` use it as a load does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SCRATCH_BYTES = 1 << 20  # 1 MiB
 
 
 class ChunkTables:
-    """Checksums of chunks as their owners' files have them; each file is read once. Safe from several threads."""
+    """Checksums of chunks, from their owners' files; each file is read once. Safe from several threads."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.storage = storage
@@ -35,7 +35,7 @@ class ChunkTables:
         self._tables: dict[int, dict[Chunk, int]] = {}
 
     def checksum(self, chunk: Chunk) -> int | None:
-        """The crc32c that a chunk was written with; None in checkpoints of version 1, which do not tell.
+        """The crc32c that a chunk was written with; None in checkpoints of version 1, which have no such table.
 
         Raises:
             CorruptCheckpointError: if the owner's file is missing or damaged.
@@ -63,7 +63,7 @@ class ChunkTables:
 
 
 def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
-    """A chunk's bytes, proven.
+    """A chunk's bytes, verified.
 
     Raises:
         CorruptCheckpointError: if it is missing, of another size, damaged, or another chunk's; names file and tensor.
@@ -75,7 +75,7 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
 
     def corrupt(expected: str, got: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"A chunk of tensor {entry.name} is not what was written.",
+            f"A chunk of tensor {entry.name} differs from what was written.",
             expected=expected,
             got=got,
             where=f"{storage.where}/{name}",
@@ -95,13 +95,13 @@ def read_chunk(tables: ChunkTables, chunk: Chunk) -> npt.NDArray[np.uint8]:
     except (EOFError, ValueError) as error:
         raise corrupt(size, str(error)) from error
     (stored,) = struct.unpack("<I", checksum)
-    found = google_crc32c.value(data.tobytes())
-    if found != stored:
-        raise corrupt(f"crc32c {stored:08x}", f"{found:08x}")
+    actual = google_crc32c.value(data.tobytes())
+    if actual != stored:
+        raise corrupt(f"crc32c {stored:08x}", f"{actual:08x}")
     written = tables.checksum(chunk)
-    if written is not None and found != written:
+    if written is not None and actual != written:
         raise corrupt(
             f"crc32c {written:08x}, as this save has written",
-            f"{found:08x}: sound, but the chunk of another place or another save",
+            f"{actual:08x}: intact, but the chunk of another place or another save",
         )
     return data

@@ -1,4 +1,4 @@
-"""Reading the zarr form: whole chunks, their crc32c compared, then copied to where they belong."""
+"""Reading the zarr form: whole chunks, whose crc32c is compared before they are copied into tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 from vescale_fsdp.checkpoint.formats.native.read import Reads
 from vescale_fsdp.checkpoint.formats.native.targets import LoadTarget, sinks_of
 from vescale_fsdp.checkpoint.formats.zarr.chunks import ChunkTables, read_chunk
-from vescale_fsdp.checkpoint.manifest.rank_file import FilePiece, FileShare
 from vescale_fsdp.checkpoint.manifest.region import Region, overlaps
 from vescale_fsdp.checkpoint.manifest.zarr_layout import Chunk, chunks_of
 from vescale_fsdp.checkpoint.storage.base import Storage
 
 
 class _ChunkRead(NamedTuple):
-    """A chunk and what is wanted of it."""
+    """A chunk and a region that it has a part of."""
 
     chunk: Chunk
     wanted: Region
@@ -24,7 +23,7 @@ class _ChunkRead(NamedTuple):
 
 
 class ZarrReads(Reads):
-    """Chunks to be read."""
+    """Reads of the zarr form, chunk by chunk."""
 
     def __init__(self, storage: Storage, tables: ChunkTables) -> None:
         super().__init__(storage)
@@ -40,26 +39,25 @@ class ZarrReads(Reads):
     def open(self) -> None:
         """A chunk's file is opened when it is read."""
 
-    def prove(self) -> None:
+    def verify(self) -> None:
         chunks = dict.fromkeys(read.chunk for read in self._reads)
         size = sum(map(self._size, chunks))
         self._map("verifying", lambda chunk: len(read_chunk(self._tables, chunk)), list(chunks), size)
 
     def run(self, *, verify: bool) -> None:
-        """Whole chunks are read, so that they are proven in any case."""
+        """Whole chunks are read, so they are verified in any case."""
         size = sum(self._size(read.chunk) for read in self._reads)
         self._map("loading", self._read, self._reads, size)
+
+    def close(self) -> None:
+        """A chunk's file is closed when it has been read."""
 
     def _size(self, chunk: Chunk) -> int:
         return chunk.box.numel * self._tables.manifest.entries[chunk.place].itemsize
 
-    def close(self) -> None:
-        """And closed when it has been read."""
-
     def _read(self, read: _ChunkRead) -> int:
         data, whole = read_chunk(self._tables, read.chunk), read.chunk.region
-        piece = FilePiece(read.chunk.place, whole, 0, 0, len(data))
         for share in overlaps(whole, read.wanted):
-            for sink in sinks_of(FileShare(0, piece, share), read.target, max_gap_bytes=0):
+            for sink in sinks_of(share, 0, read.target, max_gap_bytes=0):
                 sink.take(sink.start, data[sink.start : sink.stop])
         return len(data)
